@@ -1,4 +1,4 @@
-"""A fleet of servers with its scheduler, for tests of the rollout service."""
+"""A fleet of servers with a scheduler, for tests of the rollout service."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
 
 
 class ScheduledFleet(Fleet):
-    """`async with` closes it at the end."""
+    """A fleet with a scheduler. `async with` closes it at the end."""
 
     def __init__(self, servers: Sequence[Server], settings: FleetSettings) -> None:
         super().__init__(servers, settings)
@@ -30,13 +30,13 @@ class ScheduledFleet(Fleet):
         self.settings = self.loader.settings = replace(self.settings, **changes)
 
     async def update(self, weights: Weights) -> None:
-        """Bring all servers to these weights."""
+        """Give these weights to all servers."""
         self.take_weights(weights)
         await self.update_servers()
 
     async def generate(
         self, prompt: Sequence[int], sampling: Mapping[str, Any], version: int, draw: str = ""
     ) -> Response:
-        """One response, whose sampling has its seed."""
+        """Generate one response. The sampling contains its seed."""
         [response] = await self.scheduler.generate_all(prompt, sampling, [None], version, draw)
         return response

@@ -1,5 +1,5 @@
-"""A small Hub on loopback, for the real client of huggingface_hub: repositories with commits,
-branches, gates and pushes, and the faults of a network."""
+"""A small Hub on loopback, for the real client huggingface_hub. It has repositories with commits,
+branches, restricted access and pushes, and can fail like a network."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ TOKEN = "hf_abcdefghijklmnopqrstuvwxyzABCDEFGH"
 
 @dataclass
 class Repository:
-    """Commits by id, in their order, and branches."""
+    """A repository: its commits by id, in order, and its branches."""
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
-    gated: bool = False  # only TOKEN may read it
+    gated: bool = False  # only requests with TOKEN may read it
     private: bool = False
     card: dict[str, Any] = field(default_factory=dict)
 
     def commit(self, files: Mapping[str, bytes], branch: str = "main") -> str:
-        """Make the files the newest commit of a branch, and return its id."""
+        """Make the files the newest commit of a branch. Returns its id."""
         text = repr((len(self.commits), sorted(files))).encode()
         name = hashlib.sha1(text).hexdigest()
         self.commits[name] = dict(files)
@@ -40,15 +40,15 @@ class Repository:
 
 
 class SmallHub:
-    """The server. `requests` has a line for each request, such as "GET /a/b/resolve/…"."""
+    """The server. `requests` has one line for each request, such as "GET /a/b/resolve/…"."""
 
     def __init__(self) -> None:
         self.repositories: dict[str, Repository] = {}  # by "models/ORG/NAME"
         self.requests: list[str] = []
-        self.cut: set[str] = set()  # files of which half is sent
-        self.objects: dict[str, bytes] = {}  # of LFS
+        self.cut: set[str] = set()  # files of which only half is sent
+        self.objects: dict[str, bytes] = {}  # the objects of LFS
         self.refuse_commits = False
-        self.has_sizes = True  # in the list of files
+        self.has_sizes = True  # whether the list of files contains sizes
         hub = self
 
         class Handler(_Handler):
@@ -66,12 +66,12 @@ class SmallHub:
         return f"http://127.0.0.1:{self.server.server_address[1]}"
 
     def add(self, name: str, files: Mapping[str, bytes], kind: str = "model", **more: Any) -> str:
-        """Add a repository with one commit of the branch main, and return the commit."""
+        """Add a repository with one commit on the branch main. Returns the commit."""
         repository = self.repositories[f"{kind}s/{name}"] = Repository(**more)
         return repository.commit(files)
 
     def environ(self, home: Path, **more: str) -> dict[str, str]:
-        """The environment of a program that shall use this hub and no other."""
+        """The environment of a program that uses this hub and no other one."""
         return {
             "HF_ENDPOINT": self.url,
             "HF_HOME": str(home),
@@ -82,7 +82,7 @@ class SmallHub:
         }
 
     def downloads(self, name: str = "") -> list[str]:
-        """The files that were sent, each as often as it was sent."""
+        """The files that were sent, once for each time."""
         return [
             line[4:] for line in self.requests if f"GET /{name}" in line and "/resolve/" in line
         ]
@@ -103,7 +103,7 @@ def small_hub() -> Iterator[SmallHub]:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """The contents of a folder, as a commit has them."""
+    """The contents of a folder as the files of a commit."""
     found = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
@@ -145,7 +145,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._file(kind, "/".join(parts[:2]), parts[3], "/".join(parts[4:]), method)
 
     def _repository(self, kind: str, name: str) -> Repository | None:
-        """The repository, if the request may read it. Otherwise the answer is sent."""
+        """The repository, if the request may read it. Otherwise sends the refusal and returns
+        None."""
         found = self.hub.repositories.get(f"{kind}/{name}")
         has_token = self.headers.get("Authorization") == f"Bearer {TOKEN}"
         if found is None or (found.private and not has_token):
@@ -261,7 +262,8 @@ def _mode(file: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def use_hub(hub: SmallHub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let huggingface_hub in this process, which has read its environment, use this hub."""
+    """Make huggingface_hub use this hub in this process, in which it has already read the
+    environment."""
     from huggingface_hub import constants
 
     settings = {

@@ -13,7 +13,7 @@ _LISTENS = "0A"
 
 
 def addresses_of_listeners(pids: Iterable[int]) -> dict[str, list[int]]:
-    """Address -> ports: of the TCP sockets of these processes that listen."""
+    """For each address, the ports on which these processes listen with TCP."""
     sockets = set().union(*(_sockets_of(pid) for pid in pids))
     found = defaultdict(list)
     for table in ("tcp", "tcp6"):
@@ -38,7 +38,8 @@ def _sockets_of(pid: int) -> set[str]:
 
 
 def _readable(address: str) -> str:
-    """The kernel writes words of four bytes in the order of this machine."""
+    """Convert an address of the kernel, which writes words of four bytes in the byte order of this
+    machine."""
     words = (
         int(address[at : at + 8], 16).to_bytes(4, "little") for at in range(0, len(address), 8)
     )

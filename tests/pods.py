@@ -1,5 +1,6 @@
-"""Pods without Kubernetes: network namespaces on a bridge, each with a name, an address and
-processes of its own, and the variables and command of a JobSet's container. Root only."""
+"""Pods without Kubernetes. A pod is a network namespace on a bridge, with a name, an address and
+processes of its own. It gets the variables and the command of a JobSet's container. This needs
+root."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ _HEAD = (
     "ip link set lo up && ip link add bridge0 type bridge && ip link set bridge0 up && "
     "echo there && read -r _ || true"
 )
-# $1: the file of names, $2: the name of the pod, $3: its address, $4: that of its card. It becomes
-# the program, as process 1.
+# $1: the file of host names, $2: the name of the pod, $3: its address, $4: the address of its
+# network card. At the end the script becomes the program, as process 1.
 _POD = """
 set -e
 mount --bind "$1" /etc/hosts
@@ -65,17 +66,17 @@ class Pod:
     log: Path
 
     def kill(self) -> None:
-        """End all of its processes at once, as a node does that loses its power."""
+        """Kill all processes of the pod at once, like a power failure of its node."""
         self.process.kill()
         self.process.wait()
 
     def evict(self) -> None:
-        """Tell it to end: SIGTERM to process 1, as the kubelet does."""
+        """Send SIGTERM to process 1, as the kubelet does when it evicts a pod."""
         [first] = children(self.process.pid)
         os.kill(first, signal.SIGTERM)
 
     def wait(self, seconds: float = 200) -> int:
-        """Its exit code."""
+        """Wait until the pod ends. Returns its exit code."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -91,7 +92,7 @@ def children(pid: int) -> list[int]:
 
 @dataclass
 class Pods:
-    """A network with pods; `hosts` is what its DNS knows."""
+    """A network with pods. The file `hosts` takes the place of its DNS."""
 
     folder: Path
     head: subprocess.Popen[str]
@@ -102,24 +103,27 @@ class Pods:
         return self.folder / "hosts"
 
     def know(self, *names: str) -> None:
-        """Let all pods find the pods of these names. Written in place: it is mounted."""
+        """Add these pod names to the file of host names. It is changed in place, because it is
+        mounted in the pods."""
         with self.hosts.open("a") as file:
             file.writelines(f"{self.address(name)} {name} {name.split('.')[0]}\n" for name in names)
 
     @staticmethod
     def address(name: str) -> str:
-        """One for a name, so that a pod that comes back has the address that others may know."""
+        """The address for a name. A pod that comes back gets the same address, which others may
+        still have."""
         number = sum(ord(letter) * place for place, letter in enumerate(name, start=1))
         return f"{NETWORK}.{2 + number % 250}"
 
     def start(self, name: str, command: Sequence[str], environ: Mapping[str, str]) -> Pod:
-        """Start a pod. `name`: with its domain, of which its host name is the first part."""
+        """Start a pod. `name` includes the domain; the host name is its first part."""
         log = self.folder / f"{name}-{len(self.pods)}.log"
         space = ["unshare", "--net", "--uts", "--mount", "--propagation=private"]
         space += ["--pid", "--fork", "--kill-child", "--mount-proc", "--"]
         words = ["bash", "-c", _POD, "pod", str(self.hosts), name.split(".")[0]]
         with log.open("w") as out:
-            # Of a name, too: others remember for a minute which card has an address.
+            # The card's address also follows from the name, because others remember for a minute
+            # which card has an address.
             card = f"02:00:00:00:00:{int(self.address(name).rpartition('.')[2]):02x}"
             process = subprocess.Popen(
                 [*space, *words, self.address(name), card, *command],
@@ -148,7 +152,7 @@ class Pods:
 
 @contextlib.contextmanager
 def network(folder: Path) -> Iterator[Pods]:
-    """A network without any pod."""
+    """A network without pods."""
     skip_without_namespaces()
     (folder / "hosts").write_text("127.0.0.1 localhost\n")
     head = subprocess.Popen(
@@ -172,7 +176,7 @@ def network(folder: Path) -> Iterator[Pods]:
         head.communicate()
 
 
-# What Kubernetes makes of a manifest
+# --- The containers that Kubernetes makes from a manifest ----------------------------------------
 
 _REFERENCE = re.compile(r"\$\((\w+)\)")
 _FIELD = re.compile(r"metadata\.(labels|annotations)\['([\w./-]+)'\]")
@@ -180,7 +184,8 @@ _FIELD = re.compile(r"metadata\.(labels|annotations)\['([\w./-]+)'\]")
 
 @dataclass
 class Container:
-    """A container of a pod: its host name with the domain, its variables and its words."""
+    """A container of a pod: its host name with the domain, its variables, and the words of its
+    command."""
 
     pod: str
     environ: dict[str, str]
@@ -188,7 +193,7 @@ class Container:
 
 
 def containers(manifest: Mapping[str, Any], job: str) -> list[Container]:
-    """The pods of a replicated job of a JobSet, each with the container that it has."""
+    """The containers of a replicated job in a JobSet, one for each pod."""
     name = manifest["metadata"]["name"]
     [found] = [each for each in manifest["spec"]["replicatedJobs"] if each["name"] == job]
     spec = found["template"]["spec"]
@@ -203,7 +208,7 @@ def containers(manifest: Mapping[str, Any], job: str) -> list[Container]:
             "annotations": {"batch.kubernetes.io/job-completion-index": str(index)},
         }
         environ: dict[str, str] = {}
-        for variable in given["env"]:  # in order: a value refers to those before it
+        for variable in given["env"]:  # in order, because a value may refer to earlier ones
             if "valueFrom" in variable:
                 kind, key = _FIELD.fullmatch(
                     variable["valueFrom"]["fieldRef"]["fieldPath"]
@@ -217,6 +222,6 @@ def containers(manifest: Mapping[str, Any], job: str) -> list[Container]:
 
 
 def _expanded(text: str, environ: Mapping[str, str]) -> str:
-    """Replace each $(NAME) by its value. An unknown name raises KeyError here. Kubernetes would
-    leave it as it is."""
+    """Replace each $(NAME) by the variable's value. An unknown name raises KeyError here, although
+    Kubernetes would leave it as it is."""
     return _REFERENCE.sub(lambda found: environ[found[1]], text)

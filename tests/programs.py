@@ -1,4 +1,4 @@
-"""Programs that tests start: their environment, their exit codes, and waiting for them."""
+"""Programs that tests start: their environment, their exit codes, and ways to wait for them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-_TAIL = 3000  # characters of what a program said, in a failure
+_TAIL = 3000  # the number of characters of a program's output in the message of a failure
 
 
 def command_environment() -> dict[str, str]:
-    """The environment without anything that would make the command a rank of another job."""
+    """The environment without variables that would make the command a rank of another job."""
     hidden = ("SLURM_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "PET_", "SKYPILOT_")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
     return kept | {"OMP_NUM_THREADS": "1"}
@@ -29,8 +29,8 @@ def run_program(
     timeout: float = 240,
     **options: Any,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program and wait for it. Its exit code is the expected one, and 2 comes without a
-    traceback."""
+    """Run a program and wait for it. Checks that the exit code is the expected one. With an
+    expected code of 2, there must be no traceback."""
     done = subprocess.run(
         [*map(str, words)],
         env=command_environment() | dict(environ or {}),
@@ -47,14 +47,14 @@ def run_program(
 
 
 def gspo(*words: object, expect: int = 0, **environ: str) -> subprocess.CompletedProcess[str]:
-    """`gspo-megatron` with these words."""
+    """Run `gspo-megatron` with these arguments."""
     program = (sys.executable, "-m", "gspo_megatron")
     return run_program(*program, *words, expect=expect, environ=environ)
 
 
 def peak_memory(*words: str) -> int:
     """The largest resident set of a Python process, in bytes. A small process starts it, because a
-    process begins with the peak of the one that starts it."""
+    new process begins with the peak of its parent."""
     script = (
         "import json, os, subprocess, sys\n"
         "process = subprocess.Popen(sys.argv[1:], stdout=2)\n"
@@ -78,7 +78,7 @@ def wait_until(
     process: subprocess.Popen[str] | None = None,
     seconds: float = 120,
 ) -> bool:
-    """Wait until it holds (True) or the process has ended (False)."""
+    """Wait until the condition holds (True), or the process has ended (False)."""
     deadline = time.monotonic() + seconds
     while not condition():
         if process is not None and process.poll() is not None:

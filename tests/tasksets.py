@@ -1,4 +1,5 @@
-"""What tests of the package verifiers play: a game's words, and a taskset from its scaffold."""
+"""The tasksets that tests of the package verifiers use: words for a game, and a taskset from
+verifiers' scaffold."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ TEMPLATE = (
     "{{- '<|' ~ message.role ~ '|>' ~ message.content ~ eos_token -}}"
     "{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
-# Code that the author of a taskset writes into the gaps of the scaffold.
+# This code fills the gaps that the scaffold leaves to the author of a taskset.
 _LOAD = """return [
             MySumsTask(MySumsData(prompt=f"{n}+{n + 1}?", answer=str(2 * n + 1)), self.config.task)
             for n in range(self.config.num_tasks)
@@ -28,7 +29,7 @@ _REWARD = """if trace.last_reply == "fail":
 
 
 def letters(folder: Path) -> Tokenizer:
-    """A tokenizer whose tokens are characters, with a chat template; its files are in `folder`."""
+    """A tokenizer whose tokens are characters, with a chat template. Its files are in `folder`."""
     characters = "".join(map(chr, range(32, 127)))
     symbols = [f"<|{role}|>" for role in ("user", "assistant", "tool", "system")]
     train_sentencepiece(
@@ -40,7 +41,7 @@ def letters(folder: Path) -> Tokenizer:
 
 
 def hangman_words(folder: Path, words: Sequence[str]) -> Path:
-    """A folder for NLTK_DATA with these words, from which textarena's games choose."""
+    """A folder for NLTK_DATA with these words. textarena's games choose their words from it."""
     corpus = folder / "corpora" / "words"
     corpus.mkdir(parents=True)
     for name in ("en", "en-basic"):
@@ -49,15 +50,16 @@ def hangman_words(folder: Path, words: Sequence[str]) -> Path:
 
 
 def sums_taskset(python: str, folder: Path) -> Path:
-    """The folder of my_sums, which `vf-init` makes, with its tasks and reward filled in."""
+    """The folder of the taskset my_sums. `vf-init` makes it, and this function fills in its tasks
+    and reward."""
     scaffold = [str(Path(python).with_name("vf-init")), "my-sums", "--path", str(folder)]
     subprocess.run(scaffold, check=True, capture_output=True, env=command_environment())
     place = folder / "my_sums"
     source = place / "my_sums" / "taskset.py"
     text = source.read_text()
-    open_load = text.index("raise NotImplementedError(\n")  # gaps that vf-init leaves to fill in
+    open_load = text.index("raise NotImplementedError(\n")  # a gap that vf-init leaves
     text = text[:open_load] + _LOAD
-    open_reward = text.index("raise NotImplementedError(")  # likewise
+    open_reward = text.index("raise NotImplementedError(")  # another gap
     after = text.index("\n", open_reward)
     text = text[:open_reward] + _REWARD.rstrip() + text[after:]
     fields = '"""One row\'s data. Add task-specific fields here, such as a reference answer."""\n'
@@ -67,7 +69,8 @@ def sums_taskset(python: str, folder: Path) -> Path:
 
 
 def run_settings(folder: Path, taskset: str, python: Path) -> dict[str, Any]:
-    """A run of two steps on tasks in folder/tasks.jsonl, with the tokenizer of `letters`."""
+    """The settings of a run of two steps on the tasks in folder/tasks.jsonl, with the tokenizer of
+    `letters`."""
     return {
         "model": {"preset": "tiny", "max_sequence_length": 4096},
         "data": {

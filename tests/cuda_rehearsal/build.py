@@ -1,4 +1,4 @@
-"""Compile device.cpp once for each version of it, of torch and of the compiler."""
+"""Compile device.cpp, once for each version of it, of torch and of the compiler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SOURCES = tuple(FOLDER / name for name in ("device.cpp", "clocks.h", "generators
 
 
 def missing() -> str | None:
-    """The reason why the device cannot be built here; None if it can."""
+    """The reason why the device cannot be built here; None if it can be."""
     import torch
 
     if torch.version.cuda is not None or torch.version.hip is not None:
@@ -25,8 +25,8 @@ def missing() -> str | None:
 
 
 def library() -> Path:
-    """The shared object, which is compiled if it does not exist. Raises CalledProcessError if the
-    compiler fails."""
+    """The shared object. It is compiled if it does not exist. If the compiler fails, raises
+    CalledProcessError."""
     import torch
 
     compiler = _compiler()
@@ -46,7 +46,7 @@ def library() -> Path:
         include = [f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}"]
         libraries = [f"-L{home / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{home / 'lib'}"]
         subprocess.run([compiler, *flags, *include, SOURCES[0], *libraries, "-o", part], check=True)
-        # replace it in one operation, because another process may have made it, too
+        # A rename is one operation. Another process may have made the file, too.
         part.replace(made)
     return made
 

@@ -1,5 +1,5 @@
-// What runs in which order: vector clocks of the streams and of the host, and the accesses to memory
-// that they order. Work itself is done at once, in the order of the program.
+// The order of work: vector clocks of the streams and of the host, and the accesses to memory that the
+// clocks order. The work itself is done at once, in the order of the program.
 #pragma once
 #include <c10/core/Stream.h>
 #include <c10/util/Exception.h>
@@ -20,12 +20,12 @@
 namespace rehearsal {
 
 constexpr int kMostDevices = 8;
-using Clock = std::vector<uint64_t>;  // by stream: how much of its work is known to be done
+using Clock = std::vector<uint64_t>;  // for each stream: the time up to which its work is known to be done
 
 struct Access {
-  size_t begin, end;  // bytes of the memory
+  size_t begin, end;  // in bytes
   int stream;
-  uint64_t time;  // of the stream
+  uint64_t time;  // on the stream's clock
   bool writes;
   std::string work;
 };
@@ -44,7 +44,7 @@ inline bool covers(const Clock& clock, const Access& access) {
   return size_t(access.stream) < clock.size() && clock[access.stream] >= access.time;
 }
 
-// Pinned host memory: pages of its own, which the host may not touch while a copy is under way.
+// Pinned host memory. It has whole pages, which the host may not touch while a copy is in progress.
 struct Pinned {
   char* base;
   size_t size;
@@ -52,19 +52,19 @@ struct Pinned {
   bool freed = false;
 };
 
-struct Freed {  // device memory that its stream may use again at once
+struct Freed {  // freed device memory, which its stream may use again at once
   size_t size;
   std::vector<Access> accesses;
 };
 
-struct Board {  // one a process
+struct Board {  // one for the process
   std::mutex mutex;
   std::vector<Clock> streams;  // 0 to kMostDevices - 1: the default stream of each device
   Clock host;
   std::map<char*, Pinned> pinned;
-  std::set<char*> busy;  // of pinned
+  std::set<char*> busy;  // the keys of `pinned` with accesses in progress
   std::map<int, std::vector<Freed>> freed;
-  long doubles = 0;  // elements of float64 that operations have made
+  long doubles = 0;  // the number of float64 elements that operations have made
   void (*on_wait)(const char*) = nullptr;
   std::array<long, kMostDevices> allocated{}, peak{};
   int devices = 1, own = -1;
@@ -72,7 +72,7 @@ struct Board {  // one a process
 };
 
 inline Board& board() {
-  static Board* it = new Board;  // never destroyed: tensors die after static objects
+  static Board* it = new Board;  // never destroyed, because tensors may live longer than static objects
   return *it;
 }
 
@@ -94,11 +94,11 @@ inline int new_stream() {
   return int(board().streams.size()) - 1;
 }
 
-// The following want the mutex held.
+// The following functions must be called with the mutex held.
 
 inline uint64_t launch(int stream) {
   Clock& clock = board().streams[stream];
-  join(clock, board().host);  // the host launches after all that it has waited for
+  join(clock, board().host);  // the launch comes after everything that the host has waited for
   if (clock.size() <= size_t(stream)) clock.resize(stream + 1, 0);
   return ++clock[stream];
 }
@@ -123,7 +123,7 @@ inline void host_knows(const Clock& clock) {
   }
 }
 
-// Returns what is wrong with an access, or nothing; and remembers it.
+// Records an access. Returns a message if the access is wrong, otherwise an empty text.
 inline std::string touch(std::vector<Access>& known, Access access) {
   const Clock& now = board().streams[access.stream];
   std::string problem;
@@ -146,7 +146,7 @@ inline std::string touch(std::vector<Access>& known, Access access) {
   return problem;
 }
 
-// Memory of the stream is handed out again: nobody else may still use what was freed on it.
+// Checks that freed memory of the stream can be used again: no other stream may still be using it.
 inline std::string reuse(int stream, size_t size) {
   auto found = board().freed.find(stream);
   if (found == board().freed.end() || found->second.empty()) return "";
@@ -166,7 +166,7 @@ inline std::string reuse(int stream, size_t size) {
   return problem;
 }
 
-// Without the mutex.
+// The following functions must be called without the mutex.
 
 inline void waited(const char* what) {
   void (*tell)(const char*);
@@ -193,10 +193,10 @@ inline Pinned* pinned_at(const void* address) {
   return (char*)address < it->second.base + it->second.size ? &it->second : nullptr;
 }
 
-// The host touched memory that is protected: say so, then fail as before.
+// The host touched protected memory. Print a message, then fail as without this handler.
 inline struct sigaction before_us;
 inline void on_fault(int, siginfo_t* info, void*) {
-  if (pinned_at(info->si_addr)) {  // no lock: the process ends here
+  if (pinned_at(info->si_addr)) {  // no lock is taken, because the process ends here
     const char text[] = "cuda rehearsal: the host touches pinned memory before the copy is done\n";
     if (write(2, text, sizeof text - 1)) {}
   }

@@ -26,13 +26,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ours = [item for item in items if item.path.is_relative_to(folder)]
     if ours and (reason := missing()):
         for item in ours:
-            # there is no compiler, or there are CUDA kernels
+            # There is no compiler, or torch has CUDA kernels.
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="package")
 def host() -> Iterator[Host]:
-    """Ranks on rehearsed devices."""
+    """A host whose ranks are on rehearsed devices."""
     host = Host()
     yield host
     host.close()
@@ -40,7 +40,7 @@ def host() -> Iterator[Host]:
 
 @pytest.fixture(scope="package")
 def cpus() -> Iterator[Pool]:
-    """The same ranks on CPUs."""
+    """A pool of ranks on CPUs."""
     pool = Pool()
     yield pool
     pool.close()
@@ -48,7 +48,7 @@ def cpus() -> Iterator[Pool]:
 
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prompts with answers and a tokenizer."""
+    """A folder with prompts, answers and a tokenizer."""
     folder = tmp_path_factory.mktemp("toy")
     write_toy_dataset(folder, "mixed", train=64, test=8, seed=1)
     return folder
@@ -57,7 +57,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def make_config(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> MakeConfig:
     """make_config(key=value, ...) makes the configuration of a run of two steps in a new folder. In
-    a key, `__` stands for the dot."""
+    a key, `__` stands for a dot."""
 
     def make(**overrides: Any) -> Config:
         path = write_config(toy, tmp_path_factory.mktemp("run"))
@@ -68,8 +68,8 @@ def make_config(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> MakeConf
 
 @pytest.fixture(scope="session")
 def make_stage(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """make_stage("sft" or "pretrain", layout) makes the configuration of two steps in a new
-    folder."""
+    """make_stage("sft" or "pretrain", layout) makes the configuration of a run of two steps in a
+    new folder."""
     write_corpus(toy / "tokenizer.model", toy / "corpus")
     data = {
         "sft": {"examples": str(toy / "train.jsonl"), "eval_examples": str(toy / "test.jsonl")},

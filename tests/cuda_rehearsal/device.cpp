@@ -1,5 +1,5 @@
-// A "cuda" device whose memory is the host's. Every operation on its tensors runs as the CPU's, on the
-// same memory; clocks.h remembers which stream it would have run on. Loaded before torch.
+// A "cuda" device in the memory of the host. Every operation on its tensors runs as the CPU's operation
+// on the same memory. clocks.h records the stream on which it would have run. Loaded before torch.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -26,7 +26,7 @@ void use_device(int index) {
   current_device = index;
 }
 
-struct OnDevice {  // inside, another device is the current one
+struct OnDevice {  // while it exists, this device is the current one
   int before = current_device;
   explicit OnDevice(int index) { use_device(index); }
   ~OnDevice() { current_device = before; }
@@ -41,12 +41,12 @@ int active_stream(int device) { return current_streams[device]; }
 
 // ---- memory -------------------------------------------------------------------------------------
 
-struct Block {  // of device memory: what a storage's data pointer owns
+struct Block {  // a block of device memory, owned by the data pointer of a storage
   Storage host;
   int device, stream;
   size_t size;
   std::vector<Access> accesses;
-  std::set<int> recorded;  // streams of record_stream
+  std::set<int> recorded;  // the streams that record_stream named
 };
 
 void release(void* context) {
@@ -89,7 +89,7 @@ DataPtr own(Storage host, int device) {
 struct DeviceAllocator final : public at::Allocator {
   DataPtr allocate(size_t bytes) override {
     Storage host(Storage::use_byte_size_t(), bytes, GetCPUAllocator(), true);
-    if (bytes) memset(host.mutable_data(), 0xFF, bytes);  // NaN, -1: nobody may count on zeros
+    if (bytes) memset(host.mutable_data(), 0xFF, bytes);  // NaN or -1, so that no code can rely on zeros
     return own(std::move(host), current_device);
   }
   DeleterFnPtr raw_deleter() const override { return nullptr; }
@@ -99,7 +99,7 @@ struct DeviceAllocator final : public at::Allocator {
 void unpin(void* base) {
   Lock lock(board().mutex);
   auto& memory = board().pinned.at(static_cast<char*>(base));
-  memory.freed = true;  // kept until its copies are done, as torch does
+  memory.freed = true;  // kept until its copies are done, as in torch
   if (board().busy.count(memory.base)) return;
   munmap(memory.base, memory.size);
   board().pinned.erase(memory.base);
@@ -120,7 +120,7 @@ struct PinnedAllocator final : public at::Allocator {
 
 // ---- one operation ------------------------------------------------------------------------------
 
-struct Kind {  // what is known of an operator
+struct Kind {  // the properties of an operator
   std::string name;
   bool is_view = false, takes_scalars = false, waits = false;
   std::vector<bool> writes, is_generator;
@@ -141,12 +141,12 @@ Kind make_kind(const OperatorHandle& op) {
   }
   for (auto& r : schema.returns()) kind.is_view |= r.alias_info() && !r.alias_info()->isWrite();
   kind.is_view |= contains({"aten::_unsafe_view", "aten::_reshape_alias", "aten::_version"}, kind.name);
-  // where a number on the host is taken for a scalar
+  // operators that accept a number on the host as a scalar
   bool listed = contains({"aten::masked_fill", "aten::masked_fill_", "aten::fill_", "aten::index_put_", "aten::_index_put_impl_",
                           "aten::index_fill_", "aten::index_fill", "aten::index", "aten::where", "aten::floor_divide"}, kind.name);
   kind.takes_scalars = listed || kind.name.rfind("aten::_foreach_", 0) == 0 || kind.name.rfind("aten::_fused_", 0) == 0;
   for (auto tag : op.getTags()) kind.takes_scalars |= tag == at::Tag::pointwise;
-  // the size or the value of the result must be known to the host
+  // operators whose result, or its size, the host must know
   kind.waits = contains({"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique", "aten::_unique2",
                          "aten::unique_dim", "aten::unique_consecutive", "aten::equal", "aten::bincount", "aten::histc"}, kind.name);
   return kind;
@@ -165,7 +165,7 @@ at::Tensor with_storage(Storage storage, DispatchKey key, const at::Tensor& like
   auto backend = keys.highestBackendKey();
   keys = keys | getAutocastRelatedKeySetFromBackend(backend);
   if (!like.is_inference()) keys = keys | getAutogradRelatedKeySetFromBackend(backend);
-  // as a view: whether it is an inference tensor follows from `like`, not from the mode
+  // a view is an inference tensor if `like` is one, whatever mode is active
   auto t = at::detail::make_tensor<TensorImpl>(TensorImpl::VIEW, std::move(storage), keys, like.dtype());
   auto* impl = t.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
@@ -183,7 +183,7 @@ std::pair<size_t, size_t> bytes_of(const at::Tensor& t) {
   return {begin, begin + (last + 1) * t.itemsize()};
 }
 
-// An access of the current stream, with the mutex held and after `launch`.
+// Records an access of the current stream. The mutex must be held, and `launch` called before.
 std::string access(const at::Tensor& t, int stream, uint64_t time, bool writes, const std::string& work) {
   if (!t.numel()) return "";
   auto [begin, end] = bytes_of(t);
@@ -193,8 +193,8 @@ std::string access(const at::Tensor& t, int stream, uint64_t time, bool writes, 
 struct Call {
   const Kind& kind;
   int device = -1;
-  std::vector<std::pair<at::Tensor, bool>> tensors;  // of the device; is it written?
-  std::vector<std::pair<at::Tensor, at::Tensor>> pairs;  // of the device, and on the host
+  std::vector<std::pair<at::Tensor, bool>> tensors;  // (tensor of the device, whether it is written)
+  std::vector<std::pair<at::Tensor, at::Tensor>> pairs;  // (tensor of the device, the same memory on the host)
   bool has_mask = false;
 
   void see(const at::Tensor& t, bool writes) {
@@ -276,7 +276,7 @@ IValue changed(const IValue& v, Change change) {
   return v;
 }
 
-// The stream uses the tensors; raises where another one may use them at the same time.
+// Records that the stream uses the tensors. Raises an error if another stream may use them at that time.
 void start(Call& call) {
   std::string problem;
   {
@@ -300,11 +300,11 @@ void operate(const OperatorHandle& op, DispatchKeySet, Stack* stack) {
   for (size_t i = 0; i < count; i++) {
     const IValue& v = (*stack)[first + i];
     if (call.tensors.empty()) break;
-    bool is_index = v.isOptionalTensorList();  // of a[i, j]: the device takes indices of the host, with a copy
+    bool is_index = v.isOptionalTensorList();  // the indices of a[i, j]: the device copies indices from the host
     each_tensor(v, [&](const at::Tensor& t) {
       call.check_host(t, kind.writes[i], is_index);
       if (!is_index || !t.defined()) return;
-      // a mask: its positions have to be found, which `index` does by `nonzero` before it comes here
+      // for a mask, the host must wait for its positions; `index` has called `nonzero` for it before
       bool is_mask = kind.name != "aten::index" && (t.scalar_type() == at::kBool || t.scalar_type() == at::kByte);
       call.has_mask |= is_mask || t.device().is_cpu();
     });
@@ -351,7 +351,7 @@ at::Tensor empty_strided(IntArrayRef size, IntArrayRef stride, std::optional<Sca
   return counted(made);
 }
 
-// Pinned memory that a copy under way uses may be touched by the device.
+// While it exists, the device may touch pinned memory that a copy in progress uses.
 struct Open {
   Pinned* memory;
   explicit Open(Pinned* m) : memory(m) { if (memory) mprotect(memory->base, memory->size, PROT_READ | PROT_WRITE); }
@@ -374,7 +374,7 @@ at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) 
     if (!(from && to)) {
       const at::Tensor& near = from ? self : source;
       memory = pinned_at(near.const_data_ptr());
-      // a copy between dtypes or strides runs on the device, from or to a temporary
+      // a copy between dtypes or strides runs on the device, with a temporary tensor
       if (memory && problem.empty() && non_blocking) {
         size_t begin = (char*)near.const_data_ptr() - memory->base;
         auto [low, high] = bytes_of(near);
@@ -428,7 +428,7 @@ at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
   return self;
 }
 
-// What Python does for collectives: an alias on the host, and the access in the current stream's name.
+// For collectives in Python: an alias of a tensor on the host, and an access by the current stream.
 at::Tensor host_alias(const at::Tensor& t) { return on_host(t); }
 void use(const at::Tensor& t, bool writes, std::string work) {
   std::string problem;
@@ -443,7 +443,7 @@ at::Generator generator_of(int64_t device) { return default_generator(int(device
 
 }  // namespace
 
-// ---- what torch asks of a CUDA device -----------------------------------------------------------
+// ---- the functions that torch needs of a CUDA device --------------------------------------------
 
 namespace c10::impl {
 struct RehearsalGuard final : public DeviceGuardImplInterface {
@@ -471,7 +471,7 @@ struct RehearsalGuard final : public DeviceGuardImplInterface {
     e->moment = std::chrono::steady_clock::now();
   }
   void block(void* event, const Stream& s) const override {
-    if (!event) return;  // never recorded: there is nothing to wait for
+    if (!event) return;  // the event was never recorded, so there is nothing to wait for
     Lock lock(board().mutex);
     join(board().streams[number_of(s)], static_cast<Mark*>(event)->clock);
   }
@@ -542,7 +542,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
   m.impl("copy_", copy);
-  // a GPU has a kernel for bf16; for other types torch's way over the host, which the CPU takes too
+  // GPUs have a kernel for bf16. For other types torch computes it with the host, as on the CPU
   m.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&operate>());
   m.impl("mm.dtype", mm_dtype);
   m.impl("mm.dtype_out", mm_dtype_out);
@@ -563,7 +563,7 @@ TORCH_LIBRARY_IMPL(rehearsal, CUDA, m) {
   m.impl("use", use);
 }
 
-extern "C" {  // for Python, by ctypes
+extern "C" {  // called from Python by ctypes
 void rehearsal_begin(int devices, int own) {
   board().devices = std::min(devices, kMostDevices);
   board().own = own;

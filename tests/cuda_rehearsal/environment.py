@@ -10,8 +10,9 @@ from tests.programs import ROOT
 
 
 def rehearsal(devices: int | None = None, engine: str | None = None) -> dict[str, str]:
-    """devices: the number on the host; None: as many as the launch has ranks there. engine: the
-    version of Transformer Engine that the stand-in imitates; None: it is not installed."""
+    """devices: the number of devices on the host; None: as many as the ranks that are launched
+    there. engine: the version of Transformer Engine that the stand-in imitates; None: it is not
+    installed."""
     paths = [str(build.FOLDER / "startup"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     if engine is not None:
         paths.insert(0, str(build.FOLDER / "engine" / "site"))
@@ -19,7 +20,7 @@ def rehearsal(devices: int | None = None, engine: str | None = None) -> dict[str
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         runtime.LIBRARY: str(build.library()),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        # the tests hide GPUs, and these would be hidden, too
+        # The tests hide GPUs, which would also hide the rehearsed devices.
         "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7",
     }
     found |= {} if engine is None else {package.VERSION: engine}

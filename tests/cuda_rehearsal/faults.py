@@ -1,4 +1,5 @@
-"""Faults that only a GPU shows, planted into functions of the package and of Megatron-Core."""
+"""Faults that only a GPU shows. They are planted into functions of the package and of
+Megatron-Core."""
 
 from __future__ import annotations
 
@@ -14,15 +15,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Fault:
-    """In a function's source, `old` is replaced by `new`."""
+    """A fault of a function: in its source, `old` is replaced by `new`."""
 
-    function: str  # module:name, or module:name.name for a method
+    function: str  # module:name, or module:class.name for a method
     old: str
     new: str
 
     @contextlib.contextmanager
     def planted(self) -> Iterator[None]:
-        """While it lasts, the function has the fault, in every module that has imported it."""
+        """A context in which the function has the fault, in every module that has imported it."""
         function = self._find()
         source = textwrap.dedent(inspect.getsource(function))
         assert source.count(self.old) == 1, f"{self.old!r} is not one place of {self.function}"
@@ -42,10 +43,10 @@ class Fault:
 
 
 def _code_of(source: str, original: CodeType) -> CodeType:
-    """The code of the function in the changed source, at the original's place in its file."""
+    """The code of the function in the changed source. It keeps the original's place in its file."""
     lines = "from __future__ import annotations\n" + source
     names = " ".join(f"{name} = None;" for name in original.co_freevars)
-    if names:  # names from the scope around the function
+    if names:  # the function uses names of an enclosing scope
         body = textwrap.indent(source, "    ")
         lines = f"from __future__ import annotations\ndef scope():\n    {names}\n{body}"
     code = compile(lines, original.co_filename, "exec")
@@ -60,6 +61,6 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def with_fault(fault: Fault, task: Callable[..., Any], **arguments: Any) -> Any:
-    """A task with the fault, which ranks can run."""
+    """Run a task with the fault, on a rank."""
     with fault.planted():
         return task(**arguments)

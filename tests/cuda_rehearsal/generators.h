@@ -1,4 +1,4 @@
-// Random numbers of the rehearsed devices: the CPU's, of generators of their own.
+// The random numbers of the rehearsed devices. Each device has a CPU generator of its own.
 #pragma once
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/Generator.h>

@@ -1,7 +1,7 @@
-"""A host with rehearsed devices: a process with a pool of ranks, each of which has its own device.
+"""A host with rehearsed devices. It is a process with a pool of ranks, each with its own device.
 
-It is a separate program, because the device must exist before torch is imported, and pytest has
-already imported torch.
+The host is a separate program, because the device must exist before torch is imported, and pytest
+has already imported torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DEVICES = 8
 
 
 class Host:
-    """Runs functions on ranks, as Pool does. Started when first needed."""
+    """Runs functions on ranks, like Pool. The process starts when it is first needed."""
 
     def __init__(self, engine: str | None = None) -> None:
         """engine: see `rehearsal`."""
@@ -37,9 +37,11 @@ class Host:
         timeout: float = TASK_TIMEOUT,
         **arguments: Any,
     ) -> list[Any]:
-        """See Pool.run. Here, too, RankError tells which rank failed, and how."""
+        """Run a function on ranks, like Pool.run. Here, too, RankError names the rank that failed
+        and its error."""
         connection = self._start()
-        # plain pickle, which sends tensors by value and not as handles of one process tree
+        # Plain pickle sends tensors by value. Other pickles send handles, which are valid only
+        # within one tree of processes.
         connection.send_bytes(pickle.dumps((world_size, function, timeout, arguments)))
         succeeded, value = pickle.loads(connection.recv_bytes())
         if not succeeded:
@@ -47,7 +49,7 @@ class Host:
         return value
 
     def on(self, config: Any, function: Callable[..., Any], **arguments: Any) -> Any:
-        """See Pool.on."""
+        """Run a function on the ranks of a configuration, like Pool.on."""
         return self.run(config.world_size_hint(), function, config=config, **arguments)[0]
 
     def close(self) -> None:
@@ -78,7 +80,7 @@ class Host:
 
 
 def take_device(rank: int) -> str:
-    """Put this process on the device with its rank's number, and on no other."""
+    """Put this process on the device with the number of its rank, and on no other."""
     import torch
 
     from tests.cuda_rehearsal import runtime
@@ -91,8 +93,8 @@ def take_device(rank: int) -> str:
 
 
 def main(descriptor: int) -> None:
-    """Serve until the other end of the connection is closed."""
-    from tests.cuda_rehearsal import host  # the ranks know the function by this name
+    """Serve requests until the other end of the connection is closed."""
+    from tests.cuda_rehearsal import host  # the ranks find the function under this name
 
     connection, pool = Connection(descriptor), Pool(host.take_device)
     while True:

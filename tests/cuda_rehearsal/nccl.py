@@ -1,5 +1,5 @@
-"""Collectives between rehearsed devices. They use gloo on the tensors' memory, refuse what NCCL
-would refuse, and run on a stream of the group in NCCL's order."""
+"""Collectives between rehearsed devices. They run gloo on the memory of the tensors, refuse what
+NCCL would refuse, and are ordered like NCCL's, on a stream of the process group."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# The types that NCCL can send, from torch's table; int16, for example, is missing.
+# The types that NCCL can send, from torch's table. int16, for example, is missing.
 _SENDABLE = {
     torch.int8,
     torch.uint8,
@@ -25,7 +25,7 @@ _SENDABLE = {
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 }
-# The first argument is written, except by `send`. The other tensors are read.
+# All of these write their first argument, except `send`. They read all other tensors.
 _METHODS = (
     "all_gather_single",
     "all_gather_single_coalesced",
@@ -54,7 +54,7 @@ _DEFAULT = datetime.timedelta(minutes=10)
 
 
 class _Options:
-    """The options of a group, of which only the time-out counts."""
+    """The options of a group. Only the timeout has an effect."""
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
@@ -63,12 +63,12 @@ class _Options:
 
 
 class _Work(torch._C._distributed_c10d.Work):
-    """`wait` makes the current stream wait, not the host."""
+    """The work of a collective. `wait` makes the current stream wait, not the host."""
 
     def __init__(self, inner: Any, done: torch.Event, tensors: list[Tensor]) -> None:
         super().__init__()
         self._inner, self._done = inner, done
-        self._tensors = tensors  # kept until the work is done, as torch does
+        self._tensors = tensors  # kept until the work is done, as in torch
 
     def wait(self, timeout: Any = None) -> bool:
         self._inner.wait()
@@ -96,7 +96,7 @@ class _Work(torch._C._distributed_c10d.Work):
 
 
 class Nccl(dist.ProcessGroup):
-    """Takes the place of torch.distributed.ProcessGroupNCCL."""
+    """Replaces torch.distributed.ProcessGroupNCCL."""
 
     Options = _Options
 
@@ -164,7 +164,7 @@ class Nccl(dist.ProcessGroup):
     abort = shutdown
 
     def barrier(self, *args: Any, **kwargs: Any) -> Any:
-        torch.cuda.current_stream().synchronize()  # NCCL's barrier makes the host wait
+        torch.cuda.current_stream().synchronize()  # after NCCL's barrier, the host waits
         return self._inner.barrier()
 
 
@@ -189,8 +189,9 @@ def _collective(name: str) -> Callable[..., Any]:
 
 
 def _refusing(name: str) -> Callable[..., Any]:
-    """Refuse a collective of a group that is not NCCL's. In builds for CUDA gloo accepts some
-    tensors of a device and copies them through the host, but none of our groups should do so."""
+    """Refuse a collective on a device's tensor if the group is not NCCL's. In a build for CUDA,
+    gloo accepts some of these tensors and copies them through the host. None of the package's
+    groups should do so."""
     native = getattr(dist.ProcessGroup, name)
 
     def run(self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:

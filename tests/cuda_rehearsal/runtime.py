@@ -1,6 +1,6 @@
-"""torch.cuda and NCCL for the device of device.cpp, in processes that `startup` loads it into.
+"""torch.cuda and NCCL for the device of device.cpp, in processes into which `startup` loads it.
 
-`load_device` must come before the first import of torch, and `complete` after it.
+`load_device` must be called before the first import of torch, and `complete` after it.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-LIBRARY = "CUDA_REHEARSAL_LIBRARY"  # the shared object
-DEVICES = "CUDA_REHEARSAL_DEVICES"  # on this host; by default as many as it has ranks
-# a folder with a file for each process, which lists what the host waited for
+LIBRARY = "CUDA_REHEARSAL_LIBRARY"  # the path of the shared object
+DEVICES = "CUDA_REHEARSAL_DEVICES"  # the number on this host; by default, the number of its ranks
+# A folder with a file for each process, which lists the waits of the host.
 WAITS = "CUDA_REHEARSAL_WAITS"
-MEMORY = 80 << 30  # the bytes that a device claims to have
+MEMORY = 80 << 30  # the bytes that a device reports as its memory
 
 _device: Any = None
 _Tell = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 
 
 def load_device() -> None:
-    """Register the device. torch looks for CUDA while it is imported, so this must come before."""
+    """Register the device. This must come before the import of torch, because torch then looks for
+    CUDA."""
     global _device
     _device = ctypes.CDLL(os.environ[LIBRARY], ctypes.RTLD_GLOBAL)
     for name in ("allocated", "peak", "stream", "doubles"):
@@ -36,13 +37,13 @@ def load_device() -> None:
 
 
 def begin(devices: int, own: int) -> None:
-    """Set how many devices the host has, and which of them belongs to this rank. Memory on another
-    device is an error. -1: no device belongs to it."""
+    """Set the number of devices on the host, and the number of this rank's own device. Using memory
+    of another device is an error. -1: this process has no own device."""
     _device.rehearsal_begin(devices, own)
 
 
 def complete() -> None:
-    """Give torch.cuda the functions of a build with CUDA."""
+    """Give torch.cuda the functions that it has in a build with CUDA."""
     import torch
 
     assert torch.version.cuda is None, "a build for CUDA has kernels of its own"
@@ -56,7 +57,7 @@ def complete() -> None:
 
 
 def _complete_bindings(torch: Any) -> None:
-    # Functions that torch.cuda's own functions call.
+    # torch.cuda's own functions call these functions.
     native = torch._C
     native._cuda_getDeviceCount = lambda: len(torch.cuda.default_generators)
     native._cuda_getDevice = lambda: _device.rehearsal_device()
@@ -117,12 +118,13 @@ def _complete_module(torch: Any) -> None:
         range_pop=lambda: None,
         range=lambda *args, **kwargs: contextlib.nullcontext(),
     )
-    torch.compile = lambda model=None, **options: model or (lambda function: function)  # no Triton
+    # there is no Triton
+    torch.compile = lambda model=None, **options: model or (lambda function: function)
 
 
 def _complete_streams(torch: Any) -> None:
     class Stream(torch.Stream):
-        """torch.cuda.Stream on top of torch's generic streams."""
+        """torch.cuda.Stream, made from torch's generic streams."""
 
         def __new__(cls, device: Any = None, priority: int = 0, **place: int) -> Any:
             if place:
@@ -135,7 +137,7 @@ def _complete_streams(torch: Any) -> None:
             return self.stream_id
 
     class Event(torch.Event):
-        """torch.cuda.Event on top of torch's generic events."""
+        """torch.cuda.Event, made from torch's generic events."""
 
         def __new__(
             cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
@@ -185,7 +187,8 @@ def _complete_collectives() -> None:
 
 @contextlib.contextmanager
 def counted_waits() -> Iterator[Counter[str]]:
-    """While it lasts, count the waits of the host, by the line of the package that waits."""
+    """A context in which the waits of the host are counted, by the line of the package that
+    waits."""
     found: Counter[str] = Counter()
 
     def tell(what: bytes) -> None:
@@ -200,12 +203,12 @@ def counted_waits() -> Iterator[Counter[str]]:
 
 
 def doubles() -> int:
-    """The number of float64 elements that operations of this process have made on devices."""
+    """The number of float64 elements that this process has made on devices."""
     return _device.rehearsal_doubles()
 
 
 def _place() -> str:
-    """The innermost line of the package or of Megatron-Core."""
+    """The innermost line of the package or of Megatron-Core in the call stack."""
     frame: Any = sys._getframe()
     while frame is not None:
         path = frame.f_code.co_filename.replace(os.sep, "/")

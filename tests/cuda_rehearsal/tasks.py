@@ -29,7 +29,7 @@ from tests.cuda_rehearsal import runtime
 
 
 def train(config: Config) -> list[dict[str, float]]:
-    """A run by the code of `gspo-megatron train`. Returns the metrics of its steps."""
+    """Run the code of `gspo-megatron train`. Returns the metrics of its steps."""
     from gspo_megatron.config import check_config
     from gspo_megatron.rl.run import run_training
 
@@ -40,7 +40,7 @@ def train(config: Config) -> list[dict[str, float]]:
 
 
 def train_stage(config: StageConfig) -> list[dict[str, float]]:
-    """The same for `gspo-megatron pretrain` and `sft`."""
+    """Run the code of `gspo-megatron pretrain` or `sft`. Returns the metrics of its steps."""
     from gspo_megatron.cli.check_inputs import check_all
     from gspo_megatron.supervised.run import run_stage
 
@@ -62,15 +62,16 @@ def is_timing(name: str) -> bool:
 
 @dataclass
 class Figures:
-    """The measurements of a part of a run on a device."""
+    """The measurements of one part of a run on a device."""
 
-    size: int = 0  # sampled tokens of a row, sequences, micro-batches, or steps
-    doubles: int = 0  # elements of float64 that operations have made
-    # waits of the host for the device, by place
+    # the number of sampled tokens of a row, of sequences, of micro-batches, or of steps
+    size: int = 0
+    doubles: int = 0  # the number of float64 elements that operations have made
+    # The number of times that the host waited for the device, by place.
     waits: Counter[str] = field(default_factory=Counter)
 
     def ours(self) -> float:
-        """Waits per size in the package's own lines."""
+        """The waits in the package's own lines, divided by the size."""
         places = (n for place, n in self.waits.items() if " at gspo_megatron/" in place)
         return sum(places) / self.size
 
@@ -83,7 +84,7 @@ class Figures:
 
 
 def measure(config: Config) -> dict[str, Figures]:
-    """The measurements of a run, by its parts."""
+    """Run some steps. Returns the measurements of each part."""
     found: defaultdict[str, Figures] = defaultdict(Figures)
 
     def counted(owner: Any, name: str, part: str, size: Callable[..., int]) -> Any:
@@ -118,8 +119,8 @@ def _count_scored(updater: Any, mini_batches: Any) -> int:
 
 
 def save(config: Config) -> dict[str, float]:
-    """Save in the background, and wait for the end immediately. Returns the sums of what is read
-    back."""
+    """Save in the background, and wait for the end at once. Returns the sums of the tensors that
+    are read back."""
     from gspo_megatron.checkpoint.tensors import load_model, save_tensors
     from tests.parallel.checkpoints import start
 
@@ -132,14 +133,14 @@ def save(config: Config) -> dict[str, float]:
             for parameter in parameters.values():
                 parameter.zero_()
         load_model(Path(folder), policy)
-        all_gather_objects(None)  # rank 0 removes its folder after all have read it
+        all_gather_objects(None)  # rank 0 removes its folder after all ranks have read it
     return {
         name: float(parameter.detach().double().sum()) for name, parameter in parameters.items()
     }
 
 
-# A server's worker without vLLM, on its own device if there are devices. It prints what it has
-# loaded.
+# The worker of a server, without vLLM. If there are devices, it has one of its own. It prints the
+# tensors that it has loaded.
 _WORKER = """
 import json, sys, torch
 from gspo_vllm_worker import GspoWorker
@@ -159,8 +160,8 @@ for line in sys.stdin:
 
 
 def stream_weights(config: Config) -> list[dict[str, tuple[str, float]]]:
-    """Send two versions of the weights to the worker of a server. Returns what it has loaded: dtype
-    and sum, by name."""
+    """Send two versions of the weights to the worker of a server. Returns the dtype and the sum of
+    each tensor that it has loaded, by name."""
     from gspo_megatron.hf.export import stream_hf, stream_specs
     from tests.parallel.models import build_on_ranks
 

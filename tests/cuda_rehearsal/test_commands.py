@@ -1,4 +1,4 @@
-"""The commands of a user with GPUs, run as programs: each rank finds its own device."""
+"""The commands of a user with GPUs, run as programs. Each rank finds its own device."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_train_resume_evaluate_convert_and_verify(tmp_path: Path) -> None:
     words = ["training.precision=bf16", "checkpoint.interval=1"]
     gspo("train", config, *words, "parallel.layout=tp=2", **environ)
     assert json.loads((run / "environment.json").read_text())["gpu"]["names"] == ["host memory"] * 2
-    # on another layout, from a checkpoint written in the background
+    # The run continues on another layout, from a checkpoint that was written in the background.
     gspo("train", config, *words, "training.steps=3", "parallel.layout=dp=2", **environ)
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps[-3:] == [1, 2, 3]
@@ -51,7 +51,7 @@ def test_train_resume_evaluate_convert_and_verify(tmp_path: Path) -> None:
     (waits := tmp_path / "waits").mkdir()
     words = ("--reference", "tp=2", "--reference-on-cpu", "--layouts", "tp=1")
     told = gspo("verify", config, *words, **environ, **{runtime.WAITS: str(waits)}).stdout
-    # nothing waited for the reference
+    # The reference is on CPUs, so its processes waited for no device.
     assert [file.name for file in waits.iterdir()] == ["rank_0.json"]
     errors = [float(text) for text in re.findall(r"error\S*=(\S+)", told.splitlines()[-1])]
     assert errors and max(errors) < 1e-4, told
@@ -59,7 +59,7 @@ def test_train_resume_evaluate_convert_and_verify(tmp_path: Path) -> None:
 
 
 def test_tests_of_gpus_run() -> None:
-    """The tests in tests/gpu need a GPU, so other tests skip them. Here the short ones run on the
+    """The tests in tests/gpu need a GPU and are usually skipped. Here, the short ones run on the
     rehearsed device."""
     chosen = "routes or not_rounded or fp32-torch_native"
     words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", "-k", chosen, "tests/gpu")

@@ -1,4 +1,5 @@
-"""The rehearsed device refuses what a GPU refuses, and detects what a GPU silently does wrong."""
+"""The rehearsed device refuses what a GPU refuses. It also detects errors that a GPU makes
+silently."""
 
 from __future__ import annotations
 

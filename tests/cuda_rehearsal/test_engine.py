@@ -1,5 +1,5 @@
-"""Updates with Transformer Engine's layers on the rehearsed device. The stand-in refuses what
-Transformer Engine refuses, and the updates are those of the torch_native layers."""
+"""Updates with Transformer Engine's layers on the rehearsed device. The stand-in refuses the calls
+that Transformer Engine refuses. The updates equal those with the layers of torch_native."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from tests.unit.hf.published import VOCABULARY, write_model
 
 ENGINE = "transformer_engine"
 PIN, LATEST = versions()[0], versions()[-1]
-# bf16 keeps 8 bits, so each operand is rounded by 2**-9. Over 4 layers, up to 0.014 of a gradient
-# was seen.
+# bf16 keeps 8 bits, so each operand is rounded by up to 2**-9. Over 4 layers, the largest
+# difference seen was 0.014 of a gradient.
 BF16_TOLERANCE = 0.03
-# Sizes like those of large models: heads of 16 channels, and one epsilon for all norms.
+# As in large models, heads have 16 channels, and all norms have the same epsilon.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"hidden_size": 48, "num_attention_heads": 4, "head_dim": 16},
     "qwen2_moe": {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16},
@@ -67,7 +67,7 @@ SIZES: dict[str, Any] = {
 FUSED = {"apply_rope_fusion": True, "moe_permute_fusion": True}
 RUNS = {
     "one rank": Run("tp=1", version=LATEST),
-    # the experts are copies on two ranks, which see different tokens
+    # Both ranks have copies of the experts, but different tokens.
     "tp=2": Run("tp=2"),
     "ep=2 with fusions": Run("ep=2", megatron=FUSED),
     "ep=2 with fusions, later": Run("ep=2", megatron=FUSED, version=LATEST),
@@ -75,9 +75,11 @@ RUNS = {
         "ep=2", megatron={"moe_token_dispatcher_type": "allgather", "moe_permute_fusion": True}
     ),
     "pp=2 with recomputation": Run("pp=2", training={"recompute": "full"}),
-    # projections that both ranks hold whole; attention with values of another size
+    # Both ranks have some projections completely. The values of attention have another size than
+    # the keys.
     "latent attention on tp=2": Run("tp=2", "deepseek_v3"),
-    # the projection of a delta net contains an input norm; another norm is an offset to 1
+    # The projection of a delta net contains its input norm. The weight of another norm is an offset
+    # to 1.
     "delta nets on tp=2": Run("tp=2", "qwen3_next"),
     "a fused router and shared experts": Run(
         "tp=1", "qwen2_moe", megatron={"moe_router_fusion": True, "moe_aux_loss_coeff": 0.01}
@@ -89,7 +91,7 @@ RUNS = {
     "cp=2, later": Run("cp=2", precision="bf16", version=LATEST),
 }
 
-# The names of transformer_engine.pytorch that all runs together call.
+# The names of transformer_engine.pytorch that the runs together must call.
 CALLED = {
     *("DotProductAttention", "DotProductAttention.forward"),
     *("GroupedLinear", "GroupedLinear.forward"),
@@ -104,7 +106,7 @@ def native(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class Engines:
-    """Runs tasks with a stand-in for a version of Transformer Engine. Results are kept."""
+    """Runs tasks with the stand-in for one version of Transformer Engine. Results are cached."""
 
     def __init__(self, models: Path) -> None:
         self._models = models
@@ -123,14 +125,14 @@ class Engines:
     def arguments(
         self, name: str, backend: str, precision: str | None = None
     ) -> tuple[Config, dict[str, Any]]:
-        """The arguments of update_from_folder."""
+        """The arguments for update_from_folder."""
         run = RUNS[name]
         config = parse_config(
             {
                 "model": {
                     "hf_path": str(self._models / run.family),
                     "backend": backend,
-                    # far from uniform; see ODD_MOE
+                    # A larger value than usual; see ODD_MOE.
                     "megatron": {"init_method_std": 0.15, **run.megatron},
                     "lora": run.lora,
                 },
@@ -177,7 +179,7 @@ def test_the_update_is_that_of_torch_native(engines: Engines, name: str) -> None
     tolerance = FP32_TOLERANCE if RUNS[name].precision == "fp32" else BF16_TOLERANCE
     expected, found = (engines.update(name, backend) for backend in ("torch_native", ENGINE))
     reference = native(expected.gradients)
-    # gate and up projection of an expert are one matrix, or two
+    # The gate and up projections of an expert are one matrix here, and two there.
     gradients = {n: g.view(reference[n].shape) for n, g in native(found.gradients).items()}
     worst, error = compare(reference, gradients)[0]
     print(f"{name}: {worst} is off by {error:.1e}")
@@ -189,7 +191,7 @@ def test_the_update_is_that_of_torch_native(engines: Engines, name: str) -> None
 
 @pytest.mark.parametrize("precision", FP8)
 def test_fp8_is_near_fp32(engines: Engines, precision: str) -> None:
-    """Operands are rounded to FP8 by the recipe, and scales follow its histories."""
+    """Operands are rounded to FP8 as the recipe says, and scales follow its histories."""
     expected = engines.gpu_task("step", "fp32", backend="torch_native")
     found = engines.gpu_task("step", precision, backend=ENGINE)
     error = distance(found["gradients"], expected["gradients"])
@@ -214,7 +216,8 @@ def test_resuming_restores_what_fp8_scales_by(
 
 
 def test_training_goes_on_by_another_layout(engines: Engines, make_config: MakeConfig) -> None:
-    """The command's code in FP8 with recomputation: rollouts in bf16, checkpoints, and resuming."""
+    """A run in FP8 with recomputation uses the command's code: rollouts in bf16, checkpoints, and
+    resuming."""
     run = {
         "training__precision": "fp8-delayed",
         "training__recompute": "full",
@@ -244,7 +247,7 @@ def test_each_mistake_is_refused_by_the_name_of_its_argument(
             assert found[name] == "", name
 
 
-# The mistakes are in the package, where a change may introduce them.
+# These faults are in the package, where a change of the code could introduce them.
 FAULTS = {
     "cu_seqlens_q is a tensor": Fault(
         "gspo_megatron.batching.packing:pack",
@@ -274,7 +277,8 @@ def test_fp32_under_context_parallelism_is_refused_in_words(engines: Engines) ->
 
 
 def test_the_runs_call_the_layers(engines: Engines) -> None:
-    """A mistake in the choice of a specification would use layers of Megatron-Core instead."""
+    """If the package chose a wrong specification, the model would have layers of Megatron-Core
+    instead."""
     for name in RUNS:
         engines.update(name, ENGINE)
     called = {

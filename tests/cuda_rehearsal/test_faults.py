@@ -1,5 +1,5 @@
-"""Faults that only a GPU shows, planted one by one. The rehearsal catches each, and CPUs catch
-none."""
+"""Faults that only a GPU shows, planted one at a time. The rehearsal detects each of them. On CPUs
+none is detected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.parallel.pool import Pool, RankError
 
 DEVICES = "same device"  # a part of the message
 RACE = "no event orders the two"
-# the host touched memory that a copy is filling, and reports so on stderr
+# the process dies with a message on stderr if the host touches memory that a copy is filling
 DIED = "the process died"
 
 
@@ -50,8 +50,8 @@ SAVING = {"checkpoint__interval": 1}
 DP2 = {"parallel__layout": "dp=2"}
 OVERLAP = DP2 | {"parallel__ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True}}
 
-# One pinned buffer for all tensors of a type. The devices wait for each other, but the host does
-# not.
+# A fault: all tensors of a type share one pinned buffer. The device waits for each copy, but the
+# host does not.
 _STAGED = """
     buffers, side = {}, torch.cuda.Stream()
     def staged(value):
@@ -81,7 +81,7 @@ _COPY_ASIDE = """
 """
 
 CASES = (
-    # tensors in the wrong place
+    # Tensors on the wrong device.
     Case(
         "an index stays on the host",
         of(
@@ -155,7 +155,7 @@ CASES = (
         "this rank's device is cuda:1",
         DP2,
     ),
-    # collectives
+    # Collectives.
     Case(
         "gloo is given a tensor of the device",
         of(
@@ -172,7 +172,7 @@ CASES = (
         "No backend type associated with device type cpu",
         DP2 | SAVING,
     ),
-    # order
+    # The order of operations.
     Case(
         "routes are copied to memory that is not pinned",
         of("gspo_megatron.routing.replay:to_host", "pin_memory=True", "pin_memory=False"),
@@ -251,7 +251,7 @@ def test_the_rehearsal_catches(host: Host, make_config: MakeConfig, case: Case) 
         host.on(config, with_fault, fault=case.fault, task=case.task)
 
 
-@pytest.mark.full  # the test shows why there is a rehearsal, but finds no mistake of the package
+@pytest.mark.full  # shows why the rehearsal is needed, but tests nothing of the package
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_cpus_do_not(cpus: Pool, make_config: MakeConfig, case: Case) -> None:
     expected = cpus.on(config_of(case, make_config), case.task)
@@ -262,7 +262,7 @@ def test_cpus_do_not(cpus: Pool, make_config: MakeConfig, case: Case) -> None:
         assert_close(found, expected)
 
 
-# Faults that pass every test of results, but cost time: the part of a run, and the fault.
+# Faults that change no result but cost time. For each: the part of a run, and the fault.
 COSTS = {
     "the host reads every token": (
         "generation",
@@ -311,7 +311,7 @@ def test_what_costs_time_is_over_the_budget(host: Host, make_config: MakeConfig,
     assert is_slow or figures.doubles > MOST_DOUBLES[part] * figures.size, figures
 
 
-@pytest.mark.full  # for the same reason
+@pytest.mark.full  # shows why the rehearsal is needed, but tests nothing of the package
 @pytest.mark.parametrize("name", COSTS)
 def test_results_do_not_tell_what_it_costs(cpus: Pool, make_config: MakeConfig, name: str) -> None:
     _, fault = COSTS[name]

@@ -1,16 +1,16 @@
-"""The code blocks of a page, and running them as a reader would: in order, in one new folder.
+"""The code blocks of a page. They are run as a reader would run them: in order, in one new folder.
 
-How a page marks its blocks; the marks are HTML comments, which no reader sees:
+A page marks its blocks in these ways. Marks are HTML comments, so a reader does not see them:
 
     ```bash, ```sh, ```shell, ```python    run; a failing block fails the test
     ```yaml title="my.yaml"                saved under that name, whatever the language
     <!-- not run: REASON --> before it     not run
     <!-- shorter: WORDS --> before it      run with these words in each `gspo-megatron train`
-    <!-- output --> before a ```text       what the block above prints; `...` stands for anything
-    <!-- setup, then lines of bash, -->    run like a block: what the page takes for granted
+    <!-- output --> before a ```text       the output of the block above; `...` stands for any text
+    <!-- setup, then lines of bash, -->    run like a block, to prepare what the page assumes
 
-Every block must name its language; those that are none of the above (yaml, json, text) are only
-read. The new folder has links to the repository's folders, for commands like `bash examples/...`.
+Every block must name its language. A block of another kind (yaml, json, text) is only read. The new
+folder has links to the repository's folders, for commands like `bash examples/...`.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _TRAIN = re.compile(r"^gspo-megatron train \S+", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block, or a hidden one."""
+    """A code block, or a hidden one in a comment."""
 
     place: str  # "file:line"
     language: str
     text: str
-    file: str | None  # saved under this name instead of run
-    reason: str | None  # why it is not run
-    is_output: bool  # it shows the output of the block before
+    file: str | None  # the name under which the block is saved instead of run
+    reason: str | None  # the reason why it is not run
+    is_output: bool  # whether it shows the output of the block before
 
     @property
     def runs(self) -> bool:
@@ -61,7 +61,7 @@ class Block:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """The blocks of a page, in their order."""
+    """The blocks of a page, in order."""
     return list(parse(page.read_text(encoding="utf-8"), str(page.relative_to(ROOT))))
 
 
@@ -83,7 +83,7 @@ def parse(content: str, name: str) -> Iterator[Block]:
 
 
 def run_blocks(blocks: Iterable[Block], folder: Path, timeout: float = 550) -> None:
-    """Run a page's blocks in `folder`. An error names the block and shows its output."""
+    """Run the blocks of a page in `folder`. An error names the block and shows its output."""
     for name in LINKED:
         (folder / name).symlink_to(ROOT / name)
     python = str(Path(sys.executable).parent)

@@ -1,4 +1,4 @@
-"""docs/costs.md has the figures that `check` prints."""
+"""The figures in docs/costs.md are those that `check` prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The versions in docs/install.md are those in requirements/, and pip can resolve them."""
+"""The versions in docs/install.md are those in requirements/, and pip can install them together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PYTHONS = {"3.10": "310", "3.11": "311", "3.12": "312", "3.13": "312"}
 
 
 def pins(file: str) -> dict[str, str]:
-    """The mapping from package to version."""
+    """The pinned version of each package."""
     lines = (REQUIREMENTS / file).read_text(encoding="utf-8").splitlines()
     return dict(line.split("==") for line in lines if not line.startswith("#"))
 
@@ -70,7 +70,8 @@ def test_the_metadata_is_static_but_for_what_is_computed() -> None:
 @pytest.mark.full  # needs uv, and a package index or a warm cache
 @pytest.mark.timeout(900)
 def test_uv_makes_the_environment_of_the_pins(tmp_path: Path) -> None:
-    """Run what `make setup` runs where uv is installed, with the interpreter of these tests."""
+    """Run the command that `make setup` runs if uv is installed, with the interpreter of these
+    tests."""
     if shutil.which("uv") is None:
         pytest.skip("no uv")
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -90,9 +91,9 @@ def test_uv_makes_the_environment_of_the_pins(tmp_path: Path) -> None:
 @pytest.mark.full  # needs a package index
 @pytest.mark.timeout(900)
 def test_pip_resolves_the_pins(tmp_path: Path) -> None:
-    """For the first release of this Python (such as 3.11.0), from wheels only, with the CUDA
-    packages as constraints. Transformer Engine's part for torch has no wheel, so only its version
-    is looked up."""
+    """The pins are resolved for the first release of this Python (such as 3.11.0), from wheels
+    only, with the CUDA packages as constraints. Transformer Engine's package for torch has no
+    wheel, so the test only checks that its version exists."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     file = f"cpu-py{PYTHONS[python]}.txt"
     cpu = pins(file)

@@ -1,4 +1,4 @@
-"""Every command and program of the documentation runs, or states why it does not. No link is
+"""Every command and program in the documentation runs, or says why it does not. No link is
 broken."""
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from tests.docs.pages import LANGUAGES, PAGES, SHELLS, Block, blocks_of, parse, 
 from tests.programs import ROOT, run_program
 from tools.docs_site import relink
 
-FIRST_RUN = ROOT / "docs/first_run.md"  # tested by test_first_run.py
+FIRST_RUN = ROOT / "docs/first_run.md"  # test_first_run.py tests this page
 
 
 def faults(block: Block) -> str | None:
-    """The problems with the marks of a block."""
+    """The faults in the marks of a block; None if there are none."""
     if block.language not in (*SHELLS, "python", *LANGUAGES):
         return f"language {block.language!r}; allowed: {', '.join((*SHELLS, 'python', *LANGUAGES))}"
     if block.reason is not None and len(block.reason.split()) < 2:
@@ -35,7 +35,7 @@ def test_every_block_is_run_or_says_why_not() -> None:
     assert [f"{block.place}: {fault}" for block in blocks if (fault := faults(block))] == []
 
 
-@pytest.mark.timeout(900)  # long, for machines with much other work
+@pytest.mark.timeout(900)  # long, because a machine may have much other work
 @pytest.mark.parametrize(
     "page",
     [page for page in PAGES if page != FIRST_RUN and any(block.runs for block in blocks_of(page))],
@@ -77,7 +77,7 @@ def test_links_of_the_site() -> None:
     assert relink("[a](../slurm/README.md)", "index.md") == "[a](slurm.md)"
     assert relink("[a](../../docs/data.md)", "examples/tiny_cpu.md") == "[a](../data.md)"
     assert relink("[a](../README.md) b", "data.md") == "a (`README.md`) b"
-    assert relink("[a](nowhere.md)", "data.md") == "[a](nowhere.md)"  # mkdocs refuses it
+    assert relink("[a](nowhere.md)", "data.md") == "[a](nowhere.md)"  # mkdocs refuses this link
 
 
 def test_the_site_is_built_without_warnings_and_without_other_hosts(tmp_path: Path) -> None:

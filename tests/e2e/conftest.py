@@ -1,4 +1,4 @@
-"""A toy data set and a small configuration for runs of the real command."""
+"""A toy data set and a small configuration, for runs of the real command."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with train.jsonl, test.jsonl and tokenizer.model."""
+    """A folder with train.jsonl, test.jsonl and tokenizer.model."""
     folder = tmp_path_factory.mktemp("toy")
     write_toy_dataset(folder, "mixed", train=64, test=8, seed=1)
     return folder
@@ -39,13 +39,13 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config_file(toy: Path, tmp_path: Path) -> Path:
-    """The configuration of write_config, in a folder of its own."""
+    """The file that write_config makes, in a folder of its own."""
     return write_config(toy, tmp_path)
 
 
 def write_config(toy: Path, folder: Path) -> Path:
-    """Write the smallest useful configuration: one rank, two steps, no plots (they would take as
-    long as the rest)."""
+    """Write the smallest useful configuration: one rank, two steps, and no plots, which would take
+    as long as the rest."""
     config = {
         "data": {
             "prompts": str(toy / "train.jsonl"),

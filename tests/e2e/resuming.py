@@ -1,4 +1,4 @@
-"""What the tests of resumed runs share: a very small run, and what two runs must have in common."""
+"""Helpers for tests of resumed runs: a very small run, and the comparison of two runs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from gspo_megatron.data.tokenizers import load_tokenizer
 from tests.programs import ROOT, command_environment, gspo
 from tests.unit.data.datasets import write_indexed
 
-# Rewards of all sizes, whatever an untrained model writes. Each call appends a letter to the file
-# `calls`. The file `signal_at` has the number of the call in which a rank is told to stop. The file
-# `full_disk` has the numbers of two calls. Between these, rank 1 cannot write files above 9 kB.
+# The rewards have many values, even if an untrained model writes the responses. Each call appends a
+# letter to the file `calls`. If there is a file `signal_at`, it has the number of the call in which
+# a rank gets SIGTERM. If there is a file `full_disk`, it has the numbers of two calls; between
+# them, rank 1 cannot write files above 9 kB.
 REWARD = """
 import os, resource, signal, zlib
 from pathlib import Path
@@ -49,19 +50,20 @@ TINY_MODEL = {
     "ffn_hidden_size": 64,
     "moe_ffn_hidden_size": 32,
     "num_moe_experts": 4,
-    # these depend on how tokens fall into micro-batches, which another layout changes
+    # This loss depends on how tokens are divided into micro-batches, which differs between layouts.
     "moe_aux_loss_coeff": 0.0,
 }
 
 
 def make_small(config_file: Path, **sections: dict[str, Any]) -> Path:
-    """Change a configuration file: a smaller model, other rewards, a checkpoint at every step."""
+    """Change a configuration file to a smaller model, other rewards, and a checkpoint at every
+    step."""
     config = yaml.safe_load(config_file.read_text())
     (config_file.parent / "resuming_reward.py").write_text(REWARD)
     config["model"] = {"megatron": dict(TINY_MODEL)}
     config["reward"] = {"import_path": "resuming_reward:reward"}
-    # Large enough that different steps have visibly different results, that a lost moment of the
-    # optimizer shows, and that a schedule which begins again shows.
+    # The rate is so large that the results of different steps differ visibly. A lost moment of the
+    # optimizer would show, and so would a schedule that begins again.
     config["optimizer"] = {"learning_rate": 3e-3, "warmup_steps": 3}
     config["checkpoint"] = {"interval": 1}
     for section, values in sections.items():
@@ -71,19 +73,20 @@ def make_small(config_file: Path, **sections: dict[str, Any]) -> Path:
 
 
 def environment(config_file: Path) -> dict[str, str]:
-    """The environment variables for a command, with which it finds the rewards."""
+    """The environment of a command. With it, Python finds the module of the rewards."""
     paths = [str(config_file.parent), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return command_environment() | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def command(config_file: Path, *words: object, what: str = "train") -> list[str]:
-    """The words of `gspo-megatron train`, or of another command, with a configuration."""
+    """The words of `gspo-megatron train`, or of another command, for a configuration."""
     program = [sys.executable, "-m", "gspo_megatron", what]
     return [*program, str(config_file), *map(str, words)]
 
 
 def start(config_file: Path, *words: object) -> subprocess.Popen[str]:
-    """Begin `train`. Its output goes to files, because a killed rank would leave a pipe open."""
+    """Start `train`. Its output goes to files, because after a kill the remaining processes would
+    keep a pipe open."""
     with (config_file.parent / "stderr").open("w") as err:
         return subprocess.Popen(
             command(config_file, *words),
@@ -107,7 +110,7 @@ def all_records(run: Path, phase: str | None = None) -> list[dict[str, Any]]:
 
 
 def records(run: Path) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl without the values that depend on the machine and the time."""
+    """The records of metrics.jsonl, without values that depend on the machine and on time."""
     moment = ("perf/", "distill/teacher_seconds")
     return [
         {key: value for key, value in record.items() if not key.startswith(moment)}
@@ -122,15 +125,16 @@ def checkpoint_names(run: Path) -> list[str]:
 
 
 def tensors(checkpoint: Path) -> dict[str, bytes]:
-    """The files with weights and optimizer state. Their bytes depend on the layout only."""
+    """The contents of the files with weights and optimizer state. They depend on nothing but the
+    run and its layout."""
     found = {p.relative_to(checkpoint).as_posix(): p for p in checkpoint.rglob("*.distcp")}
     assert {name.split("/")[0] for name in found} == {"model", "optimizer"}
     return {name: path.read_bytes() for name, path in found.items()}
 
 
 def assert_same_run(run: Path, undisturbed: Path, last: str) -> None:
-    """Check that metrics, samples, figures of prompts, weights and optimizer are equal, bit for
-    bit."""
+    """Check that two runs have equal metrics, samples, figures of prompts, weights and optimizer
+    states, bit for bit."""
     assert records(run) == records(undisturbed)
     for name in ("samples.jsonl", "draws.jsonl"):
         assert (run / name).read_text() == (undisturbed / name).read_text()

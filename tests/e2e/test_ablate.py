@@ -1,4 +1,5 @@
-"""`ablate` on real runs: killed after the first, continued, reported; and what it refuses."""
+"""`ablate` on real runs. It is killed after the first run, continues, and writes a report. It also
+refuses some mistakes."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def test_an_ablation_is_killed_and_goes_on(config_file: Path, tmp_path: Path) ->
         env=command_environment(),
     )
     try:
-        # now the second run has begun
+        # The second run has begun.
         assert wait_until((second / "metrics.jsonl").exists, process, seconds=200)
     finally:
         process.send_signal(signal.SIGTERM)
@@ -47,7 +48,7 @@ def test_an_ablation_is_killed_and_goes_on(config_file: Path, tmp_path: Path) ->
     result = gspo(*words)
     assert "1 are finished and stay as they are" in result.stdout
     assert (first / "metrics.jsonl").stat().st_mtime_ns == untouched
-    assert second.with_name("seed_1.1").is_dir()  # the interrupted run is kept
+    assert second.with_name("seed_1.1").is_dir()  # the interrupted run is kept under this name
     for variant in VARIANTS:
         for seed in SEEDS:
             records = all_records(out / variant / f"seed_{seed}", "rl")
@@ -55,8 +56,9 @@ def test_an_ablation_is_killed_and_goes_on(config_file: Path, tmp_path: Path) ->
             last = records[-1]
             assert "routing/volatility" in last and "routing/layer_01/volatility" in last
             assert ("replay/bytes" in last) == ("r3" in variant)
-            assert last["mismatch/abs_mean"] > 1e-4  # with noisy routers; it is 1e-6 without
-    # nothing is left to do
+            # the routers are noisy; without noise this is 1e-6
+            assert last["mismatch/abs_mean"] > 1e-4
+    # All runs are finished.
     assert gspo(*words, "--print-commands").stdout == ""
 
     text = (out / "report.html").read_text()
@@ -81,8 +83,8 @@ def test_bad_input_is_refused_before_anything_runs(config_file: Path, tmp_path: 
 
 
 def test_the_example_is_sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example's data, the model that all runs start from (after one step), and every
-    variant."""
+    """The test covers the example's data, the model from which all runs start (trained for one
+    step), and every variant."""
     example = ROOT / "examples" / "ablation"
     data = tmp_path / "runs" / "sorting"
     run_program(sys.executable, example / "make_data.py", "-o", data)

@@ -1,5 +1,4 @@
-"""The advice about a run that exists already contains commands. Each of them works, word for
-word."""
+"""The advice about an existing run contains commands. Each command works, word for word."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def small(toy: Path, folder: Path, model: dict[str, Any] | None = None, **optimi
 
 
 def follow(text: str, before: str) -> Path:
-    """Run the command that the output prints after these words. Returns the run's folder."""
+    """Run the command that follows these words in the output. Returns the folder of the new run."""
     (command,) = re.findall(f"{re.escape(before)}(.*)", text)
     program, *words = shlex.split(command)
     assert program == "gspo-megatron"
@@ -55,7 +54,7 @@ def starting_weights(run: Path) -> str:
 def test_a_refused_change_leads_to_a_new_run_and_from_there_to_another(
     toy: Path, folder: Path
 ) -> None:
-    """The advice for the second run repeats model.checkpoint_path."""
+    """For the second run, the advice names model.checkpoint_path again."""
     hf = write_model(folder / "hf", "qwen3_moe", seed=9, vocab_size=53)
     config, first = small(toy, folder, {"hf_path": str(hf)}), folder / "run"
     train(config)
@@ -73,7 +72,7 @@ def test_a_refused_change_leads_to_a_new_run_and_from_there_to_another(
 
 
 def test_a_finished_run_can_go_on_also_with_another_model(toy: Path, folder: Path) -> None:
-    """The weights do not fit the other model, which therefore begins without them."""
+    """The weights do not fit the other model, so a run with it begins without them."""
     config, run = small(toy, folder, decay="constant"), folder / "run"
     train(config)
     said = train(config).stdout
@@ -88,7 +87,7 @@ def test_a_finished_run_can_go_on_also_with_another_model(toy: Path, folder: Pat
 
 
 def test_a_finished_stage_with_its_export_can_go_on(toy: Path, folder: Path) -> None:
-    """The run counts epochs, so their number must grow, too."""
+    """The run counts epochs, so the advice must raise their number, too."""
     config = yaml.safe_load(small(toy, folder, decay="constant").read_text())
     stage = {name: config[name] for name in ("model", "optimizer", "checkpoint")}
     stage |= {

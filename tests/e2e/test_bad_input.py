@@ -1,5 +1,5 @@
-"""A user's mistake ends with exit code 2 and one line that says what is wrong, without a
-traceback."""
+"""Each mistake of a user ends the command with exit code 2 and one line that names the mistake,
+without a traceback."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def refused(config_file: Path, *words: str, **environ: str) -> str:
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        # all mistakes at once, each with the nearest right name
+        # All mistakes are reported at once, each with the most similar right name.
         (
             ("objective.clip_lo=0.1", "rollout.group_size=eight", "model.megatron.hiden_size=64"),
             ("objective.clip_lo .*clip_low", "rollout.group_size .*eight", "hiden_size .*hidden_"),
         ),
         (("data.prompts={folder}/prompts.jsonl",), ("{folder}/prompts.jsonl:2.*answer",)),
-        # a rank that refuses ends all ranks
+        # If one rank refuses its input, all ranks end.
         (("parallel.layout=tp=2", "reward.import_path=rewards:nan"), ("nan", "prompt")),
     ],
 )

@@ -1,4 +1,5 @@
-"""The example whose policy writes programs: its recipe runs, and its reward judges correctly."""
+"""The example whose policy writes programs. Its recipe runs, and its reward judges programs
+correctly."""
 
 from __future__ import annotations
 
@@ -21,14 +22,15 @@ OPERATORS = {"add": "+", "subtract": "-", "multiply by": "*"}
 
 
 def example(folder: Path, *words: str, **environ: str) -> Path:
-    """Run the example's run.sh in this folder. Returns the folder of the RL run."""
+    """Run the example's run.sh with `folder` as the current folder. Returns the folder of the RL
+    run."""
     environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     run_program("bash", EXAMPLE / "run.sh", *words, environ=environ, cwd=folder, timeout=1800)
     return folder / "runs" / "code" / "rl"
 
 
 def response_to(prompt: str, steps_left_out: int = 0) -> str:
-    """A program that carries out the steps of a prompt, one after the other."""
+    """A program that carries out the steps in a prompt, one after the other."""
     steps = prompt.split(", ")
     lines = ["for line in open(0):", "  x = int(line)"]
     for step in steps[: len(steps) - steps_left_out]:

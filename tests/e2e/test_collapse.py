@@ -1,7 +1,7 @@
-"""A policy that collapses: the run warns, stops, or rolls back. A kill during a rollback leaves the
-run either before or after it. A run can branch at a kept step.
+"""A policy that collapses. The run warns, stops, or rolls back. After a kill during a rollback, the
+run is in a state before or after it. A run can branch at a step that it kept.
 
-The collapse is planted: from the 129th response on the reward is 0, until the run has rolled back.
+The collapse is planted: from the 129th response on, the reward is 0 until the run has rolled back.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tests.programs import ROOT, gspo
 
 STEPS, LAST_GOOD = 13, 8
 LAST = f"rl_{STEPS:08d}"
-# `kill_before` and `kill_after`: the process is killed just before or just after it records its
-# rollback.
+# If there is a file `kill_before` or `kill_after`, the process is killed just before or just after
+# it records its rollback.
 REWARD = """
 import os, signal, zlib
 from pathlib import Path
@@ -55,8 +55,8 @@ def reward(sample):
 
 
 def planted(toy: Path, folder: Path, does: str) -> Path:
-    """A configuration whose run collapses. One checkpoint is kept in addition to those of the
-    watch."""
+    """A configuration whose run collapses. It keeps one checkpoint, in addition to those that a
+    rollback needs."""
     folder.mkdir(exist_ok=True)
     path = make_small(
         write_config(toy, folder),
@@ -88,10 +88,11 @@ def test_a_collapse_stops_a_run_that_is_saved(toy: Path, tmp_path: Path) -> None
     assert LAST_GOOD < done <= LAST_GOOD + 5
     assert f"the run ends, and is saved after step {done}" in said
     assert "the last healthy checkpoint is that of step 2" in said
-    # the last healthy checkpoint, the one that would have replaced it, and the newest
+    # These are the last healthy checkpoint, the one that would have become healthy next, and the
+    # newest.
     kept = [name for name in checkpoint_names(run) if name.startswith("rl_")]
     assert kept == ["rl_00000002", "rl_00000006", f"rl_{done:08d}"]
-    # a second start trains nothing unless the user asks for it
+    # A second start trains only if the user asks for it.
     assert f"saved after step {done}" in train(config, expect=2).stderr
     assert len(all_records(run)) == done
     said = train(config, "training.on_collapse=warn").stderr
@@ -110,7 +111,7 @@ def test_a_run_that_goes_back_draws_other_samples(base: Path) -> None:
     assert min(each["reward/mean"] for each in found) > 0.5
     before = (run / "metrics.rollback_1.jsonl").read_text().splitlines()
     assert len(before) == told["from_step"] and json.loads(before[-1])["reward/mean"] == 0
-    # the prompts are those after the collapse, not the same again
+    # After the rollback the run uses the next prompts, not those of the collapse again.
     at = f"checkpoints/{LAST}/run.json"
     drawn = json.loads((run / at).read_text())["loader"]
     steps = told["from_step"] + STEPS - told["to_step"]
@@ -140,20 +141,20 @@ def test_a_kill_while_a_run_goes_back_changes_nothing(
     ids=["dp=2", "tp=2,pp=2,ep=2"],
 )
 def test_ranks_go_back_together(toy: Path, tmp_path: Path, words: tuple[object, ...]) -> None:
-    """Only the main rank sees the collapse."""
+    """Only rank 0 watches for a collapse."""
     train(planted(toy, tmp_path, "rollback"), *words)
     (told,) = record_of(tmp_path / "run")["rollbacks"]
     assert LAST_GOOD < told["from_step"] <= LAST_GOOD + 5
     found = all_records(tmp_path / "run")
     assert [each["step"] for each in found] == [*range(1, STEPS + 1)]
     assert min(each["reward/mean"] for each in found) > 0.5
-    # each draw once: the prompts after the rollback are those after the collapse
+    # No prompts are repeated: after the rollback the run uses the next ones.
     drawn = json.loads((tmp_path / f"run/checkpoints/{LAST}/run.json").read_text())["loader"]
     steps = told["from_step"] + STEPS - told["to_step"]
     assert drawn["epoch"] * 64 + drawn["position"] - len(drawn["deferred"]) == 4 * steps
 
 
-# The update of step 8 leaves a gradient norm that is not finite, until the run has rolled back.
+# Until the run has rolled back, the update of step 8 leaves a gradient norm that is not finite.
 LOST = """
 from pathlib import Path
 from gspo_megatron.models.optimizer import Trainer
@@ -180,11 +181,11 @@ def test_a_run_goes_back_from_weights_that_are_lost(toy: Path, tmp_path: Path) -
     assert [each["step"] for each in all_records(tmp_path / "run")] == [*range(1, STEPS + 1)]
 
 
-# A branch of a run
+# --- A branch of a run ---------------------------------------------------------------------------
 
 
 def test_a_branch_is_the_run_that_it_left(base: Path, tmp_path: Path) -> None:
-    """The branch does not need the old run, which is removed before it begins."""
+    """The branch does not need the old run, which is removed before the branch starts."""
     for name in ("run", "planted.py"):
         copy = shutil.copytree if name == "run" else shutil.copyfile
         copy(base.parent / name, tmp_path / name)
@@ -211,7 +212,7 @@ def test_a_branch_may_change_what_a_phase_may_change(base: Path) -> None:
     (change,) = map(json.loads, (branch / "changes.jsonl").read_text().splitlines())
     assert change["step"] == 6 and change["changed"] == ["rollout.max_response_tokens: 6 -> 5"]
     assert [each["step"] for each in all_records(branch)] == [*range(1, 9)]
-    # the same command finds the branch and continues it
+    # The same command finds the branch and resumes it.
     said = train(run, *words, "rollout.max_response_tokens=5").stdout
     assert "finished, with 8 of 8 steps" in said
     assert (run / "metrics.jsonl").read_bytes() == before
@@ -229,11 +230,11 @@ def test_a_branch_of_nothing_is_refused(base: Path, tmp_path: Path) -> None:
     assert "holds no checkpoint of an RL run" in said
 
 
-# A learning rate that is too large
+# --- A learning rate that is too large ------------------------------------------------------------
 
 # The task is to write 121212, which is learnt in 36 steps. Then the learning rate becomes ten times
-# as large. A test patches the rate until the run has rolled back (`until_back`), or a phase sets
-# it.
+# as large. Either a patch does this until the run has rolled back (file `until_back`), or a phase
+# sets the rate.
 RATE = """
 from pathlib import Path
 from gspo_megatron.models.optimizer import Trainer
@@ -296,7 +297,8 @@ def test_a_rollback_of_a_planted_collapse_reaches_the_same_accuracy(
 def test_a_phase_with_ten_times_the_rate_stops_and_a_branch_goes_on(
     toy: Path, tmp_path: Path
 ) -> None:
-    """After a rollback the phase still has its rate, so this run needs other values to succeed."""
+    """After a rollback the phase would set the same rate again. So the branch is started with other
+    values."""
     phases = [{"until_step": 36}, {"optimizer": {"learning_rate": 0.1}}]
     config = learning(toy, tmp_path, on_collapse="stop", phases=phases)
     said = train(config, expect=2).stderr

@@ -1,5 +1,5 @@
-"""Runs on conversations from several files: which prompts are sampled, what the reward gets, and
-resuming."""
+"""Runs on conversations from several files: the prompts that are sampled, the arguments of the
+reward, and resuming."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TEMPLATE = (
     "{%- for message in messages -%}{{- message.content -}}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- mark -}}{%- endif -%}"
 )
-# One line for each response: what the reward function got.
+# The reward writes one line for each response, with the arguments that it got.
 REWARD = """
 import json, zlib
 from pathlib import Path
@@ -30,7 +30,7 @@ def reward(sample):
 
 
 def drawn(folder: Path) -> list[tuple[object, ...]]:
-    """The samples that the training wrote."""
+    """The samples of the training in samples.jsonl."""
     rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     names = ("step", "row_id", "prompt", "response", "reward", "answer")
     return [tuple(row[name] for name in names) for row in rows if row["split"] == "train"]
@@ -78,15 +78,15 @@ def test_conversations_of_two_files_on_another_layout_and_resumed(
         words = (f"logging.dir={folders[1]}", f"training.steps={steps}")
         gspo("train", path, *words, f"parallel.layout={layout}", **environ)
     whole, resumed = map(drawn, folders)
-    # The main rank writes only the samples that it has scored itself.
+    # Rank 0 writes only the samples that it has scored itself.
     assert [row for row in whole if row[:2] in {r[:2] for r in resumed}] == resumed
     assert len(resumed) == 2 * 8 + 2 * 16
     assert [len([row for row in whole if row[0] == step]) for step in range(1, 5)] == [16] * 4
-    for step in range(1, 5):  # 3 of 4 prompts come from the first file, whose rows have an id
+    for step in range(1, 5):  # 3 of 4 prompts come from the first file, whose rows have ids
         ids = {str(row[1]) for row in whole if row[0] == step}
         assert sum(row_id.isdigit() for row_id in ids) == 3
         assert sum(row_id.startswith("two.jsonl:") for row_id in ids) == 1
-    # each row of the first file comes once before any row comes again
+    # Each row of the first file comes once before any row comes again.
     order = [str(row[1]) for row in whole[::4]]
     assert len(set([row_id for row_id in order if row_id.isdigit()][:9])) == 9
 

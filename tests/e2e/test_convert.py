@@ -1,4 +1,5 @@
-"""The convert command: models of transformers and our runs, in both directions, and mistakes."""
+"""The convert command on models of transformers and on our runs, in both directions, and with
+mistakes."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def converted(gspo: Command, *arguments: object) -> None:
 
 
 def published_by_transformers(folder: Path, dtype: torch.dtype, tied: bool) -> None:
-    """A random model with odd sizes and norms that are not 1, in several files."""
+    """A random model in several files, with odd sizes, and norms that are not 1."""
     transformers = pytest.importorskip("transformers")
     settings = model_config("qwen3_moe", tie_word_embeddings=tied)
     settings = {k: v for k, v in settings.items() if k not in ("architectures", "torch_dtype")}
@@ -67,7 +68,7 @@ def test_a_model_of_transformers_there_and_back(
     converted(gspo, "hf-to-megatron", source, ours)
     assert find_damage(ours) == []
     converted(gspo, "megatron-to-hf", ours, back, "--layout", "tp=2,ep=2")
-    assert len(list(back.glob("*.safetensors"))) >= 2  # a file for each process
+    assert len(list(back.glob("*.safetensors"))) >= 2  # one file for each process
     assert_same_bits(read_folder(back), read_folder(source))
     tokens = torch.randint(37, (2, 11))
     logits = [logits_by_transformers(folder, tokens) for folder in (source, back)]
@@ -107,7 +108,7 @@ def test_mistakes_are_told_line_by_line(capsys: pytest.CaptureFixture[str], tmp_
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> list[str]:
-    """The beginning of a command line that runs a command with a file system of 2 MB at
+    """The first words of a command line. They run another command with a file system of 2 MB at
     tmp_path/disk."""
     (tmp_path / "disk").mkdir()
     script = 'mount -t tmpfs -o "$0" none "$1" && shift && exec "$@"'
@@ -145,7 +146,7 @@ def test_a_disk_that_is_too_small_and_one_that_is_read_only(
 
 @pytest.mark.parametrize("direction", ["hf-to-megatron", "megatron-to-hf"])
 def test_a_disk_that_fills_up_meanwhile(tmp_path: Path, direction: str) -> None:
-    """The free space was enough at the start. During the command no file may grow beyond 256 KB."""
+    """There is enough space at the start. During the command, no file may grow beyond 256 KB."""
     source = write_model(tmp_path / "hf", "qwen3_moe", seed=3, vocab_size=9001)
     if direction == "megatron-to-hf":
         hf_to_megatron(source, tmp_path / "ours")
@@ -153,7 +154,7 @@ def test_a_disk_that_fills_up_meanwhile(tmp_path: Path, direction: str) -> None:
     limit = 256 * 1024
 
     def small_files() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # without the signal, write returns EFBIG
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write then fails with EFBIG
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
     result = subprocess.run(
@@ -171,8 +172,7 @@ def test_a_disk_that_fills_up_meanwhile(tmp_path: Path, direction: str) -> None:
 
 
 def when_made(folder: Path) -> tuple[int, int] | None:
-    """A mark of this folder. Another folder of the same name, or the same one after it was emptied,
-    has another mark."""
+    """A mark that identifies the folder. The mark changes if the folder is replaced or emptied."""
     try:
         status = folder.stat()
     except FileNotFoundError:
@@ -181,8 +181,8 @@ def when_made(folder: Path) -> tuple[int, int] | None:
 
 
 def kill_while_it_writes(command: list[str], partial: Path, delay: float) -> bool:
-    """Kill the command. Returns whether it had begun to write and had not ended."""
-    left = when_made(partial)  # the folder of the process that was killed before
+    """Kill the command while it runs. Returns whether it had begun to write and had not ended."""
+    left = when_made(partial)  # left by the process that was killed before
     process = subprocess.Popen(
         command, env=command_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -200,7 +200,7 @@ def test_a_killed_conversion_leaves_nothing_that_looks_whole(
     gspo: Command, tmp_path: Path, kills: int
 ) -> None:
     drawn = random.Random(kills)
-    # about 20 MB, which take a tenth of a second or two to write and to compare
+    # The model has about 20 MB, which take 0.1 to 0.2 s to write and to compare.
     source = write_model(tmp_path / "hf", "qwen3_moe", seed=4, vocab_size=60_001)
     ours, back = tmp_path / "ours", tmp_path / "back"
     for words, result in (
@@ -212,10 +212,11 @@ def test_a_killed_conversion_leaves_nothing_that_looks_whole(
         hit, longest = 0, 0.15
         while hit < kills:
             hit += kill_while_it_writes(command, partial, drawn.random() * longest)
-            if result.exists():  # killed after its end, or just before it
+            if result.exists():  # the kill came at the end, or after it
                 assert_whole(result, source)
                 shutil.rmtree(result)
-                longest *= 0.9  # the kills come too late on this machine: try earlier
+                # on this machine the kills come too late, so the next ones come earlier
+                longest *= 0.9
                 assert longest > 0.001, "no kill comes while something is being written"
         converted(gspo, *words)
         assert_whole(result, source)
@@ -230,8 +231,8 @@ def assert_whole(result: Path, source: Path) -> None:
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """The model has two tensors of 211 MB. Memory that the process had before the conversion is not
-    counted."""
+    """The model has two tensors of 211 MB. Memory that the process had before the conversion does
+    not count."""
     source = write_model(
         tmp_path / "source", "qwen3_moe", seed=5, vocab_size=1_200_001, num_hidden_layers=1
     )
@@ -240,6 +241,6 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     ours, back = tmp_path / "ours", tmp_path / "back"
     for words in (("hf-to-megatron", source, ours), ("megatron-to-hf", ours, back)):
         peak = peak_memory("-m", "gspo_megatron", "convert", *map(str, words))
-        # up to four threads with two blocks of 16 MiB each, and 32 MiB of mapped files
+        # Up to four threads have two blocks of 16 MiB each, and 32 MiB of files are mapped.
         assert peak - start < 200e6, words
         assert peak < 600e6, words

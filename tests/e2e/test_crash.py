@@ -1,4 +1,4 @@
-"""A run that is killed at any moment resumes, and ends as if it had never been killed."""
+"""A run that is killed at random moments. It resumes, and ends as if it had never been killed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.programs import wait_until
 STEPS = 12
 LAST = f"rl_{STEPS:08d}"
 KILLS = 3
-MANY_KILLS = 50  # of each layout
-EARLY = 3  # one of so many kills comes while the run is still starting
+MANY_KILLS = 50  # for each layout
+EARLY = 3  # one of this many kills comes while the run is starting
 
 
 def kill_one(process: subprocess.Popen[str], chance: random.Random) -> None:
-    """Kill a rank, or all ranks by killing their launcher. SIGKILL."""
+    """Kill one rank, or all ranks by killing their launcher, with SIGKILL."""
     ranks = psutil.Process(process.pid).children()
     if ranks and chance.random() < 0.5:
         chance.choice(ranks).kill()
@@ -42,7 +42,7 @@ class Killer:
     run: Path
     words: tuple[str, ...]
     chance: random.Random
-    launch_seconds: float = 0.0  # the longest start so far, until the first metrics were written
+    launch_seconds: float = 0.0  # the longest time so far from a start to the first metrics
 
     def start(self, run: Path) -> subprocess.Popen[str]:
         return start(self.config, f"logging.dir={run}", *self.words)
@@ -51,23 +51,24 @@ class Killer:
         assert process.returncode == 0, (self.config.parent / "stderr").read_text()[-3000:]
 
     def let_run(self, run: Path) -> None:
-        """Let the run go on to its end."""
+        """Let the run end undisturbed."""
         process = self.start(run)
         self.await_figures(run, process)
         process.wait(timeout=240)
         self.assert_well(process)
 
     def await_figures(self, run: Path, process: subprocess.Popen[str]) -> None:
-        """Wait until a process that was just started has written metrics, or has ended."""
+        """Wait until a process that has just started writes metrics, or ends."""
         begin, file = time.monotonic(), run / "metrics.jsonl"
         seen = file.read_bytes() if file.exists() else b""
         if wait_until(lambda: file.exists() and file.read_bytes() not in (seen, b""), process):
             self.launch_seconds = max(self.launch_seconds, time.monotonic() - begin)
 
     def kill(self, *, early: bool) -> bool:
-        """Start or continue the run, and kill it at some moment. With `early`, the moment lies in
-        the start: processes come up, look for a checkpoint and read it. Otherwise it is later, so
-        that the run gets further. Returns whether the run was killed; otherwise it has ended."""
+        """Start or resume the run, and kill it at a random moment. With `early`, the moment is
+        during the start, while processes come up, look for a checkpoint and read it. Otherwise it
+        is later, so that the run makes progress. Returns whether the run was killed. If not, it has
+        ended."""
         process = self.start(self.run)
         if early:
             until = time.monotonic() + self.chance.uniform(0, self.launch_seconds)
@@ -87,17 +88,17 @@ class Killer:
             return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
         self.await_figures(self.run, process)
-        # let it get some steps further, or no run would come far
+        # Some steps must pass, or no run would make progress.
         enough = lines() + chance.randrange(4)
         wait_until(lambda: lines() >= enough, process)
         time.sleep(chance.uniform(0, 0.3))
-        if chance.random() < 0.5:  # during a save
+        if chance.random() < 0.5:  # wait for a moment during a save
             wait_until(lambda: any(folder.glob(".partial-*")), process)
             time.sleep(chance.uniform(0, 0.03))
 
     def remove_moved(self) -> None:
-        """Remove folders of runs that were killed before their first checkpoint. A new start moves
-        them aside."""
+        """Remove the folders of runs that were killed before their first checkpoint. A new start
+        has moved them aside."""
         for moved in self.run.parent.glob(f"{self.run.name}.*"):
             assert not any(moved.glob("checkpoints/.partial-*")), "no one would ever remove it"
             shutil.rmtree(moved)
@@ -112,7 +113,7 @@ def kill_again_and_again(config: Path, kills: int, *words: str) -> None:
         killed = killer.kill(early=done % EARLY == 1)
         done += killed
         killer.remove_moved()
-        if not killed:  # the run has ended, so the next one begins
+        if not killed:  # the run ended before the kill, so a new run begins
             assert_same_run(run, undisturbed, LAST)
             shutil.rmtree(run)
     train(config, f"logging.dir={run}", *words)
@@ -127,7 +128,7 @@ def crashing(config_file: Path, **checkpoint: object) -> Path:
         config_file,
         training={"steps": STEPS},
         checkpoint={"interval": 1, "keep_last": 2, **checkpoint},
-        # with a reference policy: the weights that RL started from must survive every kill
+        # The reference policy has the first weights of RL, which must survive every kill.
         objective={"kl": "k3", "kl_coefficient": 0.05},
     )
 

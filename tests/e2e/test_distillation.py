@@ -1,4 +1,4 @@
-"""On-policy distillation by the real command: a teacher from a Hugging Face folder."""
+"""On-policy distillation with the real command and a teacher from a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def a_folder(path: Path, toy: Path, seed: int, **changes: Any) -> Path:
 
 
 def distilling(toy: Path, folder: Path, teacher: Path, **objective: Any) -> Path:
-    """A run without rewards. The student begins with other weights than its teacher."""
+    """A run without rewards. Student and teacher have different weights."""
     student = a_folder(folder / "student", toy, seed=9)
     path = make_small(write_config(toy, folder), data={"eval_prompts": None})
     config = yaml.safe_load(path.read_text())
@@ -54,9 +54,10 @@ def test_a_teacher_with_the_students_weights_teaches_nothing(
     toy: Path, tmp_path: Path, form: str
 ) -> None:
     config = distilling(toy, tmp_path, tmp_path / "student")
-    # the router's own loss has a gradient, too, and the rollout's log-probs differ by rounding
+    # Other sources of a gradient are turned off: the router's own loss, and the rounding of the
+    # rollout's log-probs.
     exact = ["model.megatron.moe_aux_loss_coeff=0.0", "objective.old_logprobs=recompute"]
-    # weight decay would move the student before the second update
+    # Weight decay would change the student before the second update.
     exact += ["optimizer.weight_decay=0.0"]
     train(config, "training.steps=1", f"objective.distillation.form={form}", *exact)
     [record] = records(tmp_path / "run")
@@ -92,7 +93,7 @@ def test_what_is_no_teacher_is_told_in_one_line(toy: Path, tmp_path: Path) -> No
 
 
 def specialists(toy: Path, folder: Path) -> Path:
-    """A run with rewards. Each prompt names one of two teachers, or none."""
+    """A run with rewards. Each prompt names one of two teachers, or no teacher."""
     path = make_small(write_config(toy, folder), data={"eval_prompts": None})
     config = yaml.safe_load(path.read_text())
     config["model"] = {"hf_path": str(a_folder(folder / "student", toy, seed=9))}

@@ -1,4 +1,4 @@
-"""examples/distillation: the commands of its README with few steps."""
+"""examples/distillation: the commands in its README, with few steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_the_commands_of_the_page(tmp_path: Path) -> None:
-    """Run all commands of the page in their order, with fewer prompts and fewer steps."""
+    """Run all commands of the page in order, with fewer prompts and fewer steps."""
     page = (FOLDER / "README.md").read_text(encoding="utf-8")
     write_toy_dataset(tmp_path / "runs" / "distillation" / "data", "mixed", 400, 40, seed=1)
     [block] = re.findall(r"^```bash\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[:1]

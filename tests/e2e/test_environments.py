@@ -1,4 +1,5 @@
-"""Runs whose policy acts in turns: the example with a calculator, and a separate agent program."""
+"""Runs whose policy acts in several turns: the example with a calculator, and an agent that is a
+separate program."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ post("/reward", {"reward": len(message["content"]) / 9})
 
 
 def example(folder: Path, *words: str, **environ: str) -> None:
-    """Run run.sh in this folder."""
+    """Run the example's run.sh with `folder` as the current folder."""
     environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     run_program("bash", EXAMPLE / "run.sh", *words, environ=environ, cwd=folder, timeout=900)
 
@@ -45,7 +46,7 @@ def test_the_example_with_a_calculator(tmp_path: Path) -> None:
     for record in records[1:]:
         assert 1 <= record["environment/turns"] <= 3
         assert 0 < record["environment/sampled_share"] <= 1
-        # the log-probs of the turns are those of the trainer
+        # The turns have the log-probs that the trainer computes.
         assert record["mismatch/abs_mean"] <= 1e-5
     lines = (tmp_path / "runs" / "tool_use" / "rl" / "samples.jsonl").read_text().splitlines()
     samples = [json.loads(line) for line in lines]

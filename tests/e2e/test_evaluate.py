@@ -1,4 +1,4 @@
-"""Suites in a run, and `gspo-megatron evaluate` of the run, its checkpoint and its export."""
+"""Suites in a run, and `gspo-megatron evaluate` on the run, on its checkpoint and on its export."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SUITES: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def finished(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a finished run with suites on two ranks."""
+    """The folder of a finished run with suites, on two ranks."""
     folder = tmp_path_factory.mktemp("suites")
     suites = {name: {"prompts": str(toy / "test.jsonl"), **SUITES[name]} for name in SUITES}
     (folder / "near.yaml").write_text(yaml.safe_dump({"near": suites["near"]}))
@@ -62,7 +62,7 @@ def figures(record: dict[str, Any], suite: str) -> dict[str, float]:
 def test_a_run_evaluates_its_suites(finished: Path) -> None:
     steps = records(finished)
     assert [record["step"] for record in steps] == [0, 1, 2]
-    # data.eval_prompts has its own interval and names
+    # data.eval_prompts is evaluated at its own interval, under its own names.
     assert ["evaluation/accuracy" in record for record in steps] == [True, False, True]
     for record in steps:
         for name, problems in (("exact", 8), ("near", 3)):
@@ -78,14 +78,16 @@ def test_a_run_evaluates_its_suites(finished: Path) -> None:
             groups = [correct[n : n + samples] for n in range(0, len(correct), samples)]
             assert found[f"pass_at_{samples}"] == sum(map(any, groups)) / problems
             assert found["problems"] == problems
-    assert len({r["response"] for r in responses(finished, "exact", 0)}) > 8  # samples differ
+    # the samples of a problem differ
+    assert len({r["response"] for r in responses(finished, "exact", 0)}) > 8
 
 
 def test_one_rank_evaluates_a_run_and_its_checkpoint_as_two_did_in_training(
     finished: Path, gspo: Command, tmp_path: Path
 ) -> None:
     last = records(finished)[-1]
-    own_reward = f"{finished.parent}{os.pathsep}{ROOT}"  # the reward of data.eval_prompts
+    # Python finds the reward of data.eval_prompts there
+    own_reward = f"{finished.parent}{os.pathsep}{ROOT}"
     told = gspo("evaluate", finished, "-o", tmp_path / "last", PYTHONPATH=own_reward)
     (record,) = records(tmp_path / "last")
     for name in SUITES:
@@ -94,7 +96,7 @@ def test_one_rank_evaluates_a_run_and_its_checkpoint_as_two_did_in_training(
         assert [r["response"] for r in mine] == [r["response"] for r in theirs]
     assert "mean@k" in told.stdout and "exact" in told.stdout
 
-    # one suite of a file, with another number of samples
+    # One suite from a file, with another number of samples.
     suite, first = finished.parent / "near.yaml", finished / "checkpoints" / "rl_00000001"
     gspo("evaluate", first, "--suite", suite, "evaluation.suites.near.samples=3")
     (record,) = records(finished / "evaluation")
@@ -143,7 +145,7 @@ def test_a_source_must_be_one(gspo: Command, tmp_path: Path) -> None:
 def test_a_fine_tuned_model_is_evaluated_as_it_is(
     finished: Path, toy: Path, gspo: Command, tmp_path: Path
 ) -> None:
-    """The newest checkpoint of the run and its export have the same figures of a suite."""
+    """The newest checkpoint of the run and its export have equal figures in a suite."""
     path, run, suite = tmp_path / "sft.yaml", tmp_path / "sft", finished.parent / "near.yaml"
     tokenizer = str(toy / "tokenizer.model")
     config = {

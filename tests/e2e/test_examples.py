@@ -1,4 +1,5 @@
-"""The configurations of examples/objectives: all are valid, and each learns when it runs."""
+"""The configurations in examples/objectives. Each is valid, and its run does not make the policy
+worse."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ EACH = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 
 @pytest.fixture(autouse=True)
 def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run in the root of the repository: paths and modules of the examples are relative to it."""
+    """Change to the root of the repository, because the paths and modules of the examples are
+    relative to it."""
     monkeypatch.chdir(ROOT)
 
 
@@ -34,7 +36,8 @@ def test_there_is_one_for_each_preset_and_one_for_custom_functions() -> None:
 
 @EACH
 def test_an_example_is_sound(path: Path) -> None:
-    """Check what `gspo-megatron check` does, except for the prompt files, which run.sh makes."""
+    """Make the checks of `gspo-megatron check`, except those of the prompt files, which run.sh
+    makes."""
     config = load_config(path)
     check_config(config, config.world_size_hint(), for_training=True)
     get_reward(config.reward.name, config.reward.import_path, config.reward.options)
@@ -76,13 +79,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.full
 @EACH
 def test_an_example_trains(path: Path, data: Path, tmp_path: Path) -> None:
-    """Twenty steps run through, every metric is finite, and the policy does not get worse.
+    """The run makes twenty steps, every metric is finite, and the policy does not get worse.
 
-    The mean reward of a step depends on its 16 prompts. Responses to one prompt are alike, so a
-    step counts as 16 observations and five steps as 80. The means of the first and of the last five
-    steps differ by chance, with a standard deviation of std * sqrt(2 / 80), about 0.05. The end may
-    lie two standard deviations below the start. This finds a gradient with the wrong sign by far
-    (with negated advantages GSPO ends at 0.07 instead of 0.65). It does not prove learning.
+    A step has 16 prompts. The responses to one prompt are similar, so a step counts as 16
+    observations, and five steps count as 80. By chance, the means of the first and the last five
+    steps differ with a standard deviation of std * sqrt(2 / 80), about 0.05. The end may be two
+    standard deviations below the start. This finds a gradient with the wrong sign easily: with
+    negated advantages, GSPO ends at 0.07 instead of 0.65. It does not prove that the policy learns.
     """
     run = tmp_path / "run"
     gspo(
@@ -104,5 +107,6 @@ def test_an_example_trains(path: Path, data: Path, tmp_path: Path) -> None:
     start, end = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
     deviation = max(record["reward/std"] for record in steps)
     assert end >= start - 2 * deviation * math.sqrt(2 / 80)
-    # the update had an effect: the policy of the last mini-batches is not the one that sampled
+    # The updates had an effect: in the last mini-batches, the policy differs from the one that
+    # sampled.
     assert all(record["kl/k3"] > 0 and record["grad_norm"] > 0 for record in steps)

@@ -1,5 +1,5 @@
-"""Families by the real commands: fine-tuning of a published folder, then RL with replayed experts
-from its export, then an export."""
+"""Families with the real commands: fine-tuning of a published folder, RL with replayed experts from
+its export, and another export."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from tests.programs import gspo
 from tests.unit.hf.published import read_folder, write_model
 from tests.unit.hf.test_hf_models import YARN
 
-VOCABULARY = 53  # the tokenizer has fewer pieces
-# Two fp32 computations of the same log-prob: token by token with a cache, and all tokens at once.
+VOCABULARY = 53  # larger than the number of the tokenizer's pieces
+# Two fp32 computations of the same log-prob: token by token with a cache, and for all tokens at
+# once.
 SAME_LOGPROBS = 1e-5
 
 
@@ -30,13 +31,14 @@ class Case:
     family: str
     layout: str
     replay: str = "r3"
-    changes: dict[str, Any] = field(default_factory=dict)  # of its config.json
+    changes: dict[str, Any] = field(default_factory=dict)  # changes of its config.json
 
     def __str__(self) -> str:
         return f"{self.family} {self.layout} {self.replay}"
 
 
-LATENT = Case(  # longer than the window of 8 tokens; stages of 3 layers and 1
+# texts are longer than the original context of 8 tokens; stages have 3 layers and 1 layer
+LATENT = Case(
     *("deepseek_v3", "pp=2,ep=2"),
     changes={"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
 )
@@ -101,7 +103,7 @@ def test_fine_tuning_and_rl(toy: Path, tmp_path: Path, case: Case) -> None:
     assert began.keys() == ended.keys()
     still = [name for name, tensor in began.items() if torch.equal(tensor, ended[name])]
     assert not [name for name in still if not name.endswith(("_bias", "e_score_correction_bias"))]
-    if case.family == "bailing_moe_v2":  # transformers has no class for it
+    if case.family == "bailing_moe_v2":  # transformers has no class for this family
         return
     tokens = torch.randint(VOCABULARY, (1, 11), generator=torch.Generator().manual_seed(4))
     assert logits_by_transformers(out, tokens).isfinite().all()

@@ -1,4 +1,5 @@
-"""RL on published weights by the real command, read from their folder or converted before."""
+"""RL on published weights with the real command. The weights are read from their folder, or
+converted beforehand."""
 
 from __future__ import annotations
 
@@ -24,10 +25,10 @@ from tests.unit.hf.policies import logits_of
 from tests.unit.hf.published import assert_same_bits, read_folder, write_model
 from tests.unit.models.one_rank import one_rank_groups
 
-VOCABULARY = 53  # of the published model; the tokenizer has fewer pieces
+VOCABULARY = 53  # of the published model; larger than the number of the tokenizer's pieces
 LAYOUT = "tp=2,ep=2"
 LAST = "rl_00000002"
-# fp32 logits of size 1 from four layers, with sums in another order
+# For fp32 logits of size 1 from four layers, with sums in another order.
 TOLERANCE = 1e-5
 
 
@@ -58,7 +59,7 @@ def published(
 
 
 def sizes(checkpoint: Path) -> dict[str, Any]:
-    """The keys of `model` that describe the model in a checkpoint."""
+    """The keys of the section `model` that describe the model in a checkpoint."""
     shape = json.loads((checkpoint / "model.json").read_text())["shape"]
     names = ("vocab_size", "max_sequence_length", "rotary_base", "tie_embeddings", "megatron")
     return {name: shape[name] for name in names}
@@ -75,15 +76,15 @@ def rl_config(toy: Path, folder: Path, model: dict[str, Any]) -> Path:
 def test_read_from_the_folder_the_run_is_the_same(
     toy: Path, tmp_path: Path, published: Published
 ) -> None:
-    """The runs are equal bit for bit: metrics, samples, weights and moments."""
+    """The two runs have equal metrics, samples, weights and moments, bit for bit."""
     config = rl_config(toy, tmp_path, {"hf_path": str(published.source)})
     train(config)
     assert_same_run(tmp_path / "run", published.run, LAST)
 
 
 def test_what_was_trained_is_a_model_of_transformers(tmp_path: Path, published: Published) -> None:
-    """The trained model is converted by two processes and by one. transformers then computes the
-    same as Megatron-Core."""
+    """The trained model is converted by two processes and by one. Both conversions are equal.
+    transformers computes the same with them as Megatron-Core."""
     pytest.importorskip("transformers")
     by_two, by_one = tmp_path / "by-two", tmp_path / "by-one"
     gspo("convert", "megatron-to-hf", published.run, by_two, "--layout", "tp=2,ep=2")
@@ -116,8 +117,8 @@ def logits_of_checkpoint(
 
 
 def test_gpt_oss_is_trained_from_its_folder(toy: Path, tmp_path: Path) -> None:
-    """Windows, sinks and biases in a whole run: two RL steps, a checkpoint, and an export that
-    transformers reads. Every tensor is trained."""
+    """gpt-oss has windows, sinks and biases. The run makes two RL steps, saves a checkpoint, and
+    exports a folder that transformers reads. Every tensor is trained."""
     pytest.importorskip("transformers")
     source = write_model(tmp_path / "source", "gpt_oss", seed=9, vocab_size=VOCABULARY)
     config = rl_config(toy, tmp_path, {"hf_path": str(source)})

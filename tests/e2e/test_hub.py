@@ -1,4 +1,4 @@
-"""From a model's name to a run and back to the Hub, by the real commands, client and files."""
+"""From a model's name to a run, and back to the Hub, with the real commands, client and files."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ CARD = b"---\nlicense: apache-2.0\n---\n# the base\n"
 
 @dataclass
 class Finished:
-    """A run of two steps on two ranks, of which hub, model and data are known."""
+    """A run of two steps on two ranks, with the hub from which its model and data come."""
 
     hub: SmallHub
     home: Path
-    folder: Path  # where the commands are given
-    model: str  # commits
+    folder: Path  # the current folder of the commands
+    model: str  # the commit of the model; `rows` is the commit of the data
     rows: str
-    downloads: list[str]  # of the run
+    downloads: list[str]  # the downloads of the run
 
     def gspo(self, *words: object, expect: int = 0, **environ: str) -> str:
         given = self.hub.environ(self.home, PYTHONPATH=str(ROOT), **environ)
@@ -81,7 +81,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
 
 @pytest.mark.slow
 def test_the_ranks_of_a_node_download_once_and_no_code(finished: Finished) -> None:
-    """`new` has the settings and the tokenizer already."""
+    """`new` has already downloaded the settings and the tokenizer."""
     names = [line.rpartition("/")[2] for line in finished.downloads]
     shards = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
     assert sorted(names) == [*shards, "test.jsonl", "train.jsonl"]
@@ -122,7 +122,7 @@ def test_a_branch_that_moved_does_not_change_a_resumed_run(finished: Finished) -
 
 @pytest.mark.full
 def test_ranks_of_two_nodes_take_the_same_commits(finished: Finished) -> None:
-    """Two ranks that no launcher of ours started, each with a cache of its own."""
+    """The two ranks are started without our launcher. Each has a cache of its own."""
     hub, folder = finished.hub, finished.folder
     hub.requests.clear()
     words = ["train", "my/config.yaml", *NAMES, *SMALL, "training.steps=1", "logging.plots=false"]
@@ -132,7 +132,7 @@ def test_ranks_of_two_nodes_take_the_same_commits(finished: Finished) -> None:
         port = str(free.getsockname()[1])
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": "0"}
     ranks = []
-    for rank in ("1", "0"):  # rank 1 comes first, and waits
+    for rank in ("1", "0"):  # rank 1 starts first and waits
         given = hub.environ(folder / f"node_{rank}", **shared, RANK=rank)
         program = [*PROGRAM, *words]
         environ = command_environment() | given | {"PYTHONPATH": str(ROOT)}
@@ -143,7 +143,8 @@ def test_ranks_of_two_nodes_take_the_same_commits(finished: Finished) -> None:
     assert [rank.returncode for rank in ranks] == [0, 0], said
     commits = json.loads((folder / "nodes/hub.json").read_text())
     assert commits[f"models/{BASE}@main"] == finished.model
-    assert sum(f"/api/models/{BASE}" in line for line in hub.requests) == 3  # once for main
+    # one of them is for `main`
+    assert sum(f"/api/models/{BASE}" in line for line in hub.requests) == 3
     for rank in ("0", "1"):
         held = folder / f"node_{rank}/hub/models--org--base/snapshots/{finished.model}"
         assert len(list(held.glob("*.safetensors"))) == 3

@@ -1,4 +1,4 @@
-"""Ctrl-C, as a terminal sends it: the first saves the run, the second ends it immediately."""
+"""Ctrl-C in a terminal. The first one saves the run, and the second one ends it immediately."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SAVING = "interrupted: saving at the end of the step; press Ctrl-C again to end 
 ONE, TWO = (), ("parallel.layout=dp=2",)
 
 # While the file `hold` exists, rank 0 waits in the first call of the second step. While
-# `hold_start` exists, each rank waits at its start.
+# `hold_start` exists, each rank waits when it starts.
 REWARD = """
 import os, time, zlib
 from pathlib import Path
@@ -62,7 +62,7 @@ class Terminal:
 
         def take_terminal() -> None:
             fcntl.ioctl(screen, termios.TIOCSCTTY, 0)
-            # pytest may be a background job of a shell, in which SIGINT is ignored
+            # pytest may run in the background of a shell, which ignores SIGINT
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
         self.process = subprocess.Popen(
@@ -96,8 +96,8 @@ class Terminal:
         assert wait_until(lambda: self.shows(text), self.process), self.output.decode()
 
     def end(self, expect: int) -> list[str]:
-        """Wait until the command has ended without leaving a child. Returns the lines on the
-        screen."""
+        """Wait until the command has ended, and check that it left no child. Returns the lines on
+        the screen."""
         code = self.process.wait(timeout=120)
         self._reader.join(timeout=60)
         text = self.output.decode(errors="replace")
@@ -110,8 +110,8 @@ Start = Callable[..., Terminal]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """A function that starts `train` in a terminal. After the test none of its processes may
-    exist."""
+    """A function that starts `train` in a terminal. After the test, none of its processes may be
+    left."""
     terminals: list[Terminal] = []
 
     def begin(words: list[str], path: Path, kind: str = "dumb") -> Terminal:
@@ -120,7 +120,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         return terminals[-1]
 
     def left() -> list[psutil.Process]:
-        """Processes that have a path in the test's folder among their arguments."""
+        """The processes that have a path in the test's folder among their arguments."""
         found = psutil.process_iter(["cmdline", "status"])
         mine = [p for p in found if str(tmp_path) in " ".join(p.info["cmdline"] or ())]
         return [p for p in mine if p.info["status"] != psutil.STATUS_ZOMBIE]
@@ -142,7 +142,8 @@ def config(toy: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def held(config: Path, start: Start) -> Callable[..., Terminal]:
-    """A function that starts a run which waits in the rollouts of its second step."""
+    """A function that starts a run and waits until it is held in the rollouts of its second
+    step."""
 
     def begin(*words: str, kind: str = "dumb", what: str = "train") -> Terminal:
         (config.parent / "hold").touch()
@@ -175,7 +176,7 @@ def test_the_second_ends_the_run_at_once(
     terminal = held(*words)
     terminal.press_ctrl_c()
     terminal.await_text(SAVING)
-    terminal.press_ctrl_c()  # the run still waits, so no step has ended
+    terminal.press_ctrl_c()  # the run is still held, so the step has not ended
     last = terminal.end(130)[-1]
     assert last == "interrupted: the same command resumes the run from rl_00000001"
     assert checkpoint_names(config.parent / "run") == ["latest", "rl_00000001"]
@@ -205,7 +206,8 @@ def test_above_a_progress_bar_the_line_stays_whole(held: Callable[..., Terminal]
     terminal.await_text(SAVING)
     terminal.press_ctrl_c()
     terminal.end(130)
-    assert terminal.output.rfind(b"\x1b[?25h") > terminal.output.rfind(b"\x1b[?25l")  # the cursor
+    # the cursor is shown again
+    assert terminal.output.rfind(b"\x1b[?25h") > terminal.output.rfind(b"\x1b[?25l")
 
 
 def test_a_stage_is_saved_too(toy: Path, tmp_path: Path, start: Start) -> None:
@@ -229,7 +231,7 @@ def test_a_stage_is_saved_too(toy: Path, tmp_path: Path, start: Start) -> None:
 
 
 def test_an_ablation_ends_its_run_at_once(config: Path, held: Callable[..., Terminal]) -> None:
-    """It ends the run immediately, although the run could save itself."""
+    """The ablation ends the run immediately, although the run could save itself."""
     terminal = held("--variants=gspo", "--seeds=1", what="ablate")
     terminal.press_ctrl_c()
     lines = terminal.end(130)

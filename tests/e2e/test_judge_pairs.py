@@ -1,4 +1,4 @@
-"""A run whose reward is a judge that compares the responses of a group, with the real command."""
+"""A run with the real command whose reward is a judge that compares the responses of a group."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def value(response: str) -> int:
 
 
 def right(question: str) -> str:
-    """Prefers the first response a little, and says nothing about some of them."""
+    """A judge that slightly prefers the first response, and gives no verdict about some pairs."""
     [(first, second)] = QUESTION.findall(question)
     difference = value(first) + 20 - value(second)
     said = "A" if difference > 0 else "B"
@@ -57,7 +57,7 @@ def config_in(toy: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a whole run on two ranks."""
+    """The folder of a complete run on two ranks."""
     path = config_in(toy, tmp_path_factory.mktemp("undisturbed") / "whole")
     with judging(right) as judge:
         train(path, "parallel.layout=dp=2", f"reward.options.url={judge.url}")
@@ -68,7 +68,7 @@ def test_win_rates_are_rewards_and_figures_are_metrics(undisturbed: Path) -> Non
     steps = records(undisturbed)
     assert [record["step"] for record in steps] == [*range(1, STEPS + 1)]
     for record in steps:
-        assert record["reward/mean"] == pytest.approx(0.5)  # what one wins another loses
+        assert record["reward/mean"] == pytest.approx(0.5)  # for each winner there is a loser
         assert 0 < record["reward/consistent"] <= 1
         assert 0 <= record["reward/ties"] < 1 and 0 <= record["reward/unreadable"] < 0.5
     assert any(record["reward/unreadable"] > 0 for record in steps)

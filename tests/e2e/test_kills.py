@@ -1,6 +1,6 @@
-"""Deaths and faults of ranks that tests of single functions do not reach. The run ends with the
-cause, or goes on. In the end every step is there once, as in a run without faults. test_crash has
-kills at random moments."""
+"""Deaths and faults of ranks that tests of single functions do not cover. The run ends and names
+the cause, or it continues. In the end every step occurs once, as in a run without faults.
+test_crash has kills at random moments."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ STEPS = 8
 LAST = f"rl_{STEPS:08d}"
 TWO = "parallel.layout=dp=2"
 _END_SECONDS = 300
-# In a mount namespace a program sees another /dev/shm: a folder of the test, or a file system of a
-# few bytes.
+# In a mount namespace, another file system takes the place of /dev/shm: a folder of the test, or
+# one of 16 kB.
 _IN_A_NAMESPACE = ("unshare", "--mount", "--propagation", "private", "sh", "-e", "-c")
 _OWN_MEMORY = 'mount --bind "$0" /dev/shm; exec "$@"'
 _FULL_MEMORY = 'mount -t tmpfs -o size=16k tmpfs /dev/shm; exec "$@"'
-# For every process of a run: once the file `set_back` exists, the clock is an hour behind.
+# This module is loaded in every process of a run. Once the file `set_back` exists, the clock is an
+# hour behind.
 _CLOCK = """
 import os, time
 _folder, _time, _time_ns = os.path.dirname(__file__), time.time, time.time_ns
@@ -70,7 +71,7 @@ class Runs:
     def start(
         self, *words: str, run: Path | None = None, inside: Sequence[str] = ()
     ) -> subprocess.Popen[str]:
-        """Start the run. inside: a command that runs another command."""
+        """Start the run. inside: the beginning of a command that runs another command."""
         whole = command(self.config, f"logging.dir={run or self.run}", *words)
         with (self.folder / "stderr").open("w") as err:
             return subprocess.Popen(
@@ -85,8 +86,8 @@ class Runs:
         return (self.folder / "stderr").read_text()[-3000:]
 
     def end(self, process: subprocess.Popen[str], expect: int | None = 0) -> int:
-        """Wait for its end and return the exit code. expect: the right exit code; None: any but
-        that of a success."""
+        """Wait for the end of the process, and return its exit code. expect: the required exit
+        code; None means any except 0."""
         code = process.wait(timeout=_END_SECONDS)
         assert code != 0 if expect is None else code == expect, f"{code}: {self.said()}"
         self.assert_nothing_is_left()
@@ -96,7 +97,7 @@ class Runs:
         self.end(self.start(*words, run=run))
 
     def processes(self) -> list[psutil.Process]:
-        """All processes of runs of this configuration, whoever started them."""
+        """All processes of runs with this configuration, whoever started them."""
         mine = []
         for process in psutil.process_iter():
             try:
@@ -108,7 +109,7 @@ class Runs:
         return mine
 
     def ranks(self, process: subprocess.Popen[str], count: int) -> list[psutil.Process]:
-        """Wait for all ranks, and return them in the order of their numbers."""
+        """Wait until all ranks have started. Returns them in the order of their numbers."""
         found: dict[int, psutil.Process] = {}
 
         def are_all_there() -> bool:
@@ -136,7 +137,7 @@ class Runs:
     def assert_as_undisturbed(self) -> None:
         assert_same_run(self.run, self.undisturbed, LAST)
         steps = [record["step"] for record in all_records(self.run)]
-        assert steps == list(range(STEPS + 1))  # 0 is the evaluation before the first step
+        assert steps == list(range(STEPS + 1))  # step 0 is the evaluation before the first step
         assert not [name for name in checkpoint_names(self.run) if name.startswith(".")]
 
 
@@ -151,16 +152,16 @@ def runs(config_file: Path) -> Iterator[Runs]:
 
 @pytest.fixture
 def own_memory(runs: Runs) -> list[str]:
-    """The beginning of a command line, with which the folder `runs.memory` takes the place of
-    /dev/shm."""
+    """The beginning of a command line. It runs a command for which the folder `runs.memory` takes
+    the place of /dev/shm."""
     return [*_IN_A_NAMESPACE, _OWN_MEMORY, str(runs.memory)] if may_mount() else []
 
 
 def test_a_rank_that_stands_still_for_a_while_delays_the_run_only(
     runs: Runs, own_memory: list[str]
 ) -> None:
-    """A paused rank only delays the run, because the others wait for it. A machine may pause in
-    this way."""
+    """A rank may be paused, for example with its machine. This only delays the run, because the
+    others wait."""
     runs.to_the_end(TWO, run=runs.undisturbed)
     process = runs.start(TWO, inside=own_memory)
     _, second = runs.ranks(process, 2)
@@ -175,15 +176,16 @@ def test_a_rank_that_stands_still_for_a_while_delays_the_run_only(
 
 @needs_mounts
 def test_without_room_in_shared_memory_a_run_goes_its_way(runs: Runs) -> None:
-    """The ranks use sockets instead. With two summands the order of a sum does not matter."""
+    """The ranks use sockets instead of shared memory. With two ranks a sum has two terms, so their
+    order does not matter."""
     runs.to_the_end(TWO, run=runs.undisturbed)
     process = runs.start(TWO, inside=[*_IN_A_NAMESPACE, _FULL_MEMORY, "sh"])
     runs.end(process)
     runs.assert_as_undisturbed()
 
 
-# Train on a file system of a given size, then give it more room and train again. In the end copy
-# its files.
+# Trains on a file system of a given size, then makes it larger and trains again. At the end copies
+# the files of the run.
 _SMALL_DISK = """
 mount -t tmpfs -o size={size}k tmpfs {disk}
 code=0; {train} >{folder}/full_stdout 2>{folder}/full_stderr || code=$?
@@ -199,8 +201,9 @@ cp -a {disk}/run {copy}
 def test_a_run_on_a_disk_that_fills_up_ends_with_the_reason_and_goes_on_with_more_room(
     runs: Runs, checkpoints: float
 ) -> None:
-    """checkpoints: how many fit on the disk. Three exist while the oldest is being removed. In that
-    case only metrics and samples may find no room."""
+    """checkpoints: the number of checkpoints for which the disk has room. Three exist at a time,
+    because the oldest is removed last. If they fit, only metrics and samples may run out of
+    space."""
     runs.to_the_end(TWO, run=runs.undisturbed)
     saved = runs.undisturbed / "checkpoints" / LAST
     size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
@@ -230,8 +233,8 @@ def test_a_run_on_a_disk_that_fills_up_ends_with_the_reason_and_goes_on_with_mor
 
 
 def test_a_clock_that_is_set_back_changes_nothing(runs: Runs, own_memory: list[str]) -> None:
-    """The clock is set back by an hour, once between two steps and once before the run resumes.
-    Measured times do not depend on it, and the newest checkpoint is that of the latest step."""
+    """The clock is set back by an hour during a run, which is then resumed. Measured times do not
+    depend on the clock, and the newest checkpoint is that of the latest step."""
     runs.to_the_end(TWO, run=runs.undisturbed)
     (runs.folder / "sitecustomize.py").write_text(_CLOCK)
     process = runs.start(TWO, inside=own_memory)
@@ -250,7 +253,7 @@ def test_a_clock_that_is_set_back_changes_nothing(runs: Runs, own_memory: list[s
 
 
 def test_the_clock_of_a_run_is_the_one_that_is_set_back(runs: Runs) -> None:
-    """This checks that the clock of the test above is really set back."""
+    """This checks that the clock in the test above is really set back."""
     (runs.folder / "sitecustomize.py").write_text(_CLOCK)
     (runs.folder / "set_back").touch()
     program = "import time, os; print(os.environ['PYTHONPATH'] and time.time())"

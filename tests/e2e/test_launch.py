@@ -1,4 +1,5 @@
-"""The launcher with real processes: every rank ends with the first that fails, and none is left."""
+"""The launcher with real processes. If a rank fails, every other rank ends, too, and no process is
+left."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ import pytest
 
 from tests.programs import ROOT, wait_until
 
-PATIENCE = 30.0  # seconds until a test gives up; long, for a machine with much other work
+PATIENCE = 30.0  # seconds until a test gives up; long, because the machine may have much other work
 
 LAUNCHER = """
 import sys
@@ -33,7 +34,8 @@ except Exception as error:
     sys.exit(tell_failure(error))
 """
 
-# The beginning of the ranks' scripts. `say` lets the test wait for a rank; `block` never returns.
+# The first part of the ranks' scripts. With `say`, a rank tells the test how far it is. `block`
+# never returns.
 PREAMBLE = """
 import os, signal, sys, threading
 from pathlib import Path
@@ -53,7 +55,7 @@ def await_word(word, of):
 
 @dataclass
 class Launch:
-    """A running launcher. Its ranks have the folder as an argument, by which they are found."""
+    """A running launcher. The folder is an argument of its ranks, so that they can be found."""
 
     folder: Path
     process: subprocess.Popen[str]
@@ -65,20 +67,20 @@ class Launch:
         (self.folder / f"{word}-{rank}").touch()
 
     def ask(self, signum: signal.Signals) -> None:
-        """Send the launcher of two ranks a signal, and wait until the ranks have it."""
+        """Send a signal to the launcher of two ranks, and wait until the ranks have received it."""
         self.await_word("ready", 0, 1)
         self.process.send_signal(signum)
         self.await_word("asked", 0, 1)
 
     def end(self) -> tuple[int, str, str]:
-        """Wait for its end, and check that no rank is left. Returns exit code, stdout and
-        stderr."""
+        """Wait until the launcher ends, and check that no rank is left. Returns exit code, stdout
+        and stderr."""
         out, err = self.process.communicate(timeout=PATIENCE)
         assert self.survivors() == []
         return self.process.returncode, out, err
 
     def survivors(self) -> list[str]:
-        """The command lines of processes that have the folder as an argument."""
+        """The command lines of remaining processes that have the folder as an argument."""
         found = []
         for process in psutil.process_iter(["cmdline", "status"]):
             words = process.info["cmdline"] or []
@@ -92,7 +94,7 @@ Start = Callable[..., Launch]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """A function that starts the launcher on a script, which it writes to a file after PREAMBLE."""
+    """A function that writes a script to a file, after PREAMBLE, and starts the launcher on it."""
     launched: list[Launch] = []
 
     def begin(
@@ -120,10 +122,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     yield begin
     for launch in launched:
-        launch.process.send_signal(signal.SIGTERM)  # harmless if it has ended
+        launch.process.send_signal(signal.SIGTERM)  # harmless if the launcher has ended
         try:
             launch.process.communicate(timeout=PATIENCE)
-        except subprocess.TimeoutExpired:  # its ranks should have saved themselves, and do not
+        except subprocess.TimeoutExpired:  # the ranks should save themselves but do not
             launch.process.kill()
             launch.process.communicate()
 
@@ -260,7 +262,7 @@ def test_a_lost_connection_is_not_taken_for_the_cause(start: Start) -> None:
         except ValueError as error:
             sys.exit(tell_failure(error))
         """,
-        settle=PATIENCE,  # not waited for, because both end by themselves
+        settle=PATIENCE,  # not needed, because both ranks end by themselves
     )
     code, out, err = launch.end()
     lines = err.splitlines()
@@ -273,7 +275,7 @@ def test_a_lost_connection_is_not_taken_for_the_cause(start: Start) -> None:
 
 @pytest.mark.parametrize("blocked", [False, True])
 def test_a_user_error_is_told_once_and_alone(start: Start, blocked: bool) -> None:
-    """The error ends the other ranks without a pause for settling."""
+    """After the error, the other ranks are ended without the usual pause."""
     launch = start(
         f"""
         join_launcher()
@@ -303,7 +305,7 @@ def test_only_the_last_lines_of_a_rank_are_kept(start: Start) -> None:
     code, out, err = launch.end()
     lines = err.splitlines()
     assert (code, out) == (5, "")
-    assert len(lines) == 201  # of rank 1, and the launcher's own line
+    assert len(lines) == 201  # 200 lines of rank 1, and the launcher's own line
     assert "[rank 1] line 9999" in lines
     assert max(map(len, lines)) < 10_000
 
@@ -412,7 +414,7 @@ def test_a_port_in_use_is_named(start: Start) -> None:
     assert "Traceback" not in err
 
 
-# A rank that notes the signal, and ends later when the test lets it.
+# A rank that notes the signal, and ends later, when the test allows it.
 SAVES = """
 asked = []
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -427,8 +429,8 @@ await_word("go", 0)
 
 @pytest.fixture
 def start_saving(start: Start) -> Start:
-    """A function that starts ranks which save themselves when told to stop. The others get hardly
-    any time."""
+    """A function that starts ranks which save themselves when told to stop. Ranks that do not save
+    get hardly any time."""
     return partial(start, grace=0.1, settle=0.1, saves_on_signals=True)
 
 
@@ -440,9 +442,9 @@ SAVES_IN_VAIN = SAVES + 'join_launcher()\nsys.exit(tell_failure(UserError("the d
     ("script", "number", "code", "told"),
     [
         (SAVES_LONG, signal.SIGTERM, 75, r"told to end[^\n]*\n"),
-        (SAVES_LONG, signal.SIGINT, 75, ""),  # only rank 0 of a run reports it
+        (SAVES_LONG, signal.SIGINT, 75, ""),  # in a real run, rank 0 reports it
         (SAVES_LONG, signal.SIGUSR1, 75, ""),
-        (SAVES, signal.SIGTERM, 0, ".*"),  # a run that ends by itself in the meantime is finished
+        (SAVES, signal.SIGTERM, 0, ".*"),  # a run that ends by itself meanwhile is finished
         (SAVES_IN_VAIN, signal.SIGTERM, 2, r".*\nthe disk is full\n"),
     ],
 )

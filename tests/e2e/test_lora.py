@@ -1,5 +1,5 @@
-"""Training of adapters by the real command: the contents of a checkpoint, resumed and killed runs,
-and exports as merged models and PEFT folders."""
+"""Training of adapters with the real command: the contents of a checkpoint, resumed and killed
+runs, and exports as merged models and as PEFT folders."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TOKENS = torch.randint(VOCABULARY, (1, 11), generator=torch.Generator().manual_s
 
 @dataclass
 class Trained:
-    """A published model, and a run that trained adapters on it."""
+    """A published model, and a run that trained adapters for it."""
 
     source: Path
     config: Path
@@ -55,7 +55,7 @@ class Trained:
 
 
 def lora_config(toy: Path, folder: Path, source: Path, **lora: Any) -> Path:
-    """A configuration with adapters. A divergence from the reference is part of the loss."""
+    """A configuration with adapters. The loss contains a divergence from the reference."""
     return make_small(
         write_config(toy, folder),
         model={
@@ -64,7 +64,8 @@ def lora_config(toy: Path, folder: Path, source: Path, **lora: Any) -> Path:
             "lora": {"rank": 4, "alpha": 8.0, **lora},
         },
         objective={"kl": "k3", "kl_coefficient": 0.1, "mini_batches": 1},
-        # no evaluation at the end of a part: it would be a difference between the runs
+        # Without evaluations, because a run in several parts would have one at the end of each
+        # part.
         data={"eval_prompts": None},
         training={"steps": STEPS},
     )
@@ -77,8 +78,8 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def published(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("lora")
-    # all layers have experts, because PEFT applies names of experts' matrices to MLPs of dense
-    # layers, too
+    # PEFT also adapts the MLPs of dense layers, because their matrices have the names of experts'
+    # matrices. So all layers have experts here.
     source = write_model(
         folder / "source", "qwen3_moe", seed=9, vocab_size=VOCABULARY, mlp_only_layers=[]
     )
@@ -98,7 +99,7 @@ def test_a_checkpoint_holds_adapters_and_their_optimizer(published: Trained) -> 
     records = steps_of(published.run)
     assert records[0]["kl/reference_k3"] == pytest.approx(0.0, abs=1e-7)
     assert records[-1]["kl/reference_k3"] > 1e-5
-    for record in records:  # the policy with its adapters has written the responses
+    for record in records:  # the policy wrote the responses with its adapters
         assert record["mismatch/abs_mean"] <= 1e-5
 
 
@@ -131,7 +132,7 @@ def test_another_layout_goes_on(toy: Path, tmp_path: Path, published: Trained) -
     train(config, "training.steps=2")
     train(config, "parallel.layout=tp=2,ep=2", "training.steps=3")
     ours, theirs = (steps_of(run)[-1] for run in (tmp_path / "run", published.run))
-    # the step's responses are the same only if the weights are
+    # With different weights, the responses of this step would differ, too.
     for name in ("reward/mean", "loss", "grad_norm", "kl/reference_k3"):
         assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
 
@@ -139,8 +140,8 @@ def test_another_layout_goes_on(toy: Path, tmp_path: Path, published: Trained) -
 def test_what_leaves_computes_the_same(
     tmp_path: Path, published: Trained, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """transformers with merged weights, and PEFT with the adapter, compute the same as the policy.
-    The adapter can be loaded again, bit for bit."""
+    """transformers with the merged weights, and PEFT with the adapter, compute the same as the
+    policy. The adapter can be loaded again, and keeps every bit."""
     merged, adapter, again = (tmp_path / name for name in ("merged", "adapter", "again"))
     run = str(published.run)
     assert main(["convert", "megatron-to-hf", run, str(merged)]) == 0
@@ -174,8 +175,8 @@ def test_what_leaves_computes_the_same(
 def test_a_new_run_begins_with_adapters_from_outside(
     toy: Path, tmp_path: Path, published: Trained
 ) -> None:
-    """The adapters come from a PEFT folder or from a run. The reference is the policy that RL
-    begins with."""
+    """The adapters come from a PEFT folder or from a run. The reference policy is the policy at the
+    start of RL."""
     adapter = tmp_path / "adapter"
     arguments = [str(published.run), str(adapter), "--adapter"]
     assert main(["convert", "megatron-to-hf", *arguments]) == 0
@@ -187,9 +188,9 @@ def test_a_new_run_begins_with_adapters_from_outside(
     (tmp_path / "run").mkdir()
     other = lora_config(toy, tmp_path / "run", published.source, checkpoint=str(published.run))
     train(other, "training.steps=1")
-    train(other, "training.steps=2")  # a resumed run reads the reference again
+    train(other, "training.steps=2")  # the resumed run loads the reference again
     assert_same_run(tmp_path / "run/run", tmp_path / "peft/run", "rl_00000002")
-    # adapters in a wrong place are reported
+    # Adapters under a wrong key are reported.
     whole = yaml.safe_load(other.read_text())
     whole["model"] = {"checkpoint_path": str(published.run)}
     whole["logging"]["dir"] = str(tmp_path / "whole")

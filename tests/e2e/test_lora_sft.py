@@ -1,5 +1,5 @@
-"""Fine-tuning of adapters by the real command: killed, continued on another layout, and
-exported."""
+"""Fine-tuning of adapters with the real command. The run is killed, continues on another layout,
+and is exported."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 
 
 def test_killed_and_on_another_layout_a_run_ends_as_undisturbed(toy: Path, tmp_path: Path) -> None:
-    """The router and the output layer have adapters, too. Merged, and as an adapter, the model is
-    the same."""
+    """The router and the output layer have adapters, too. Both exports, the merged model and the
+    adapter, compute the same as the trained model."""
     source = write_model(
         tmp_path / "source", "qwen3_moe", seed=9, vocab_size=VOCABULARY, mlp_only_layers=[]
     )
@@ -82,7 +82,7 @@ def test_killed_and_on_another_layout_a_run_ends_as_undisturbed(toy: Path, tmp_p
         for name in ("loss", "grad_norm"):
             assert ours[name] == pytest.approx(other[name], rel=1e-4), (ours["step"], name)
     first, second = (sum(record["loss"] for record in part) for part in (theirs[:2], theirs[2:]))
-    assert second < first  # on the same examples
+    assert second < first  # the second epoch has the same examples
     assert_leaves_the_same(killed, source)
 
 
@@ -104,7 +104,7 @@ def assert_leaves_the_same(folder: Path, source: Path) -> None:
 
     expected = logits_by_transformers(merged, TOKENS)
     assert float((expected - logits_by_transformers(source, TOKENS)).abs().max()) > 1e-3
-    again = folder / "again"  # a PEFT folder becomes a checkpoint again
+    again = folder / "again"  # the PEFT folder is converted back to a checkpoint
     assert main(["convert", "hf-to-megatron", str(adapter), str(again)]) == 0
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")

@@ -1,5 +1,6 @@
-"""Runs whose rewards come from a reward model behind a URL, and one that fails in their middle: one
-line, and nothing is lost. The server is in the process of the test; tests/vllm has a real one."""
+"""Runs whose rewards come from a reward model behind a URL. The model may fail in the middle of a
+run; then one line says so, and nothing is lost. The server is in the process of the test;
+tests/vllm uses a real one."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ STEPS, GOOD_STEPS = 4, 2
 
 
 def spoilt(change: Callable[[list[dict[str, Any]]], Any]) -> Callable[[dict[str, Any]], Any]:
-    """A right answer but for one change."""
+    """A server's answer that is right except for one change."""
 
     def answer(given: dict[str, Any]) -> Any:
         found = right(given)
@@ -55,7 +56,7 @@ def killed(_: dict[str, Any]) -> Any:
     raise ConnectionAbortedError
 
 
-FULL = pytest.mark.full  # tests/unit/rollout/test_reward_model.py has these in seconds
+FULL = pytest.mark.full  # tests/unit/rollout/test_reward_model.py tests these faults in seconds
 FAULTS = {
     "NaN": (spoilt(lambda data: data[0].update(probs=[float("nan")])), "a score of nan"),
     "fewer": (spoilt(lambda data: data.pop()), "scores for"),
@@ -66,7 +67,7 @@ FAULTS = {
 
 
 def config_in(toy: Path, folder: Path) -> Path:
-    """A run with a function's reward beside the model's, and running moments."""
+    """A configuration with a reward function beside the reward model, and with running moments."""
     folder.mkdir()
     path = make_small(write_config(toy, folder), checkpoint={"interval": 10})
     config = yaml.safe_load(path.read_text())
@@ -85,7 +86,7 @@ def config_in(toy: Path, folder: Path) -> Path:
 def train_with(
     answer: Callable[[dict[str, Any]], Any], toy: Path, path: Path, *, expect: int = 0
 ) -> str:
-    """What the command writes to stderr."""
+    """Run the command. Returns its stderr."""
     tokens = load_tokenizer(toy / "tokenizer.model").encode(PROBE)
     with served(answer, tokens) as url:
         return train(path, f"reward.model.url={url}", expect=expect).stderr
@@ -93,7 +94,7 @@ def train_with(
 
 @pytest.fixture(scope="module")
 def undisturbed(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a whole run."""
+    """The folder of a complete run."""
     path = config_in(toy, tmp_path_factory.mktemp("undisturbed") / "whole")
     train_with(right, toy, path)
     return path.parent / "run"
@@ -109,7 +110,7 @@ def test_a_run_learns_from_the_model_and_the_function_and_watches_both(undisturb
         assert record.keys() >= SCORED
         assert record["perf/reward_model_seconds"] > 0 and record["reward_model/cut"] == 0
         assert record["perf/reward_model_scores_per_second"] > 0 <= record["response/repeated"]
-        # prompts and responses of the toy task have a few characters
+        # Prompts and responses of the toy task have a few characters.
         assert 4 < record["reward_model/tokens"] < 40 and record["grad_norm"] > 0
     state = json.loads((undisturbed / f"checkpoints/rl_{STEPS:08d}/run.json").read_text())
     moments = state["reward_moments"]
@@ -131,7 +132,7 @@ def test_a_model_that_fails_loses_no_finished_step(
     wrong, said = FAULTS[fault]
 
     def answer(given: dict[str, Any]) -> Any:
-        metrics = run / "metrics.jsonl"  # has step 0, too
+        metrics = run / "metrics.jsonl"  # also has step 0
         finished = metrics.read_text().count("\n") - 1 if metrics.exists() else 0
         return wrong(given) if finished >= GOOD_STEPS else right(given)
 
@@ -145,7 +146,7 @@ def test_a_model_that_fails_loses_no_finished_step(
 
 
 def scorer_in(folder: Path, toy: Path) -> Path:
-    """A reward model of another shape and vocabulary than the policy, with its own tokenizer."""
+    """A reward model with its own tokenizer. Its shape and vocabulary differ from the policy's."""
     sizes = {"vocab_size": 128, "max_position_embeddings": 256}
     write_score_model(folder, "qwen3_moe", seed=3, **sizes)
     texts = (toy / "train.jsonl").read_text().splitlines()
@@ -156,7 +157,7 @@ def scorer_in(folder: Path, toy: Path) -> Path:
 def test_a_folder_is_scored_on_the_ranks_and_a_stopped_run_goes_on_the_same(
     toy: Path, tmp_path: Path
 ) -> None:
-    """The policy has experts and Routing Replay, which the second model must not disturb."""
+    """The policy has experts and Routing Replay, which the reward model must not disturb."""
     scorer, runs = scorer_in(tmp_path / "scorer", toy), []
     for name in ("whole", "stopped"):
         path = config_in(toy, tmp_path / name)
@@ -167,7 +168,7 @@ def test_a_folder_is_scored_on_the_ranks_and_a_stopped_run_goes_on_the_same(
         config["logging"]["samples_per_step"] = 16
         config["training"]["steps"] = 2
         path.write_text(yaml.safe_dump(config))
-        if name == "stopped":  # in the rollout of step 2, after the evaluation and step 1
+        if name == "stopped":  # during the rollout of step 2, after the evaluation and step 1
             (path.parent / "signal_at").write_text(str(8 + 16 + 3))
             train(path, expect=STOPPED)
         train(path)

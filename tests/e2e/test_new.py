@@ -1,4 +1,4 @@
-"""`gspo-megatron new`, and its folder, used as the command's output says."""
+"""`gspo-megatron new`, and the use of its folder as the command's output describes it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOCABULARY = 320
 
 @pytest.fixture(scope="module")
 def hf_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3-MoE of 512 positions, and a tokenizer with a chat template."""
+    """A random Qwen3-MoE with 512 positions, and a tokenizer with a chat template."""
     sizes = {"max_position_embeddings": 512, "vocab_size": VOCABULARY}
     folder = write_model(tmp_path_factory.mktemp("hf") / "model", "qwen3_moe", seed=3, **sizes)
     texts = ["What is 3 + 4? 1 2 5 6 7 8 9 0 ="]
@@ -27,12 +27,12 @@ def hf_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def new(tmp_path: Path, *words: object) -> tuple[Path, str]:
-    """Run the command. Returns the folder that it made, and its output."""
+    """Run the command. Returns the new folder, and the output."""
     return tmp_path / "my run", gspo("new", tmp_path / "my run", *words).stdout
 
 
 def printed_command(text: str) -> list[str]:
-    """The printed command for this machine, in the form that bash takes, for two steps."""
+    """The command that `new` prints for this machine, as words for bash, with two steps."""
     [command] = re.findall(r"on this machine: +(.+)", text)
     return ["bash", "-euc", f"{command} training.steps=2 rollout.max_response_tokens=8"]
 

@@ -1,5 +1,5 @@
-"""A run whose keys change at given steps gives the same as a run that is stopped there and changed
-by hand."""
+"""A run whose keys change at given steps. It gives the same as a run that is stopped at these steps
+and changed by hand."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.e2e.resuming import (
 from tests.programs import gspo, wait_until
 
 LAST = "rl_00000006"
-# Each kind of key: lengths and sizes, other prompts, a learning rate, and another objective with as
-# many updates.
+# Keys of each kind change: lengths and sizes, the prompts, a learning rate, and the objective, with
+# as many updates as before.
 LONGER = {"rollout": {"max_response_tokens": 9, "prompts_per_step": 3}}
 OTHER = {
     "data": {"prompts": "other.jsonl"},
@@ -64,7 +64,7 @@ def campaign(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_phases_are_stops_with_changes(campaign: Path, toy: Path, tmp_path: Path) -> None:
-    """Both runs are equal bit for bit. There is one checkpoint at each border."""
+    """The two runs are equal bit for bit. There is a checkpoint at each border."""
     config = a_run(toy, tmp_path / "by_hand", [], steps=2)
     train(config)
     edit(config, training={"steps": 4}, **LONGER)
@@ -77,7 +77,7 @@ def test_phases_are_stops_with_changes(campaign: Path, toy: Path, tmp_path: Path
     told = train(config, "--change").stderr
     assert "changed from step 5 on: data.prompts" in told
     assert_same_run(config.parent / "run", campaign / "run", LAST)
-    train(config)  # here the run itself makes the changes
+    train(config)  # the campaign's own command, after the changes by hand
 
     names = checkpoint_names(campaign / "run")
     assert {"rl_00000002", "rl_00000004", LAST, "reference"} <= set(names)
@@ -105,7 +105,7 @@ def copied(campaign: Path, folder: Path) -> Path:
 
 @pytest.mark.parametrize("call", [33, 60])
 def test_a_campaign_that_is_stopped_goes_on(campaign: Path, tmp_path: Path, call: int) -> None:
-    """The run is stopped in its second phase, and before and at the border to the third."""
+    """The run is stopped in its second phase, or near the border to the third phase."""
     config = copied(campaign, tmp_path)
     (config.parent / "signal_at").write_text(str(call))
     train(config, expect=75)
@@ -115,8 +115,8 @@ def test_a_campaign_that_is_stopped_goes_on(campaign: Path, tmp_path: Path, call
 
 
 def test_a_campaign_that_is_killed_at_its_borders_goes_on(campaign: Path, tmp_path: Path) -> None:
-    """The run is killed by SIGKILL when the checkpoint of a border is complete. Each step has its
-    prompts once."""
+    """SIGKILL ends the run when the checkpoint of a border is complete. Each step uses its prompts
+    once."""
     config = copied(campaign, tmp_path)
     for border in (2, 4):
         process = start(config)
@@ -131,8 +131,8 @@ def test_a_campaign_that_is_killed_at_its_borders_goes_on(campaign: Path, tmp_pa
 
 
 def test_phases_on_many_ranks(campaign: Path, tmp_path: Path) -> None:
-    """Between phases the ranks destroy all process groups and build them again. The tolerance is
-    that of runs on several layouts: fp32 rounding, magnified by learning."""
+    """Between phases, the ranks destroy all process groups and build new ones. The tolerance is
+    that for runs on several layouts, because learning magnifies fp32 rounding."""
     config = copied(campaign, tmp_path)
     train(config, "parallel.layout=tp=2,pp=2,ep=2")
     theirs = {each["step"]: each for each in records(campaign / "run")}
@@ -153,8 +153,8 @@ def test_the_run_is_evaluated_as_in_its_last_phase(campaign: Path, tmp_path: Pat
 
 
 def test_a_phase_renews_its_reference(toy: Path, tmp_path: Path) -> None:
-    """At the first update of a phase the policy is its own reference. A resumed run has the same
-    reference."""
+    """At the first update of the phase, the policy equals its reference. A resumed run loads the
+    same reference."""
     phases = [{"until_step": 2}, {"reference": "renew"}]
     config = a_run(toy, tmp_path / "renewed", phases, steps=4)
     edit(config, objective={"mini_batches": 1}, checkpoint={"interval": 1, "keep_last": None})

@@ -1,5 +1,5 @@
-"""The manifests of deploy/, run as network namespaces with the variables that Kubernetes, Kubeflow
-and SkyPilot give: no Slurm, no Ray."""
+"""The manifests of deploy/. Network namespaces run as pods, with the variables that Kubernetes,
+Kubeflow and SkyPilot set. They need neither Slurm nor Ray."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.vllm.environment import find_vllm_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-IN_STEP_2 = CALLS_PER_STEP + 5  # calls of the reward
+IN_STEP_2 = CALLS_PER_STEP + 5  # the call of the reward
 
 
 def manifest() -> dict[str, Any]:
@@ -52,7 +52,7 @@ def pods(tmp_path: Path) -> Iterator[Pods]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The same run on one machine, which nothing happens to."""
+    """The same run on one machine, without any disturbance."""
     run = make_run(tmp_path_factory.mktemp("undisturbed"))
     path = os.pathsep.join([str(run.folder), str(ROOT)])
     gspo("train", run.config, "--nproc", 2, PYTHONPATH=path)
@@ -60,13 +60,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def own(run: Run, **environ: str) -> dict[str, str]:
-    """Of a container on this machine: where the reward is, and no GPU."""
+    """The environment of a container on this machine: the folder of the reward, and no GPU."""
     path = os.pathsep.join([str(run.folder), str(ROOT)])
     return {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", **environ}
 
 
 def start_trainers(pods: Pods, run: Run, given: dict[str, Any]) -> list[Pod]:
-    """All pods of the job `trainer`, the first one last."""
+    """Start all pods of the job `trainer`, the first one last."""
     made = []
     for each in reversed(containers(given, "trainer")):
         environ = each.environ | own(run)
@@ -75,7 +75,7 @@ def start_trainers(pods: Pods, run: Run, given: dict[str, Any]) -> list[Pod]:
 
 
 def without_servers(given: dict[str, Any]) -> dict[str, Any]:
-    """One rank in each of the two pods, which generates the responses, too."""
+    """The manifest with one rank in each of two pods. The ranks also generate the responses."""
     [container] = trainer(given)["containers"]
     container["args"] = []
     variables = {each["name"]: each for each in container["env"]}
@@ -101,8 +101,8 @@ def codes(pods: list[Pod]) -> list[int]:
 def test_a_pod_is_killed_and_another_evicted_and_the_run_ends_as_one_that_nothing_happens_to(
     pods: Pods, run: Run, undisturbed: Run
 ) -> None:
-    """The controller of JobSet starts all pods again after the failure of one (Recreate). The name
-    of the first pod is known only after the second one has looked for it."""
+    """If a pod fails, JobSet's controller starts all pods again (Recreate). Here the name of the
+    first pod becomes known only after the second pod has looked it up."""
     given = without_servers(manifest())
     names = [each.pod for each in containers(given, "trainer")]
     assert names == ["gspo-trainer-0-0.gspo", "gspo-trainer-0-1.gspo"]
@@ -118,7 +118,7 @@ def test_a_pod_is_killed_and_another_evicted_and_the_run_ends_as_one_that_nothin
     run.hold((run.folder / "calls").stat().st_size + 3)
     second = start_trainers(pods, run, given)
     wait_until_held(run, second)
-    second[1].evict()  # a node is drained: the kubelet gives it the grace period
+    second[1].evict()  # a node is drained: the kubelet gives the pod its grace period
     second[0].evict()
     run.let_go()
     assert codes(second) == [STOPPED, STOPPED], second[0].text()
@@ -130,7 +130,7 @@ def test_a_pod_is_killed_and_another_evicted_and_the_run_ends_as_one_that_nothin
 
 
 def wait_until_gone(pods: list[Pod], seconds: float) -> bool:
-    """Whether one of them ends in this time."""
+    """Whether one of the pods ends in this time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if any(pod.process.poll() is not None for pod in pods):
@@ -139,12 +139,12 @@ def wait_until_gone(pods: list[Pod], seconds: float) -> bool:
     return False
 
 
-# What Kubeflow and SkyPilot give the pod or node of a number, with a rank in each.
+# The variables that Kubeflow and SkyPilot set for pod or node `number`, with one rank in each.
 def pytorchjob(number: int) -> dict[str, str]:
     return {
         "MASTER_ADDR": "gspo-0.gspo",
         "MASTER_PORT": "23456",
-        "RANK": str(number),  # of the pod
+        "RANK": str(number),  # the number of the pod
         "WORLD_SIZE": "2",
         "PET_NNODES": "2",
         "PET_NODE_RANK": str(number),
@@ -173,7 +173,7 @@ def skypilot(number: int) -> dict[str, str]:
     }
 
 
-@pytest.mark.full  # tests/unit/process/test_nodes.py: what is read from the variables
+@pytest.mark.full  # tests/unit/process/test_nodes.py tests how the variables are read
 @pytest.mark.parametrize("variables", [skypilot, pytorchjob, trainjob])
 def test_the_variables_of_other_schedulers(
     pods: Pods, run: Run, undisturbed: Run, variables: Callable[[int], dict[str, str]]
@@ -190,7 +190,7 @@ def test_the_variables_of_other_schedulers(
 
 @pytest.mark.full
 def test_torchrun_in_the_pods(pods: Pods, run: Run, undisturbed: Run) -> None:
-    """The same manifest with torchrun, which reads the same variables."""
+    """The manifest is the same, but its command is torchrun, which reads the same variables."""
     made = []
     for each in containers(without_servers(manifest()), "trainer"):
         pods.know(each.pod)
@@ -205,10 +205,12 @@ def test_torchrun_in_the_pods(pods: Pods, run: Run, undisturbed: Run) -> None:
 def test_servers_in_a_third_pod_that_is_killed_and_comes_back(
     pods: Pods, tmp_path: Path, vllm_python: Path
 ) -> None:
-    """The second job of the manifest, whole: real vLLM on a CPU. The trainers stay."""
+    """The second job of the manifest runs as it is, with real vLLM on a CPU. The pods of the
+    trainer keep running."""
     run = make_run(
         tmp_path,
-        model={"megatron": {**TINY_MODEL, "kv_channels": 32}},  # the least of vLLM's kernels
+        # the smallest that vLLM's kernels support
+        model={"megatron": {**TINY_MODEL, "kv_channels": 32}},
         rollout={"vllm": {"python": str(vllm_python), "restarts": 4}},
     )
     given = manifest()

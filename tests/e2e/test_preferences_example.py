@@ -1,4 +1,4 @@
-"""examples/preferences: its rule, and the commands of its README with few steps."""
+"""examples/preferences: its rule, and the commands in its README, with few steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def rule() -> ModuleType:
 
 
 def test_the_rule_is_that_of_the_page() -> None:
-    """4 letters of the prompt score 1; a choice follows the score and, less, the length."""
+    """The score is 1 for the 4 letters of the prompt. A choice depends on the score and, less
+    strongly, on the length."""
     own = rule()
     assert own.score("abcd", "abca") == 1.0 and own.score("abcd", "") == 0.0
     assert own.score("abcd", "abxx") == own.score("abcd", "ab") - 0.125
@@ -44,15 +45,17 @@ def test_the_rule_is_that_of_the_page() -> None:
         count = 2000
         return sum(own.prefers_first("abcd", first, second, chance) for _ in range(count)) / count
 
-    assert share("abcd", "efgh") > 0.99  # by the rule
-    # sigmoid(-4 * (0.5 - 0.3)); by the rule alone it were sigmoid(-4 * 0.5) = 0.12
+    assert share("abcd", "efgh") > 0.99  # the rule decides
+    # The probability is sigmoid(-4 * (0.5 - 0.3)). With the rule alone it would be sigmoid(-4 *
+    # 0.5) = 0.12.
     assert 0.27 < share("abcdabcd", "abcd") < 0.35
     assert 0.45 < share("abcd", "dcba") < 0.55
 
 
 @pytest.mark.slow
 def test_the_commands_of_the_page(tmp_path: Path) -> None:
-    """All that the page shows first, in its order; but fewer pairs, and fewer steps."""
+    """Run the commands in the first block of the page in order, with fewer pairs and fewer
+    steps."""
     page = (FOLDER / "README.md").read_text(encoding="utf-8")
     [block] = re.findall(r"^```bash\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[:1]
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -68,7 +71,7 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
     assert told["run"] == "gspo" and told["steps"] == "2"
     folder = tmp_path / "runs" / "preferences"
     last = all_records(folder / "gspo")[-1]
-    assert last["reward/mean"] == pytest.approx(last["reward/model"])  # the rule has weight 0
+    assert last["reward/mean"] == pytest.approx(last["reward/model"])  # the rule has the weight 0
     assert last["reward/true_score"] <= 1.0 and last["response/length_mean"] > 1
     [picture] = folder.glob("*.png")
     assert picture.read_bytes()[1:4] == b"PNG"

@@ -1,4 +1,5 @@
-"""The wheel works outside of the repository, in an environment without the repository."""
+"""The wheel works outside of the repository, in an environment that does not contain the
+repository."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_two_steps(environment: Path, folder: Path) -> None:
-    """Run the wheel's `new` and `train` in a folder outside of the repository, then again with the
-    name of a model on a Hub."""
+    """Run `new` and `train` of the wheel in a folder outside of the repository. Then run them again
+    with the name of a model on a Hub."""
     folder.mkdir()
     python, command = environment / "bin/python", environment / "bin/gspo-megatron"
     place = "import gspo_megatron; print(gspo_megatron.__file__)"
@@ -66,13 +67,12 @@ def test_the_changelog_has_the_version_and_room_for_the_next() -> None:
 
 @pytest.mark.slow
 def test_the_wheel_trains_outside_of_the_repository(wheel: Path, tmp_path: Path) -> None:
-    """The dependencies are those of this environment; the package itself comes from the wheel
-    only."""
+    """The dependencies are those of the test's environment. The package itself comes from the wheel
+    alone."""
     environment = tmp_path / "environment"
     run_program(sys.executable, "-m", "venv", "--without-pip", environment)
     [site] = environment.glob("lib/python*/site-packages")
-    # Only the folder counts. The .pth files in it are not read, so an editable installation is not
-    # seen.
+    # The folder's own .pth files are not read, so an editable installation in it has no effect.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     pip = (sys.executable, "-m", "pip", "--python", environment / "bin/python", "install")
     run_program(*pip, "--quiet", "--no-deps", "--no-index", wheel)

@@ -1,5 +1,5 @@
-"""The same command continues a run: on any layout, after damaged files, and after a request to
-stop. It refuses if the run would become another one."""
+"""The same command continues a run: on another layout, after damage to files, and after a request
+to stop. It refuses if the run would become a different one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LAST = f"rl_{STEPS:08d}"
 
 @pytest.fixture(scope="module")
 def base(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A configuration, and in the folder `run` its finished run on one rank with all its
+    """A configuration. The folder `run` beside it has the finished run on one rank, with all its
     checkpoints."""
     folder = tmp_path_factory.mktemp("base")
     path = make_small(
@@ -54,7 +54,7 @@ def base(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def again(base: Path, tmp_path: Path) -> Path:
-    """A copy of that configuration and run, which a test may damage."""
+    """A copy of this configuration and its run, which a test may damage."""
     shutil.copytree(base.parent, tmp_path / "again")
     path = tmp_path / "again" / "config.yaml"
     config = yaml.safe_load(path.read_text())
@@ -66,33 +66,33 @@ def again(base: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(again: Path) -> Path:
-    """The folder of that run."""
+    """The folder of the copied run."""
     return again.parent / "run"
 
 
 def sampled(config: Path) -> int:
-    """The responses that were rewarded so far."""
+    """The number of responses that were rewarded so far."""
     return (config.parent / "calls").stat().st_size
 
 
 def stop_in_call(config: Path, number: int) -> None:
-    """Let the next run be told to stop while it samples."""
+    """Let a rank get SIGTERM in this call of the reward."""
     (config.parent / "signal_at").write_text(str(number))
 
 
 def test_a_run_goes_on_over_many_layouts_and_does_not_sample_twice(
     base: Path, again: Path, run: Path
 ) -> None:
-    """The run is stopped during the rollouts of step 2 on 4 ranks. It continues on one rank, and
-    trains on the responses that exist already.
+    """On 4 ranks, the run is stopped during the rollouts of step 2. It continues on one rank, and
+    trains on the responses that it already has.
 
-    Loss and gradient differ by fp32 rounding, which learning magnifies; the tolerance is 1e-4. The
-    loss itself is near 0, but a sum of terms of size 1, so its tolerance is absolute. Each
-    checkpoint has the optimizer moments of the run on one rank, after any sequence of layouts.
+    Loss and gradient differ by fp32 rounding, which learning magnifies, so the tolerance is 1e-4.
+    The loss is near 0 but is a sum of terms of size 1, so its tolerance is absolute. After any
+    sequence of layouts, each checkpoint has the same optimizer moments as the run on one rank.
     """
     shutil.rmtree(run)
     evaluated, responses = 8, 16
-    # the evaluation, step 1, and some responses of step 2
+    # The calls are those of the evaluation, of step 1, and of some responses of step 2.
     stop_in_call(again, evaluated + responses + 5)
     train(again, "parallel.layout=tp=2,pp=2,ep=2", expect=75)
     names = checkpoint_names(run)
@@ -105,7 +105,7 @@ def test_a_run_goes_on_over_many_layouts_and_does_not_sample_twice(
     train(again, "training.steps=4", "parallel.layout=dp=2,ep=2")
     train(again, "parallel.layout=cp=2")
 
-    # each response once, and the evaluations at the ends of the shorter runs
+    # Each response was rewarded once. Each shorter run had an evaluation at its end.
     assert sampled(again) == evaluated + STEPS * responses + 3 * evaluated
     mine = {(r["phase"], r["step"]): r for r in records(run)}
     theirs = {(r["phase"], r["step"]): r for r in records(base.parent / "run")}
@@ -124,7 +124,7 @@ def test_a_run_goes_on_over_many_layouts_and_does_not_sample_twice(
 
 
 def assembled(folder: Path) -> dict[str, torch.Tensor]:
-    """The whole tensors of a checkpoint, read by the reference implementation of its format."""
+    """The whole tensors of a checkpoint, read by torch's own code for the format."""
     reader = FileSystemReader(folder)
     kinds = reader.read_metadata().state_dict_metadata.items()
     found = {
@@ -212,7 +212,7 @@ def test_a_second_run_in_the_folder_of_one_at_work_is_refused(again: Path, run: 
     for path in [*run.iterdir()]:
         if path.name != LOCK_FILE:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    train(again, "--fresh", "training.steps=1")  # the lock file does not count as a run
+    train(again, "--fresh", "training.steps=1")  # a folder with only the lock file counts as empty
 
 
 def test_keys_that_shape_the_run_are_refused_all_at_once(again: Path, toy: Path) -> None:
@@ -234,7 +234,7 @@ def test_keys_that_shape_the_run_are_refused_all_at_once(again: Path, toy: Path)
     named = " ".join(line.split(" = ")[0] for line in lines[:-1])
     assert named == "data.prompts model.megatron.num_layers objective.clip_low training.seed"
     assert "was 1" in lines[3]
-    # the weights do not fit a model of four layers
+    # The advice leaves out the weights, because they do not fit a model of four layers.
     assert lines[-1].endswith(f"logging.dir={again.parent}/run-2")
     assert "on its weights" not in lines[-1]
 
@@ -254,11 +254,11 @@ def test_a_new_run_starts_from_given_weights(again: Path, run: Path) -> None:
 def test_one_rank_that_cannot_write_costs_a_checkpoint_and_not_the_run(
     again: Path, run: Path, asynchronous: str
 ) -> None:
-    """All ranks learn what happened to rank 1, so none waits for it, and none takes the checkpoint
-    for complete. When saving asynchronously, the checkpoint of the step before may still be on its
-    way to the disk."""
+    """Rank 1 cannot write. All ranks learn of it, so none waits for rank 1, and none uses the
+    checkpoint. With an asynchronous save, the previous checkpoint may still be on its way to the
+    disk."""
     shutil.rmtree(run)
-    evaluated, responses = 4, 8  # on one of two ranks
+    evaluated, responses = 4, 8  # the calls on one of two ranks
     second = evaluated + responses + 1
     (again.parent / "full_disk").write_text(f"{second} {second + responses - 1}")
     how = ("parallel.layout=dp=2", f"checkpoint.asynchronous={asynchronous}", "training.steps=4")
@@ -269,7 +269,7 @@ def test_one_rank_that_cannot_write_costs_a_checkpoint_and_not_the_run(
     lost = sorted({f"rl_0000000{step}" for step in (1, 2, 3, 4)} - set(kept))
     assert lost == ["rl_00000002"] or (asynchronous == "true" and len(lost) <= 2)
     assert len(warnings) == len(lost) and kept[-1] == "rl_00000004"
-    assert checkpoint_names(run) == ["latest", "reference", *kept]  # no partial file is left
+    assert checkpoint_names(run) == ["latest", "reference", *kept]  # no partial folder is left
     assert not [line for name in kept for line in find_damage(run / "checkpoints" / name)]
     assert records(run)[-1]["step"] == 4
 
@@ -277,8 +277,9 @@ def test_one_rank_that_cannot_write_costs_a_checkpoint_and_not_the_run(
 def test_a_disk_that_is_full_does_not_end_training_and_leaves_nothing_half_written(
     again: Path, run: Path
 ) -> None:
-    """A small tmpfs, if the user may mount one. The first checkpoints fit, the next does not. At
-    the end there is room again, because that state must be saved."""
+    """The run is on a small tmpfs, if the user may mount one. The first three checkpoints fit on
+    it. The next one does not, and training continues with a warning. The state at the end must be
+    saved, so the run then ends with an error."""
     small = again.parent / "small"
     small.mkdir()
     files = filter(Path.is_file, (run / "checkpoints" / LAST).rglob("*"))
@@ -297,8 +298,8 @@ def test_a_disk_that_is_full_does_not_end_training_and_leaves_nothing_half_writt
     assert lines[lines.index("exit 2") + 1 :] == ["latest", *(f"rl_0000000{n}" for n in (1, 2, 3))]
 
 
-# Once the file `full_disk` exists and a step has been recorded, the main rank cannot write files
-# larger than its metrics are then.
+# Once the file `full_disk` exists and a step has been recorded, rank 0 cannot write files that are
+# larger than its metrics at that time.
 REWARD_ON_A_FULL_DISK = """
 import os, resource, zlib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Rewards that fail, held-out responses, and runs that only evaluate, by the real command."""
+"""Rewards that fail, held-out responses, and runs that only evaluate, with the real command."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.slow
 STEPS, EVALUATED, RESPONSES = 4, 8, 16
 LAST = f"rl_{STEPS:08d}"
 
-# The reward fails from call `broken_at` on, while the file of that name exists. Ranks count calls
-# together: each appends a letter to a file.
+# If there is a file `broken_at`, the reward fails after the number of calls in it. The ranks count
+# their calls together: each call appends a letter to a file.
 REWARD = """
 import zlib
 from pathlib import Path
@@ -64,8 +64,9 @@ def held_out(run: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("good_calls", "finished"),
     [
-        (EVALUATED + 2 * RESPONSES, 2),  # step 3 has no reward
-        (EVALUATED + STEPS * RESPONSES, STEPS),  # the evaluation after the last step has no reward
+        (EVALUATED + 2 * RESPONSES, 2),  # the reward fails in step 3
+        # the reward fails in the evaluation after the last step
+        (EVALUATED + STEPS * RESPONSES, STEPS),
     ],
 )
 def test_a_reward_that_fails_loses_no_finished_step(
@@ -115,7 +116,7 @@ def test_held_out_responses_and_parts_are_written(undisturbed: Path, toy: Path) 
     assert all(sample["parts"].keys() == {"short", "value"} for sample in samples)
 
 
-# One call after the first evaluation hangs, and so does a process that it has started.
+# After the first evaluation, one call of the reward hangs, and so does a process that it starts.
 HANGING = """
 import contextlib, subprocess, sys, time
 from pathlib import Path
@@ -165,7 +166,7 @@ def test_a_run_of_no_steps_evaluates(toy: Path, tmp_path: Path, undisturbed: Pat
         final = records(undisturbed)[-1]
         for key in ("evaluation/reward", "evaluation/accuracy"):
             assert record[key] == final[key]
-        # the model at the end of the whole run
+        # The responses are those of the model at the end of the complete run.
         mine, theirs = held_out(run), held_out(undisturbed)[EVALUATED:]
         assert [r["response"] for r in mine] == [r["response"] for r in theirs]
         assert record["step"] == 0 and not checkpoint_names(run)

@@ -1,5 +1,5 @@
-"""A run that selects its prompts by their pass rates: which prompts it takes, and that a stopped
-run takes the same."""
+"""A run that selects its prompts by their pass rates. Its prompts follow the rules, and a stopped
+run uses the same prompts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.programs import gspo
 
 STEPS, FILE = 8, 14
 LAST = f"rl_{STEPS:08d}"
-# From the fifth step on the run knows the pass rates of all prompts.
+# From the fifth step on, the run knows the pass rates of all prompts.
 SELECTION = {
     "by": "pass_rate",
     "low": 0.2,
@@ -47,7 +47,7 @@ def a_run(toy: Path, folder: Path, rows: int = FILE, **training: Any) -> Path:
         training={"steps": STEPS, **training},
         checkpoint={"interval": 2, "keep_last": None},
     )
-    # 0 or 1, so that groups without spread are replaced
+    # The reward is 0 or 1, so some groups have no spread and are replaced.
     reward = (folder / "resuming_reward.py").read_text()
     (folder / "resuming_reward.py").write_text(reward.replace("% 97 / 96", "% 5 // 3"))
     return config
@@ -89,7 +89,7 @@ def test_what_is_drawn_and_kept(undisturbed: Path) -> None:
         of_step = [each for each in found if each["step"] == record["step"]]
         refills = int(record["rollout/refills"])
         assert len(of_step) == 4 * (1 + refills) == len({each["prompt"] for each in of_step})
-        # in a run that only measures, these are means over its groups
+        # The metrics of a step are means over all of its groups.
         mean = sum(each["reward"] for each in of_step) / len(of_step)
         assert mean == pytest.approx(record["reward/mean"])
         length = sum(each["length"] for each in of_step) / len(of_step)
@@ -98,7 +98,7 @@ def test_what_is_drawn_and_kept(undisturbed: Path) -> None:
         assert spread == pytest.approx(1 - record["reward/zero_spread_groups"])
         seen |= {each["prompt"] for each in of_step if not each.get("explored")}
     assert len({each["prompt"] for each in found}) == FILE
-    # computed by hand: the prompts whose rates were in the band at step 6
+    # Computed by hand: the prompts whose pass rates were in the band at step 6.
     known: dict[str, list[tuple[int, float]]] = {}
     for each in found:
         if each["step"] < 6:
@@ -127,7 +127,7 @@ def test_a_stopped_run_draws_the_same(undisturbed: Path, tmp_path: Path, call: i
 
 
 def test_a_killed_run_draws_the_same(undisturbed: Path, tmp_path: Path) -> None:
-    """The folder has records of steps after the checkpoint, and a line that is cut off."""
+    """The folder has records of steps after the checkpoint, and an incomplete line."""
     config = copied(undisturbed, tmp_path, with_run=True)
     run = config.parent / "run"
     for name in checkpoint_names(run):
@@ -158,7 +158,8 @@ def test_other_layouts_draw_the_same(undisturbed: Path, tmp_path: Path) -> None:
 
 
 def test_statistics_stay_when_files_grow_between_phases(toy: Path, tmp_path: Path) -> None:
-    """The second phase has more prompts, in another order. It knows the pass rates of the first."""
+    """The second phase has more prompts, in another order. It keeps the pass rates of the first
+    phase."""
     config = a_run(toy, tmp_path / "grown", rows=8)
     lines = (toy / "train.jsonl").read_text().splitlines(keepends=True)[:12]
     (config.parent / "more.jsonl").write_text("".join(reversed(lines)))
@@ -171,9 +172,9 @@ def test_statistics_stay_when_files_grow_between_phases(toy: Path, tmp_path: Pat
     train(config)
     found = draws(config.parent / "run")
     old = {each["prompt"] for each in found if each["step"] < 4}
-    assert len(old) == 8  # without data.selection each prompt comes once or twice
+    assert len(old) == 8  # without data.selection, each prompt comes once or twice
     last = {each["prompt"] for each in found if each["step"] == 4}
-    assert len(last) == 4 and not last & old  # only new prompts
+    assert len(last) == 4 and not last & old  # all of them are new prompts
     record = records(config.parent / "run")[-1]
     assert record["selection/new"] == 4
     rates = {each["prompt"]: each["solved"] / 4 for each in found if each["step"] < 4}

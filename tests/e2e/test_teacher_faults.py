@@ -1,5 +1,5 @@
 """The server of a teacher fails in the middle of a run. The run ends with one line and loses
-nothing. The server is part of the test's process; tests/vllm has a real one."""
+nothing. The server is part of the test's process; tests/vllm uses a real one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS, GOOD_STEPS, K = 4, 2, 3
 
 
 def right(given: dict[str, Any]) -> dict[str, Any]:
-    """Log-probs that depend on the earlier tokens only."""
+    """A server's right answer. Its log-probs depend on the earlier tokens only."""
     tokens, entries = given["prompt"], []
     assert given["prompt_logprobs"] == K
     for number, token in enumerate(tokens):
@@ -35,7 +35,7 @@ def right(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def spoilt(change: Callable[[dict[str, Any], str], Any]) -> Callable[[dict[str, Any]], Any]:
-    """The right answer, except for what it says about the last token."""
+    """A server's answer that `change` makes wrong for the last token."""
 
     def answer(given: dict[str, Any]) -> Any:
         found = right(given)
@@ -89,7 +89,7 @@ def train_with(
 
 @pytest.fixture(scope="module")
 def undisturbed(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a whole run."""
+    """The folder of a complete run."""
     path = config_in(toy, tmp_path_factory.mktemp("undisturbed") / "whole")
     train_with(right, toy, path)
     return path.parent / "run"

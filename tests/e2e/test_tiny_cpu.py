@@ -1,5 +1,5 @@
-"""examples/tiny_cpu: all stages by run.sh, the table, and the error if the earlier stages are
-missing."""
+"""examples/tiny_cpu: all stages by run.sh, the table of results, and the error if the earlier
+stages are missing."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from tests.programs import ROOT, gspo, run_program
 FOLDER = ROOT / "examples" / "tiny_cpu"
 START = Path("runs/tiny_cpu_start/seed_2")
 
-# Enough steps that some answers are right. One process for each stage.
+# There are enough steps for some right answers. Each stage has one process.
 SMALL = "parallel.layout=tp=1 logging.plots=false training.evaluation_interval=0"
 PRETRAIN = f"{SMALL} training.steps=20"
 SFT = f"{SMALL} training.steps=120 training.batch_size=128 optimizer.learning_rate=2e-3"
 RL = (*SMALL.split(), "training.steps=2", "training.seed=2")
 RUN = Path("runs/tiny_cpu-layout=tp=1-plots=false-evaluation_interval=0-steps=2-seed=2")
 
-# there are many starts, each of which takes a minute on a busy machine
+# The test starts many processes, each of which may take a minute on a busy machine.
 pytestmark = pytest.mark.timeout(1800)
 
 
 def life(folder: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run run.sh in `folder`, where it writes its runs."""
+    """Run run.sh with `folder` as the current folder, in which it writes its runs."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environ["PATH"] = path
     return run_program("bash", FOLDER / "run.sh", *words, environ=environ, cwd=folder, timeout=900)
@@ -40,7 +40,8 @@ def evaluations(run: Path, key: str) -> list[float]:
 
 
 def accuracies(run: Path) -> list[float]:
-    """The accuracies of the models of all stages, computed with transformers."""
+    """The accuracies of the models of all stages, after a check of their answers in
+    answers.json."""
     answers = json.loads((run / "answers.json").read_text())
     rows = answers["prompts"]
     assert len(rows) == 256
@@ -58,7 +59,7 @@ def table(folder: Path, expect: int) -> str:
 
 
 def test_a_short_life(tmp_path: Path) -> None:
-    """All stages run, each from the result of the one before."""
+    """All stages run, each from the result of the stage before."""
     result = life(tmp_path, *RL, PRETRAIN=PRETRAIN, SFT=SFT)
 
     rl = tmp_path / RUN
@@ -88,7 +89,7 @@ def test_a_short_life(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["tp=1", "tp=2,pp=2,ep=2"])
 def test_a_whole_life(tmp_path: Path, layout: str) -> None:
-    """The results are those in its README. Takes minutes."""
+    """The results are those in the example's README. The test takes minutes."""
     life(tmp_path, "training.seed=2", f"parallel.layout={layout}")
     _, tuned, trained = accuracies(tmp_path / f"runs/tiny_cpu-seed=2-layout={layout}")
     assert tuned < 0.45 and trained > 0.85
@@ -97,7 +98,7 @@ def test_a_whole_life(tmp_path: Path, layout: str) -> None:
 def test_without_the_earlier_stages_the_error_names_run_sh(
     toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The paths of config.yaml are relative, and in this folder there is nothing."""
+    """config.yaml has relative paths, and the current folder is empty."""
     monkeypatch.chdir(tmp_path)
     advice = f"{FOLDER / 'run.sh'}: makes the files that this configuration needs; run it first"
     result = gspo("train", FOLDER / "config.yaml", expect=2)

@@ -1,4 +1,5 @@
-"""A run with a tracker from its first step on: `train` in a new folder, then the resumed run."""
+"""A run with a tracker from its first step on: `train` in a new folder, and then the resumed
+run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real command on real ranks, from a prompt file to a run folder."""
+"""The real command on real ranks, from a file of prompts to a run folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.programs import gspo
 
 _RATIOS = [("ratio", name) for name in ("min", "p01", "p50", "p99", "max")]
 _RATIOS += [("clip", name) for name in ("binding", "outside", "low", "high")]
-# Keys that every RL step writes (documented with the run folder).
+# The keys that every RL step writes.
 KEYS = [
     *("step", "loss", "grad_norm", "lr", "policy/entropy", "kl/k1", "kl/k3"),
     *(f"reward/{name}" for name in ("mean", "std", "zero_spread_groups")),
@@ -25,15 +25,15 @@ KEYS = [
 
 
 def test_a_run_leaves_the_whole_run_folder_and_warns_once(config_file: Path) -> None:
-    """With the same weights, rollout and trainer differ by fp32 rounding, about 1e-7. A clip range
-    within this noise gives a warning."""
+    """With the same weights, rollout and trainer differ by fp32 rounding of about 1e-7. A clip
+    range as small as this noise gives a warning."""
     clip = ("objective.clip_low=1e-10", "objective.clip_high=1e-10")
     result = gspo("train", config_file, *clip, "logging.plots=true")
     run = config_file.parent / "run"
-    _, *records = all_records(run, "rl")  # the first record is that of an evaluation
+    _, *records = all_records(run, "rl")  # the first record is an evaluation
     assert [r["step"] for r in records] == [1, 2]
     assert not [key for key in KEYS if key not in records[0]]
-    assert all(r["mismatch/max"] < 1e-4 for r in records)  # engine and trainer agree in fp32
+    assert all(r["mismatch/max"] < 1e-4 for r in records)  # in fp32, engine and trainer agree
     for name in ("config.resolved.yaml", "environment.json", "samples.jsonl", "report.html"):
         assert (run / name).stat().st_size > 0, name
     assert list((run / "plots").glob("*.png"))
@@ -50,9 +50,9 @@ PADDED = ("training.packing=false", "model.megatron.moe_token_dispatcher_type=al
 
 
 def test_one_key_changes_the_layout_and_not_the_first_step(config_file: Path) -> None:
-    """With the same weights, prompts and samples, the first step's loss and gradient norm differ by
-    the rounding of fp32 sums (1e-5). The auxiliary loss is off, because it depends on how tokens
-    fall into micro-batches, which data parallelism changes."""
+    """The weights, prompts and samples of the first step are the same on every layout. So its loss
+    and gradient norm differ only by the rounding of fp32 sums (1e-5). The auxiliary loss is off,
+    because it depends on how tokens are divided into micro-batches."""
     settings = (
         "training.steps=1",
         "objective.mini_batches=1",
@@ -68,5 +68,6 @@ def test_one_key_changes_the_layout_and_not_the_first_step(config_file: Path) ->
     for layout, sharded in found.items():
         for key in ("reward/mean", "grad_norm", "policy/entropy", "response/length_mean"):
             assert sharded[key] == pytest.approx(one[key], rel=1e-5), (layout, key)
-        # on-policy, the loss is minus the mean advantage, which is nearly zero: compare absolutely
+        # On-policy, the loss is minus the mean advantage, which is nearly 0. So its tolerance is
+        # absolute.
         assert sharded["loss"] == pytest.approx(one["loss"], abs=1e-6), layout

@@ -1,5 +1,5 @@
-"""Two hosts whose own names stand for 127.0.1.1, as on Debian and Ubuntu. They are network
-namespaces."""
+"""Two hosts on which the host's own name stands for 127.0.1.1, as on Debian and Ubuntu. The hosts
+are network namespaces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [
     ),
 ]
 
-# As in a command: a mistake of the user is one line, and exit code 2.
+# Like a command, it ends with exit code 2 and one line after a mistake of the user.
 _RANK = """
 import os, sys
 import torch
@@ -41,7 +41,7 @@ def reduce():
     return 0
 sys.exit(exit_code_of(reduce))
 """
-# The start of a host: it reports that it is there, waits for a line, and becomes the program.
+# The start of a host: it reports that it runs, waits for a line, and then becomes the program.
 _HOST = """
 set -e
 mount --bind "$1" /etc/hosts
@@ -98,7 +98,7 @@ def two_hosts(folder: Path, *command: str, **environ: str) -> Iterator[list[Host
         yield hosts
     finally:
         for host in hosts:
-            host.process.kill()  # its namespace ends with it
+            host.process.kill()  # the namespace ends with the process
             host.process.communicate()
 
 

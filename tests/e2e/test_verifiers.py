@@ -1,5 +1,5 @@
-"""Training on tasksets of the package verifiers: one from textarena, and one that verifiers' own
-scaffold makes."""
+"""Training on tasksets of the package verifiers: one from textarena, and one that the scaffold of
+verifiers creates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.verifiers_environment import find_verifiers_python
 
 
 def train(folder: Path, taskset: str, options: str, **environ: str) -> list[dict[str, float]]:
-    """Train two steps in a folder, with the trained model as the engine."""
+    """Train two steps in a folder, with the model itself as the engine."""
 
     def command(*words: object) -> str:
         program = (sys.executable, "-m", "gspo_megatron")
@@ -42,7 +42,7 @@ def test_a_game_of_textarena(tmp_path: Path) -> None:
     words = str(hangman_words(tmp_path / "nltk", ["cat", "dog"]))
     options = "{taskset: {game: Hangman-v0}}"
     for record in train(tmp_path, "textarena", options, NLTK_DATA=words):
-        assert 1 < record["environment/turns"] <= 3  # a wrong move may be tried again
+        assert 1 < record["environment/turns"] <= 3  # after a wrong move, the policy may try again
         assert 0 < record["environment/sampled_share"] < 1
 
 

@@ -45,7 +45,7 @@ def test_layouts_that_agree_pass_and_the_worst_parameter_is_named(config_file: P
 
 def test_in_float64_only_the_order_of_sums_differs(config_file: Path) -> None:
     """The routers' own losses are off, because Megatron-Core computes them in float32. With a
-    tolerance of 0 the exit code is 1, because no two layouts agree to the last bit."""
+    tolerance of 0 the exit code is 1, because two layouts never agree to the last bit."""
     settings = ("training.packing=false", "model.megatron.moe_aux_loss_coeff=0.0")
     words = ("--layouts", "cp=2", "--precision", "fp64", "--tolerance", "1e-30")
     said, found = verify(config_file, *settings, *words, code=1)
@@ -59,9 +59,9 @@ def test_a_layout_that_the_model_does_not_fit_is_refused(config_file: Path) -> N
 
 @pytest.fixture(scope="module")
 def kept_run(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The configuration of a run on two pipeline stages. It has 3 steps, of which the last 2 are
-    kept, with the rollout's routes and a reference policy. Its optimizer has a warm-up, and a step
-    has two mini-batches."""
+    """The configuration of a run on two pipeline stages. The inputs of the last 2 of its 3 steps
+    are kept, with the rollout's routes. It has a reference policy, an optimizer with a warm-up, and
+    two mini-batches in a step."""
     folder = tmp_path_factory.mktemp("kept")
     path = write_config(toy, folder)
     make_small(
@@ -91,9 +91,9 @@ def test_a_kept_step_has_the_logged_loss_on_every_layout(kept_run: Path) -> None
     assert (found["layouts"], found["equal"], found["step"]) == (2, 1, 3)
     assert 0 < found["worst_error"] < 2e-5
     assert found["logged_loss"] == pytest.approx(losses[3], rel=1e-8)
-    # Advantages have size 1, and the loss is a mean of hundreds of such terms in fp32.
+    # Advantages have size 1. The loss is a mean of hundreds of such terms in fp32.
     assert found["loss"] == pytest.approx(found["logged_loss"], abs=1e-6)
-    # Other weights, or the inputs of another step, would show.
+    # With other weights, or with the inputs of another step, the losses would differ more.
     assert abs(found["loss"] - losses[2]) > 1e-5
 
 
@@ -123,7 +123,7 @@ def test_damage_is_named(kept_run: Path, tmp_path: Path, name: str, told: str) -
 
 
 def test_a_step_that_ends_a_run_is_compared(kept_run: Path) -> None:
-    """The learning rate is so large that the second mini-batch has no finite gradient, on any
+    """With this large learning rate, the gradient of the second mini-batch is not finite on any
     layout."""
     said, found = verify_step(kept_run, "tp=2", overrides=("optimizer.learning_rate=1e30",))
     assert "tp=2: the step ends in mini-batch 2 (the reference's: 2)" in said
@@ -134,8 +134,8 @@ def test_a_step_that_ends_a_run_is_compared(kept_run: Path) -> None:
 
 @pytest.mark.full
 def test_gradients_that_are_not_finite_are_compared(kept_run: Path, tmp_path: Path) -> None:
-    """One weight of one expert is NaN, and so are gradients. Which elements are NaN does not depend
-    on the layout."""
+    """One weight of one expert is NaN, so some gradients are NaN. The layout does not change which
+    ones."""
     megatron_to_hf(kept_run.parent / "run", tmp_path / "hf")
     (file,) = (tmp_path / "hf").glob("*.safetensors")
     tensors = load_file(file)
@@ -153,13 +153,13 @@ def test_gradients_that_are_not_finite_are_compared(kept_run: Path, tmp_path: Pa
 def test_a_step_in_bf16_is_computed_with_the_fp32_weights_behind_it(
     toy: Path, tmp_path: Path
 ) -> None:
-    """The optimizer has the fp32 weights, each on one data rank. All ranks need to get them."""
+    """The optimizer keeps each fp32 weight on one data rank. All ranks need to get all of them."""
     path = make_small(
         write_config(toy, tmp_path), training={"precision": "bf16", "keep_step_inputs": 1}
     )
     train(path)
     said, found = verify_step(path, "dp=2", "ep=2,dp=2", step=2)
     assert "the run computed in bf16: its loss differs by rounding" in said
-    # bf16 has 8 bits; advantages are of size 1
+    # bf16 has 8 bits, and advantages have size 1.
     assert found["loss"] == pytest.approx(found["logged_loss"], abs=2e-3)
     assert found["loss"] != found["logged_loss"]

@@ -1,4 +1,4 @@
-"""Tasks of one_step.py, run as processes, and the abilities of this machine's GPU."""
+"""Tasks of one_step.py, which run as processes, and the abilities of this machine's GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Task = Callable[..., Any]
 
 
 def run_task(task: str, folder: Path, out: Path, *, cpu: bool = False, **options: str) -> None:
-    """Run a task. Raises AssertionError with its output if it fails."""
+    """Run a task. If it fails, raises AssertionError with its output."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if cpu else {}
     program = (sys.executable, "-m", "tests.gpu.one_step", task, folder, out, json.dumps(options))
     run_program(*program, environ=hidden, timeout=280, cwd=ROOT)
@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def task(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Task:
-    """A function that runs a task on the model and returns its result. Each task runs once."""
+    """A function that runs a task on the model and returns its result. Results are cached."""
     folder, known = tmp_path_factory.mktemp("results"), {}
 
     def run(name: str, precision: str, backend: str = "torch_native", **options: Any) -> Any:
@@ -45,15 +45,15 @@ def task(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Task:
             if name == "resume":
                 options["checkpoint"] = str(folder / f"{len(known)}")
             run_task(name, model, out, precision=precision, backend=backend, **options)
-            known[key] = torch.load(out, weights_only=False)  # our own file
+            known[key] = torch.load(out, weights_only=False)  # this file is our own
         return known[key]
 
     return run
 
 
 def need(precision: str, *, engine: bool = False) -> None:
-    """Skip the test, with the reason, if this machine cannot do it, or if it needs Transformer
-    Engine and that is missing."""
+    """Skip the test, and give the reason, if the GPU does not support the precision, or if
+    Transformer Engine is needed but missing."""
     capability = torch.cuda.get_device_capability()
     lacks = engine_lacks() if engine or precision in FP8 else None
     if lacks is None and precision in FP8:

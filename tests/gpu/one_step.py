@@ -1,7 +1,7 @@
 """One small model on one device, with the code of a run: `python -m tests.gpu.one_step TASK ...`.
 
-Each task is a process. If CUDA is hidden from it, the same code is the reference on the CPU, which
-cannot run in the same process as CUDA.
+Each task is a process. If CUDA is hidden from the process, the same code computes the reference on
+the CPU. This cannot be done in a process that uses CUDA.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.megatron.engine import MegatronEngine
 
 VOCABULARY, PAD, NO_TOKEN = 93, 0, 10_000
-# Multiples of the sizes that FP8 needs, as in large models.
+# Multiples of the sizes that FP8 needs, like the sizes of large models.
 SIZES = {
     "num_layers": 2,
     "hidden_size": 128,
@@ -41,19 +41,19 @@ SIZES = {
     "num_query_groups": 2,
     "kv_channels": 32,
     "moe_ffn_hidden_size": 64,
-    # Every token goes to every expert. Otherwise rounding could send one to another expert, which
-    # is not a small difference.
+    # Every token goes to every expert. Otherwise rounding could change the expert of a token, and
+    # the results would differ much.
     "num_moe_experts": 4,
     "moe_router_topk": 4,
     "init_method_std": 0.1,
 }
-# (prompt, response) tokens; 83 together, a multiple of nothing
+# (prompt, response) tokens. Their sum is 83, a prime number.
 LENGTHS = [(5, 20), (3, 1), (17, 9), (2, 26)]
 RATE = 1e-3
 
 
 def config_of(precision: str, backend: str, folder: Path | None = None) -> Config:
-    """The configuration of the model above, or of that in a Hugging Face folder."""
+    """The configuration of the model above, or of the model in a Hugging Face folder."""
     model: dict[str, Any] = {"backend": backend}
     model |= {"megatron": SIZES} if folder is None else {"hf_path": str(folder)}
     config = parse_config(
@@ -77,7 +77,7 @@ def policy_of(config: Config) -> tuple[Policy, Trainer]:
 
 
 def batch_of(policy: Policy) -> MicroBatch:
-    """Random sequences that are the same every time, as one packed micro-batch."""
+    """One packed micro-batch of random sequences, which are always the same."""
     generator = torch.Generator().manual_seed(1)
     tokens = [torch.randint(1, VOCABULARY, (sum(n),), generator=generator) for n in LENGTHS]
     return packed(policy, tokens, [response for _, response in LENGTHS])
@@ -90,7 +90,7 @@ def packed(policy: Policy, tokens: list[Tensor], responses: list[int]) -> MicroB
 
 
 def backward(policy: Policy, trainer: Trainer, batch: MicroBatch) -> float:
-    """Compute the gradients of the mean negative log-prob of all response tokens. Returns that
+    """Compute the gradients of the mean negative log-prob of all response tokens. Returns this
     mean."""
     zero_gradients(policy.chunks, trainer.optimizer)
 
@@ -109,8 +109,8 @@ def logprobs_of(policy: Policy, batch: MicroBatch) -> Tensor:
 
 @torch.no_grad()
 def gradients_of(policy: Policy) -> dict[str, Tensor]:
-    """The gradients by the names of Hugging Face's model, to which both backends are mapped. The
-    weights are overwritten, because the map works for weights only."""
+    """The gradients, by the names of Hugging Face's model, which both backends can produce. The
+    gradients are written over the weights, because the conversion works for weights only."""
     for parameter in policy.models[0].parameters():
         parameter.copy_(parameter.main_grad)
     family = family_of_shape(policy.shape)
@@ -119,8 +119,8 @@ def gradients_of(policy: Policy) -> dict[str, Tensor]:
 
 
 def step(folder: Path, precision: str, backend: str) -> dict[str, Any]:
-    """The loss and gradients of the folder's model, the dtypes, and how far training log-probs are
-    from the rollout engine's."""
+    """The loss and gradients of the folder's model, its dtypes, and the difference between its
+    log-probs in training and in the rollout engine."""
     policy, trainer = policy_of(config_of(precision, backend, folder))
     batch = batch_of(policy)
     dtypes: dict[str, set[torch.dtype]] = {"router": set(), "experts": set()}
@@ -148,7 +148,7 @@ def mismatch(policy: Policy) -> float:
 
 
 def learn(folder: Path, precision: str, backend: str, updates: int = 8) -> list[float]:
-    """The losses of updates on the same batch."""
+    """The losses of several updates on the same batch."""
     policy, trainer = policy_of(config_of(precision, backend, folder))
     batch, losses = batch_of(policy), []
     for _ in range(updates):
@@ -159,7 +159,7 @@ def learn(folder: Path, precision: str, backend: str, updates: int = 8) -> list[
 
 def resume(folder: Path, precision: str, backend: str, checkpoint: str) -> dict[str, Any]:
     """The log-probs after an update that follows a save, and after the same update that follows a
-    load; and FP8's scales in between, saved and loaded."""
+    load. Also FP8's scales at the save and after the load."""
     results: dict[str, Any] = {}
     for name in ("saved", "loaded"):
         policy, trainer = policy_of(config_of(precision, backend, folder))
@@ -168,7 +168,7 @@ def resume(folder: Path, precision: str, backend: str, checkpoint: str) -> dict[
             for _ in range(3):
                 backward(policy, trainer, batch)
                 trainer.update()
-            mismatch(policy)  # a rollout in bf16 in between
+            mismatch(policy)  # a rollout in bf16 must not change the result
             save_tensors(Path(checkpoint), policy, trainer, asynchronous=False).result()
         else:
             load_model(Path(checkpoint), policy)
@@ -182,12 +182,12 @@ def resume(folder: Path, precision: str, backend: str, checkpoint: str) -> dict[
 
 
 def make(folder: Path) -> None:
-    """Write random weights as a Hugging Face folder."""
+    """Write a Hugging Face folder with random weights."""
     export_hf(policy_of(config_of("fp32", "torch_native"))[0], folder)
 
 
 def main(task: str, folder: str, out: str, options: str) -> None:
-    """Run a task with options in JSON. Its result goes to a file that torch.load reads."""
+    """Run a task. `options` are JSON. The result is written to a file for torch.load."""
     start_processes(timeout_minutes=5.0)
     try:
         set_up_model_parallel(resolve_parallel(config_of("fp32", "torch_native"), 1), seed=1)

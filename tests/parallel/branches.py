@@ -1,4 +1,4 @@
-"""Episodes whose history was rewritten: sequences of several branches."""
+"""Episodes in which the history was rewritten, so their sequences have several branches."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from gspo_megatron.verify.synthetic import SyntheticBatch
 from tests.parallel.models import VOCAB_SIZE
 
-# The numbers of prompt and response tokens of each branch. The budget is 20 tokens a rank, or 40,
-# so some episodes exceed it.
+# The numbers of prompt and response tokens of each branch. The token budget is 20 a rank and 40 in
+# total, so some episodes exceed it.
 BRANCHES: tuple[list[tuple[int, int]], ...] = (
     [(5, 3), (9, 1), (2, 6)],
     [(4, 9)],
@@ -34,7 +34,7 @@ def branched_batch(turn_rewards: bool = False) -> SyntheticBatch:
         mask = torch.rand(response, generator=generator) < 0.8
         mask[0] = True
         batch.masks.append(mask)
-        # the ratio of a branch is far from that of its episode
+        # The ratio of a branch differs much from the ratio of its episode.
         noise = torch.randn(len(pieces), generator=generator)
         noise = noise.repeat_interleave(torch.tensor([own for _, own in pieces])) * 0.1
         shift = (-0.6, -2e-4, 2e-4, 0.6)[number % 4]

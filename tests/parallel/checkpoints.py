@@ -1,7 +1,7 @@
 """Training that is saved and resumed on ranks, and its state as whole tensors on rank 0.
 
-The state is assembled without the code under test. The optimizer's ranges are summed over its
-data-parallel ranks into tensors of the parameters' shapes, and those are joined by models.shards.
+The state is assembled without the code under test. The optimizer's ranges are summed over the
+data-parallel ranks into tensors of the parameters' shapes. models.shards then joins these tensors.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from gspo_megatron.verify import parity
 from gspo_megatron.verify.synthetic import synthetic_batch
 from tests.parallel.models import NO_ROUTER_LOSSES, VOCAB_SIZE, build_on_ranks, odd_moe
 
-# warm-up and decay: a resumed run has the right learning rate only if it knows its position
+# With warm-up and decay, a resumed run has the right learning rate only if it knows its position.
 SCHEDULE = Schedule(peak=2e-3, floor=1e-4, warmup=2, total=9, decay="cosine")
 STATES = ("param", "exp_avg", "exp_avg_sq")
 
@@ -55,22 +55,23 @@ class State:
     them."""
 
     weights: dict[str, Tensor] = field(default_factory=dict)
-    moments: dict[str, Tensor] = field(default_factory=dict)  # also the fp32 parameters, by STATES
+    # the optimizer's moments and the fp32 parameters, by STATES
+    moments: dict[str, Tensor] = field(default_factory=dict)
     steps: int = 0
     rate: float = 0.0  # the learning rate of the next update
 
 
 @dataclass
 class Outcome:
-    """The state of a run when it was saved or resumed, and after one more update."""
+    """The state of a run when it was saved or resumed, and its state after one more update."""
 
     state: State
     later: State
 
 
 def run_config(layout: str, precision: str = "fp32", ddp: dict | None = None, **more) -> Config:
-    """The epsilon is so large that an update is a smooth function of the gradient. Layouts then
-    compare the resumed state, not the rounding of gradients near 0."""
+    """A configuration with a large epsilon, so that an update is a smooth function of the gradient.
+    Otherwise the rounding of gradients near 0 would dominate a comparison of layouts."""
     training = {"precision": precision}
     config = odd_moe(layout, training=training, ddp=ddp, **NO_ROUTER_LOSSES, **more)
     section = config.optimizer.model_copy(update={"epsilon": 1e-4, "weight_decay": 0.1})
@@ -83,7 +84,7 @@ def start(config: Config) -> tuple[Policy, Trainer]:
 
 
 def update(config: Config, policy: Policy, trainer: Trainer, seed: int) -> None:
-    """A policy update on random sequences, with the code of a training step."""
+    """Update the policy on random sequences, with the code of a training step."""
     batch = synthetic_batch(config.objective, VOCAB_SIZE, seed=seed)
     lengths, cut = [len(tokens) for tokens in batch.tokens], parity.Cut(4, 60, multiple=2)
     plans = parity.plan_alike(config, lengths, batch.response_lengths, cut, 1)
@@ -102,8 +103,8 @@ def train_and_save(
     asynchronous: bool = False,
     held: bool = False,
 ) -> Outcome:
-    """Make `updates` updates, save, and make one more update. If the save is asynchronous, that
-    update happens during the save; if it is `held`, before the first byte is written."""
+    """Make `updates` updates, save, and make one more update. With an asynchronous save, this
+    update happens during the save. If `held`, it happens before the first byte is written."""
     policy, trainer = start(config)
     for number in range(updates):
         update(config, policy, trainer, seed=number)
@@ -115,7 +116,7 @@ def train_and_save(
         native(*arguments)
 
     with mock.patch.object(tensors, "write_pieces", write_pieces):
-        # right after an update, gathered parameters may still be on their way
+        # Right after an update, parameters may still be gathered asynchronously.
         save = save_tensors(folder, policy, trainer, asynchronous=asynchronous)
         state = gather_state(policy, trainer)
         if asynchronous:
@@ -132,7 +133,7 @@ def train_and_save(
 
 
 def error_of(config: Config, folder: Path, *, asynchronous: bool | None = None) -> str:
-    """This rank's error of a load that fails, or of a save if `asynchronous` is given."""
+    """The error of this rank if a load fails. If `asynchronous` is given, the error of a save."""
     policy, trainer = start(config)
     try:
         if asynchronous is not None:
@@ -146,14 +147,14 @@ def error_of(config: Config, folder: Path, *, asynchronous: bool | None = None) 
 
 
 def stock_load(config: Config, folder: Path) -> dict[str, Tensor]:
-    """The weights as Megatron-Core's own load reads them, whole on rank 0."""
+    """The whole weights on rank 0, as Megatron-Core's own code loads them."""
     policy, _ = start(config)
     with torch.no_grad():
         for model in policy.models:
             for tensor in [*model.parameters(), *model.buffers()]:
                 tensor.zero_()
             entries = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
-            stored = {  # without the extra state, which holds only FP8 scales
+            stored = {  # without the extra state, which has only FP8 scales
                 k: v for k, v in entries.items() if not isinstance(v, ShardedObject)
             }
             dist_checkpointing.load(stored, str(folder / "model"))
@@ -162,9 +163,9 @@ def stock_load(config: Config, folder: Path) -> dict[str, Tensor]:
 
 
 def resume(config: Config, folder: Path, *, updates: int = 3) -> Outcome:
-    """Load, and make the same update that train_and_save made last."""
+    """Load a checkpoint, and make the same update as the last one of train_and_save."""
     policy, trainer = start(config)
-    update(config, policy, trainer, seed=1000)  # nothing of this may remain after the load
+    update(config, policy, trainer, seed=1000)  # the load must replace every effect of this update
     load_all(folder, policy, trainer)
     state = gather_state(policy, trainer)
     update(config, policy, trainer, seed=updates)
@@ -190,8 +191,8 @@ def load_all(folder: Path, policy: Policy, trainer: Trainer) -> None:
 
 
 def gather_state(policy: Policy, trainer: Trainer) -> State:
-    """The run's State on rank 0. Also checks that weights are the rounded fp32 parameters, and that
-    all copies of a weight, of its moments and of a buffer are equal."""
+    """The state of the run on rank 0. Also checks that weights are the rounded fp32 parameters, and
+    that all copies of a weight, of its moments and of a buffer are equal."""
     for chunk in policy.chunks:
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
@@ -267,8 +268,9 @@ def _assemble(
 
 
 def expert_biases(config: Config, folder: Path, *, save: bool) -> dict[str, Tensor]:
-    """The expert biases of all ranks, whose copies are equal. Either loads a checkpoint, or sets
-    random biases and saves one. They are buffers, so the optimizer does not have them."""
+    """The expert biases of all ranks, after a check that copies are equal. If `save`, sets random
+    biases and saves a checkpoint. Otherwise loads one. The biases are buffers, so the optimizer
+    does not contain them."""
     policy, _ = start(config)
     if not save:
         load_model(folder, policy)
@@ -295,7 +297,7 @@ def save_generators(config: Config, folder: Path) -> None:
 
 
 def rng_after_resume(config: Config, folder: Path, other: Path) -> tuple[str, list[str]]:
-    """Random numbers after save_rng, and the problems with those after load_rng."""
+    """Random numbers after save_rng, and the differences of those after load_rng."""
     save_generators(config, folder)
     first = _draw()
     problems = []
@@ -319,15 +321,16 @@ def _draw() -> str:
 
 @dataclass
 class Published:
-    """What a rank did for publishing a checkpoint."""
+    """The actions of a rank while a checkpoint was published."""
 
     problem: str | None
-    looks: int  # how often it listed the folder
-    over_writers: bool  # whether all messages between ranks went over that group
+    looks: int  # the number of times that it listed the folder
+    over_writers: bool  # whether all messages between ranks went over the group of writers
 
 
 def publish(config: Config, folder: Path, *, asynchronous: bool) -> Published:
-    """Publish a checkpoint to which each rank adds a small file; later ranks write last."""
+    """Publish a checkpoint to which each rank adds a small file. The higher a rank, the later it
+    writes."""
     policy, trainer = start(config)
     rank, groups, native = dist.get_rank(), [], tensors.write_pieces
 

@@ -1,9 +1,9 @@
 """A policy update by the formulas alone. This reference shares no code with the trainer.
 
-It uses one process, one sequence at a time without padding, whole logits, torch's log-softmax, each
-objective as its paper writes it, and plain autograd in float64. From the package it uses only the
-model, which other tests compare with transformers. The routers' auxiliary losses are left out: they
-are means over micro-batches, which do not exist here.
+It runs in one process and computes one sequence at a time, without padding. It uses whole logits,
+torch's log-softmax, plain autograd in float64, and each objective as its paper writes it. From the
+package it uses only the model, which other tests compare with transformers. The routers' auxiliary
+losses are left out. They are means over micro-batches, which do not exist here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gspo_megatron.verify.results import StepResult
 from gspo_megatron.verify.synthetic import SyntheticBatch
 from tests.parallel.models import build_on_ranks
 
-# (lower, upper) half-widths of the clip range, from the papers
+# The lower and upper half-widths of the clip range in the papers.
 CLIP = {
     "gspo": (3e-4, 4e-4),
     "gspo_token": (3e-4, 4e-4),
@@ -31,8 +31,8 @@ CLIP = {
     "dr_grpo": (0.2, 0.2),
     "reinforce_leave_one_out": (0.2, 0.2),
 }
-# The divisor of a sum over all tokens of a mini-batch. Objectives that are not here take means of
-# means.
+# The divisor of a sum over all tokens of a mini-batch. Objectives that are not in this table
+# average over the tokens of each sequence, and then over sequences.
 SUMS = {
     "dapo": lambda sequences, tokens, longest: tokens,
     "cispo": lambda sequences, tokens, longest: tokens,
@@ -57,7 +57,7 @@ def explicit_update(config: Config, vocab_size: int, batch: SyntheticBatch) -> S
     loss, count = torch.zeros((), dtype=torch.float64), sum(batch.masked_lengths())
     sequences, longest = len(batch.tokens), config.rollout.max_response_tokens
     masks = batch.masks or [torch.ones(n, dtype=torch.bool) for n in batch.response_lengths]
-    # advantages are sent as float32
+    # Advantages are float32, as the trainer sends them.
     of_tokens = batch.token_advantages or [
         torch.full((n,), advantage, dtype=torch.float32)
         for n, advantage in zip(batch.response_lengths, batch.advantages, strict=True)
@@ -69,7 +69,7 @@ def explicit_update(config: Config, vocab_size: int, batch: SyntheticBatch) -> S
     for tokens, pieces, log_ratios, advantages, mask in zip(
         batch.tokens, branches, batch.log_ratios, of_tokens, masks, strict=True
     ):
-        if not mask.any():  # the sequence counts, but has no term
+        if not mask.any():  # the sequence has no term, but counts as a sequence
             continue
         found: list[Tensor] = []
         for ids, (prompt, _) in zip(tokens.split([sum(each) for each in pieces]), pieces):
@@ -80,7 +80,7 @@ def explicit_update(config: Config, vocab_size: int, batch: SyntheticBatch) -> S
             found += [distribution[place - 1, ids[place]] for place in range(prompt, len(ids))]
         logprobs = torch.stack(found)
         old = logprobs.detach() - log_ratios.double()
-        # the other tokens are treated like tokens of the prompt
+        # Tokens outside the mask are treated like prompt tokens.
         logprobs, old = logprobs[mask], old[mask]
         weights = advantages[mask].double()
         weight = weights if batch.token_advantages else weights[0]
@@ -106,7 +106,7 @@ def explicit_update(config: Config, vocab_size: int, batch: SyntheticBatch) -> S
 
 
 def surrogate(name: str, logprobs: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
-    """The terms of one sequence's tokens, [tokens], or one term that they share."""
+    """The terms of one sequence: one for each token [tokens], or one for the whole sequence."""
     log_ratios = logprobs - old
     ratios = log_ratios.exp()
     if name == "cispo":  # arXiv 2506.13585, eqs. 4-5, with a cap of 5
@@ -138,8 +138,8 @@ def surrogate(name: str, logprobs: Tensor, old: Tensor, advantage: Tensor) -> Te
 
 
 def within_trust_region(name: str, logprobs: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
-    """The terms of the objectives that mask tokens by a divergence (arXiv 2602.04879, and the IPO
-    loss of prime-rl)."""
+    """The terms of objectives that mask tokens by a divergence: arXiv 2602.04879, and the IPO loss
+    of prime-rl."""
     ratios, p, q = (logprobs - old).exp(), old.exp(), logprobs.detach().exp()
     if name == "ipo":
         near = (q - p).abs() <= 0.1

@@ -1,5 +1,6 @@
-"""A distillation update by the formulas alone, in float64 on one rank, with whole logits of policy
-and teacher and plain autograd. It takes the terms of the policy's objective from explicit.py."""
+"""A distillation update by the formulas alone, in float64 on one rank. It uses the whole logits
+of policy and teacher, and plain autograd. The terms of the policy's objective come from
+explicit.py."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ def explicit_distillation(
     batch: SyntheticBatch,
     teachers: Sequence[type[ReferencePolicy] | None],
 ) -> StepResult:
-    """Loss and gradients of an objective that takes means over sequences. teachers: for each
-    sequence, the weights of its teacher, or None without a teacher."""
+    """The loss and gradients for an objective that takes means over sequences. teachers: for each
+    sequence, the weights of its teacher, or None if it has no teacher."""
     policy = build_on_ranks(config, vocab_size)
     policy.eval()
     [model] = policy.models
@@ -73,8 +74,8 @@ def explicit_distillation(
 
 
 def of_buckets(form: str, ours: Tensor, theirs: Tensor, k: int) -> Tensor:
-    """The divergence [tokens] over the teacher's k tokens and the rest, from log-probs [tokens,
-    vocabulary]."""
+    """The divergence [tokens] over the teacher's k tokens and the rest, computed from log-probs
+    [tokens, vocabulary]."""
     best = theirs.topk(k)[1]
     is_rest = torch.ones_like(theirs).scatter(1, best, 0.0)
 

@@ -1,4 +1,4 @@
-"""The cases in which an update must be the same: a product of dimensions."""
+"""The cases in which an update must give the same result: a product of several dimensions."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class Case:
-    """One case of an update. `split`: how the batch is cut, into one micro-batch for each data
-    rank, into several of equal sequences, or into several of uneven ones up to a token budget."""
+    """One case of an update. `split` says how the batch is cut into micro-batches: "one" for each
+    data rank, several with equal numbers of sequences ("even"), or several up to a token budget
+    ("uneven")."""
 
     layout: str = "tp=1"
     dispatcher: str = "alltoall"
@@ -78,12 +79,12 @@ class Case:
         if self.split == "one":
             model = layout.tp * layout.pp * layout.cp
             return Cut(layout.world_size // model, token_budget=1000, multiple=multiple)
-        # Four shares of two micro-batches. Layouts have at most 4 data ranks, so the routers'
-        # losses get the same micro-batches on all of them.
+        # There are four shares of two micro-batches. As a layout has at most 4 data ranks, the
+        # routers' losses get the same micro-batches on every layout.
         return Cut(replicas=4, token_budget=40, multiple=2)
 
     def on_one_rank(self) -> Case:
-        """The same micro-batches on one rank, without any options."""
+        """The same micro-batches on one rank, with default options."""
         return replace(self, layout="tp=1", dispatcher="alltoall", recompute="none")
 
 
@@ -99,13 +100,13 @@ DIMENSIONS: Dimensions = {
     "precision": ("fp32", "fp64"),
 }
 
-# The other objectives and ways to split are tested on fewer layouts: see below.
+# The following dimensions test other objectives and splits on fewer layouts.
 LAYOUT_DIMENSIONS: Dimensions = DIMENSIONS | {
     "split": ("one", "uneven"),
     "objective": ("gspo", "grpo"),
 }
-# All objectives are tested where a sequence, the batch or the vocabulary is cut. Elsewhere their
-# code, and what it relies on, is the same.
+# All objectives are tested on layouts that cut a sequence, the batch or the vocabulary. On other
+# layouts, objectives run the same code.
 OBJECTIVE_DIMENSIONS: Dimensions = {
     "layout": ("dp=2", "cp=2", "tp=2"),
     "packing": (True, False),
@@ -116,14 +117,14 @@ OBJECTIVE_DIMENSIONS: Dimensions = {
 
 
 def full_product() -> Iterator[Case]:
-    """Every case. The cases of a layout follow each other."""
+    """Yields all cases, ordered by layout."""
     for values in itertools.product(*DIMENSIONS.values()):
         yield Case(**dict(zip(DIMENSIONS, values, strict=True)))
 
 
 def covering_selection(dimensions: Dimensions, seed: int = 0) -> list[Case]:
-    """Cases in which each pair of values of two dimensions occurs at least once. A greedy choice
-    among random candidates; each candidate contains a pair that is still missing."""
+    """Cases in which each pair of values of two dimensions occurs at least once. They are chosen
+    greedily among random candidates. Each candidate contains a pair that is still missing."""
     source = random.Random(seed)
     names = list(dimensions)
     missing = {
@@ -133,7 +134,7 @@ def covering_selection(dimensions: Dimensions, seed: int = 0) -> list[Case]:
     }
     cases = []
     while missing:
-        # the order of sets differs between processes
+        # A fixed order, because the order of a set differs between processes.
         wanted = min(missing, key=repr)
         candidates = [
             {name: source.choice(dimensions[name]) for name in names} | dict(wanted)

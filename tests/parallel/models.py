@@ -1,5 +1,5 @@
-"""The models of these tests. They are tiny, and no two sizes are equal or round, which would hide
-mistakes."""
+"""The models of these tests. They are tiny. No two of their sizes are equal, and none is round,
+because such sizes can hide mistakes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ODD_MOE: dict[str, Any] = {
     "num_layers": 4,
     "hidden_size": 48,
     "num_attention_heads": 4,
-    "kv_channels": 16,  # heads * channels is 64, not the hidden size
+    "kv_channels": 16,  # heads * channels is 64 and differs from the hidden size
     "num_query_groups": 2,
     "ffn_hidden_size": 72,
     "num_moe_experts": 8,
@@ -28,7 +28,8 @@ ODD_MOE: dict[str, Any] = {
     "moe_layer_freq": [0, 1, 1, 1],
     "moe_aux_loss_coeff": 0.01,
     "moe_z_loss_coeff": 0.001,
-    # Far from uniform: the routes, log-probs and gradients of an untrained model show little.
+    # Larger than usual: mistakes hardly change the routes, log-probs and gradients of an untrained
+    # model.
     "init_method_std": 0.15,
 }
 
@@ -44,8 +45,8 @@ def odd_moe(
     ddp: dict[str, Any] | None = None,
     **megatron: Any,
 ) -> Config:
-    """The configuration of the tiny MoE on a layout such as "tp=2,ep=2", in fp32 unless `training`
-    says otherwise. Further arguments are fields of TransformerConfig."""
+    """The configuration of the tiny MoE on a layout such as "tp=2,ep=2". It is in fp32 unless
+    `training` sets another precision. Further arguments are fields of TransformerConfig."""
     config = parse_config(
         {
             "model": {"megatron": {**ODD_MOE, **megatron}, "tie_embeddings": tie_embeddings},
@@ -66,7 +67,7 @@ def odd_moe(
 
 
 def build_on_ranks(config: Config, vocab_size: int = VOCAB_SIZE) -> Policy:
-    """Build groups and policy in the running processes."""
+    """Build process groups and the policy in processes that are already running."""
     parallel = resolve_parallel(config, dist.get_world_size())
     set_up_model_parallel(parallel, config.training.seed)
     return build_policy(config, parallel, vocab_size)

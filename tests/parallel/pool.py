@@ -1,8 +1,8 @@
 """Real gloo processes that run test functions on many layouts, one after another.
 
-The workers are forked from a server that has imported Megatron-Core once, and live for the whole
-test session. Each task is a new torch.distributed world of the first ranks. No port is fixed: the
-rendezvous is a store in the pytest process, on a port that the system picks.
+The workers are forked from a server process that has imported Megatron-Core once. They live until
+the test session ends. Each task is a new torch.distributed world of the first ranks. The ranks meet
+at a store in the pytest process, on a port that the system chooses.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ import torch.distributed as dist
 from gspo_megatron.config import Config
 
 TASK_TIMEOUT = 120.0  # seconds; a task takes 1 to 5 on an idle machine
-# torch.distributed does not end all threads of an old world, and a few hundred of them slow every
-# collective down. A new worker takes 0.1 s.
+# torch.distributed leaves some threads of each old world running. A few hundred of them slow down
+# every collective. A new worker takes only 0.1 s.
 TASKS_OF_A_WORKER = 8
 _GRACE = 1.0  # seconds for the other ranks to report after one has failed
 _PRELOAD = [
     "__main__",
     "gspo_megatron.verify.parity",
     "gspo_megatron.rollout.megatron.engine",
-    # an optimizer on rehearsed devices would import it on every rank, which takes a second
+    # An optimizer on rehearsed devices would import this on every rank, which takes a second.
     "torch._dynamo",
 ]
 
@@ -55,7 +55,7 @@ class Pool:
     """The workers, which start when a task first needs them."""
 
     def __init__(self, take_device: Callable[[int], str] = _take_none) -> None:
-        """take_device(rank) gives this process the rank's device. It returns the backend for
+        """take_device(rank) gives this process the device of the rank. It returns the backend for
         collectives between such devices."""
         self._take_device = take_device
         self._context = multiprocessing.get_context("forkserver")
@@ -66,12 +66,12 @@ class Pool:
         self._store: dist.TCPStore | None = None
 
     def on(self, config: Config, function: Callable[..., Any], **arguments: Any) -> Any:
-        """Run `function(config=config, **arguments)` on as many ranks as the configuration's layout
-        has. Returns rank 0's result."""
+        """Run `function(config=config, **arguments)` on the ranks of the configuration's layout.
+        Returns the result of rank 0."""
         return self.each(config, function, **arguments)[0]
 
     def each(self, config: Config, function: Callable[..., Any], **arguments: Any) -> list[Any]:
-        """The same, but returns the results of all ranks."""
+        """Like `on`, but returns the results of all ranks."""
         return self.run(config.world_size_hint(), function, config=config, **arguments)
 
     def run(
@@ -82,12 +82,14 @@ class Pool:
         timeout: float = TASK_TIMEOUT,
         **arguments: Any,
     ) -> list[Any]:
-        """Run `function(**arguments)` on ranks 0 to world_size - 1. Returns the results.
+        """Run `function(**arguments)` on ranks 0 to world_size - 1. Returns the results of all
+        ranks.
 
-        `function` belongs to a module that can be imported. The default group exists; the function
-        starts and stops torch.distributed itself only if it wants another world. Raises RankError
-        with the traceback of the first rank that failed, or with the ranks that ran out of time.
-        Both end all workers, and the next task gets new ones.
+        `function` must be in a module that can be imported. The default group exists. The function
+        starts and stops torch.distributed itself only if it needs another world. If a rank fails,
+        raises RankError with the traceback of the first one that failed. If ranks run out of time,
+        raises RankError with their numbers. In both cases all workers are ended, and the next task
+        gets new ones.
         """
         try:
             connections = self._start(world_size)
@@ -100,7 +102,7 @@ class Pool:
             if self._tasks % TASKS_OF_A_WORKER == 0:
                 self.close()
             return results
-        except BaseException:  # also an interrupt must not leave ranks waiting for each other
+        except BaseException:  # even after an interrupt, no rank may wait for another one
             self.close()
             raise
 
@@ -146,7 +148,7 @@ class Pool:
                     failures.append(f"rank {rank} of {len(connections)}: {value}")
                     deadline = min(deadline, time.monotonic() + _GRACE)
         if failures:
-            # the first is the cause; the others are mostly ranks that lost their peer
+            # The first failure is the cause. The others are mostly from ranks that lost their peer.
             raise RankError("\n".join([failures[0], *(f.splitlines()[-1] for f in failures[1:])]))
         if waiting:
             raise RankError(
@@ -174,10 +176,10 @@ class Pool:
 
 def _serve(connection: Connection, stack_file: Path, take_device: Callable[[int], str]) -> None:
     """The main loop of a worker."""
-    # the modules from the server stay, so a collection after each task need not visit them
+    # These modules stay, so a garbage collection after each task need not visit them.
     gc.freeze()
     faulthandler.register(signal.SIGUSR1, stack_file.open("w"))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pytest process decides about an interrupt
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pytest process handles an interrupt
     threading.Thread(target=_die_with_parent, daemon=True).start()
     while True:
         try:
@@ -193,8 +195,8 @@ def _serve(connection: Connection, stack_file: Path, take_device: Callable[[int]
 
 
 def _die_with_parent() -> None:
-    """End this process with pytest. A rank that waits for a peer in a collective would outlive it
-    by minutes."""
+    """End this process when pytest ends. Otherwise a rank that waits in a collective would live on
+    for minutes."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -222,7 +224,7 @@ def _world(
         world_size=world_size,
         timeout=limit,
     )
-    # A task without a collective could leave while another rank is still connecting to this one.
+    # Without this, a task that has no collective could end while another rank still connects.
     dist.barrier()
     yield
     stop_processes()

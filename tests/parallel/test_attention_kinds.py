@@ -1,5 +1,5 @@
-"""Kinds of attention, positions and experts, and padding tokens: the update is the same on every
-layout."""
+"""The update is the same on every layout for all kinds of attention, positions and experts, and for
+padding tokens."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from tests.parallel.updates import (
 from tests.unit.hf.policies import config_of
 from tests.unit.hf.published import DELTA_NETS, VOCABULARY, write_model
 
-# Latent attention with YaRN from 8 tokens on; rotary positions on half of a head, with biases; and
-# gated delta nets beside attention with an output gate.
+# Latent attention with YaRN from 8 tokens on; rotary positions for half of each head, with biases;
+# and gated delta nets beside attention with an output gate.
 YARN = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 8}
-FP32_GATES = 1e-7  # even in fp64, because Megatron-Core takes the sigmoid of output gates in fp32
+# even in fp64, because Megatron-Core computes the sigmoid of output gates in fp32
+FP32_GATES = 1e-7
 MODELS: dict[str, dict[str, Any]] = {
     "olmoe": {},
     "deepseek_v3": {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}},
     "glm4_moe": {},
     "minimax_m2": {},  # norms over all heads; half of each head is rotated
-    # rotates pairs of neighbours, and has our own router
+    # Rotates neighbouring channels, and has the package's own router.
     "ernie4_5_moe": {"tie_word_embeddings": True},
     "llama": {},
     "qwen3_next": {"num_attention_heads": 8, "hidden_size": 48},
@@ -41,10 +42,11 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def _update(pool: Pool, folder: Path, layout: str, function: Any = run_update) -> StepResult:
-    # The gradient of a delta net's decay is a sum of terms that nearly cancel. In fp32 it would
-    # show little.
+    # The gradient of a delta net's decay is a sum of terms that nearly cancel. In fp32 its rounding
+    # would hide mistakes.
     dtype = "float64" if folder.name in DELTA_NETS else "float32"
-    # far from uniform: log-probs and gradients of an untrained model show little
+    # Large weights, because mistakes hardly change the log-probs and gradients of an untrained
+    # model.
     config = config_of(folder, dtype, layout=layout, init_method_std=0.15)
     return update(pool, config, function, vocab_size=VOCABULARY)
 
@@ -103,14 +105,14 @@ def test_the_update_is_that_of_one_rank(
 def test_the_padding_token_gives_the_embedding_no_gradient(
     pool: Pool, tmp_path: Path, tied: bool
 ) -> None:
-    """The token is the pad_token_id of config.json, on whichever shard of the vocabulary its row
-    lies."""
+    """The token is the pad_token_id of config.json. Its row may be on any shard of the
+    vocabulary."""
     padding = 7
     changes = {"pad_token_id": padding, "tie_word_embeddings": tied}
     folder = write_model(tmp_path / "model", "qwen3_moe", seed=1, **changes)
     alone = _update(pool, folder, "tp=1", update_from_folder)
     row = alone.gradients["embedding.word_embeddings.weight"][padding]
-    assert bool(row.any()) == tied  # a tied row also belongs to the output layer
+    assert bool(row.any()) == tied  # a tied row gets the gradient of the output layer
     for layout in ("tp=2", "pp=2,cp=2"):
         result = _update(pool, folder, layout, update_from_folder)
         assert_same_gradients(result, alone, FP32_TOLERANCE)

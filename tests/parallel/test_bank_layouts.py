@@ -1,8 +1,8 @@
-"""An asynchronous run is a function of its store: from the same files, one rank and every layout
+"""An asynchronous run depends only on its store. With the same files, one rank and every layout
 compute the same losses and gradients.
 
-The files are written here with the service's own code. Their responses have tokens of several
-versions, and routes. The ranks read them as in a run with servers.
+The service's own code writes the files here. Their responses have routes, and tokens of several
+versions. The ranks read them as in a run with servers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ STEPS, PROMPTS, GROUP, STALENESS = 4, 5, 3, 2
 LAYERS, EXPERTS, TOP_K = (
     ODD_MOE[name] for name in ("num_layers", "num_moe_experts", "moe_router_topk")
 )
-TOLERANCE = 1e-5  # fp32, after several optimizer updates
+TOLERANCE = 1e-5  # for fp32, after several optimizer updates
 
 
 class Tokenizer:
@@ -75,7 +75,7 @@ def config_of(layout: str, folder: Path, old_logprobs: str, bound: int | None) -
         "group_size": GROUP,
     }
     logging = config.logging.model_copy(update={"dir": str(folder)})
-    # with a tiny epsilon, Adam would make full steps out of rounding in gradients near 0
+    # With a tiny epsilon, Adam would make a full step from the rounding of a gradient near 0.
     optimizer = config.optimizer.model_copy(update={"epsilon": 1e-3})
     changed = {"logging": logging, "optimizer": optimizer}
     changed["rollout"] = config.rollout.model_copy(update=rollout)
@@ -98,13 +98,14 @@ PROMPT_IDS = [
 
 
 def write_bank(folder: Path, has_turns: bool) -> None:
-    """Write the groups of all steps, as a service leaves them. `has_turns`: responses have several
-    turns, and between them tokens that the policy did not write."""
+    """Write the groups of all steps, as a service does. `has_turns`: responses have several turns,
+    with tokens between them that the policy did not write."""
     random = np.random.default_rng(11)
     for step in range(1, STEPS + 1):
         draw = draw_of(step)
         file = RequestFile(folder / FOLDER / f"{draw.name}{SUFFIX}", {"step": step})
-        for number in random.permutation(PROMPTS).tolist():  # in the order of finishing
+        # in the order in which they were finished
+        for number in random.permutation(PROMPTS).tolist():
             prompt = PROMPT_IDS[draw.rows[number]]
             samples = range(number * GROUP, (number + 1) * GROUP)
             given = [response(random, len(prompt), draw.version, step - 1) for _ in samples]
@@ -122,8 +123,9 @@ def write_bank(folder: Path, has_turns: bool) -> None:
 
 
 def in_two_branches(group: RolloutGroup) -> np.ndarray:
-    """[tokens] bool: the first tokens of branches. The first token of each response begins a
-    branch, if the prompt has a token for the second one."""
+    """[tokens] bool: which tokens belong to a response. If prompt and response are long enough, the
+    last token of the prompt becomes the response of a first branch, and the first token of the
+    response becomes the prompt of a second branch."""
     kinds = []
     for prompt, length in zip(group.prompt_lengths, group.response_lengths, strict=True):
         kind = np.arange(prompt + length) >= prompt
@@ -134,14 +136,14 @@ def in_two_branches(group: RolloutGroup) -> np.ndarray:
 
 
 def response(random: np.random.Generator, prompt: int, oldest: int, newest: int) -> Response:
-    """A response of random tokens, with versions that grow, and experts."""
+    """A response of random tokens with experts. The versions of its tokens rise."""
     count = int(random.integers(1, 20))
     versions = np.sort(random.integers(oldest, newest + 1, count)).astype(np.int32)
     routes = random.permuted(
         np.tile(np.arange(EXPERTS, dtype=np.uint8), (prompt + count, LAYERS, 1)), axis=-1
     )[..., :TOP_K].copy()
     routes[:, 0] = 0  # the first layer is dense
-    routes[-1] = 0  # the last token of a response is never routed
+    routes[-1] = 0  # the last token of a response is never an input
     return Response(
         token_ids=random.integers(3, VOCAB_SIZE, count).astype(np.int32),
         logprobs=random.normal(-4.0, 0.05, count).astype(np.float32),
@@ -152,7 +154,7 @@ def response(random: np.random.Generator, prompt: int, oldest: int, newest: int)
 
 
 def trained_from_the_bank(config: Config) -> tuple[list[dict[str, float]], StepResult]:
-    """The metrics of each step, and the gradients of the last update. All ranks call it."""
+    """The metrics of each step, and the gradients of the last update. All ranks must call this."""
     policy = build_on_ranks(config)
     rate = config.optimizer.learning_rate
     trainer = build_trainer(policy, config.optimizer, Schedule(rate, rate, 0, 1, "constant"))
@@ -190,7 +192,7 @@ def trained_from_the_bank(config: Config) -> tuple[list[dict[str, float]], StepR
 
 
 def written(folder: Path, step: int) -> list[RolloutGroup]:
-    """The groups in the store."""
+    """The groups that the store has for a step."""
     path = folder / FOLDER / f"{draw_of(step).name}{SUFFIX}"
     return list(read_groups(path).values())
 
@@ -231,7 +233,7 @@ def a_group(number: int) -> RolloutGroup:
 
 
 def reading(path: Path) -> str:
-    """The error of a rank, each of which reads the group of its own number."""
+    """The error of a rank when each rank reads the group of its own number."""
     try:
         ServedRollouts._read(path, [dist.get_rank()], dist.get_rank())
     except DataError as error:
@@ -275,7 +277,7 @@ def test_a_group_with_too_few_columns_is_told_on_all_ranks(
         return save(columns)
 
     monkeypatch.setattr(RolloutGroup, "save", without_tokens)
-    file.append(a_group(1))  # the later record of a number counts
+    file.append(a_group(1))  # of two records with one number, the later one counts
     file.close()
     assert pool.run(2, reading, path=path) == [
         f"{path}: another rank cannot read its groups",

@@ -1,4 +1,4 @@
-"""Weights and optimizer state, saved on one layout and resumed on another."""
+"""Weights and optimizer state that are saved on one layout and resumed on another."""
 
 from __future__ import annotations
 
@@ -32,20 +32,21 @@ from tests.parallel.models import VOCAB_SIZE
 from tests.parallel.pool import Pool
 
 SAVED_ON = "tp=2,pp=2,ep=2"
-# The difference after an update of size 1e-3 from equal states. Gradients in fp32 differ by 1e-6 of
-# their size between layouts. A lost state shows in the state itself, and here at 1e-4 and above.
+# The difference after an update of size 1e-3 from equal states. Between layouts, gradients in fp32
+# differ by 1e-6 relatively. A lost state differs itself, and leads to differences of 1e-4 and more
+# here.
 UPDATE_TOLERANCE = 1e-5
 TIED = {"tie_embeddings": True}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
 def on(pool: Pool, layout: str, function: Any, *, options: dict | None = None, **arguments) -> Any:
-    """Run on ranks and return rank 0's result."""
+    """Run `function` on ranks. Returns rank 0's result."""
     return pool.on(run_config(layout, **(options or {})), function, **arguments)
 
 
 def error_of_all(pool: Pool, layout: str, options: Any = None, **arguments) -> str:
-    """The error of every rank, which must be the same."""
+    """The error of the ranks, which must be the same on every rank."""
     found = pool.each(run_config(layout, **(options or {})), error_of, **arguments)
     assert len(set(found)) == 1, found
     return found[0]
@@ -116,7 +117,7 @@ def test_back_from_another_layout_is_bitwise(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_any_layout_to_any_other(pool: Pool, layout: str, precision: str, tmp_path: Path) -> None:
-    """From each layout to the next one in the list, and back."""
+    """Checkpoints go from each layout to the next one in the list, and back."""
     other = LAYOUTS[(LAYOUTS.index(layout) + 1) % len(LAYOUTS)]
     options = {"precision": precision}
     first, second = tmp_path / "first", tmp_path / "second"
@@ -143,7 +144,7 @@ def test_sixteen_bits_overlap_and_tied_embeddings(
     expected = on(pool, layout, train_and_save, options=options, folder=tmp_path)
     assert_same(on(pool, layout, resume, options=options, folder=tmp_path), expected)
     elsewhere = on(pool, other, resume, options=options, folder=tmp_path)
-    # bf16: gradients differ by their rounding, which may change the last bit of a weight of size 1
+    # In bf16, rounded gradients may change the last bit of a weight of size 1.
     bf16 = options.get("precision") == "bf16"
     assert_same(elsewhere, expected, 2**-7 if bf16 else UPDATE_TOLERANCE)
 
@@ -152,8 +153,8 @@ def test_sixteen_bits_overlap_and_tied_embeddings(
 def test_asynchronous_save_is_of_the_moment_of_the_call(
     pool: Pool, saved: tuple[Path, Outcome], held: bool, tmp_path: Path
 ) -> None:
-    """The weights may change during the save: training goes on as without a save, and the saved
-    state is that of the call."""
+    """The weights may change during the save. Training continues as without a save, and the
+    checkpoint has the state at the call."""
     _, expected = saved
     options = {"asynchronous": True, "held": held}
     assert_same(on(pool, SAVED_ON, train_and_save, folder=tmp_path, **options), expected)
@@ -177,8 +178,8 @@ def test_writing_is_shared_by_data_parallel_ranks(pool: Pool, tmp_path: Path) ->
 def test_one_rank_looks_for_what_all_have_written(
     pool: Pool, tmp_path: Path, asynchronous: bool
 ) -> None:
-    """The manifest has every file of every rank. None of it is exchanged over a group of the
-    device."""
+    """The manifest names every file of every rank. No message about it goes over a group of
+    devices."""
     config = run_config("dp=2")
     by_rank = pool.each(config, publish, folder=tmp_path, asynchronous=asynchronous)
     assert [rank.looks for rank in by_rank] == [1, 0]
@@ -214,7 +215,8 @@ def overwrite(path: Path) -> None:
 
 
 LOST = "optimizer.exp_avg.decoder.final_layernorm.weight"
-# what is done to a file of a checkpoint, and the message on all ranks of dp=2 or SAVED_ON
+# For each kind of damage: the damaged file, the damage, and the message on all ranks of dp=2 or
+# SAVED_ON.
 DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "evil": (
         "optimizer/.metadata",
@@ -227,7 +229,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         "{path}: truncated, ",
     ),
     "damaged": ("model/__0_0.distcp", overwrite, "{path}: damaged"),
-    # files that only the last rank has written and reads
+    # Only the last rank writes and reads this file.
     "one_rank": ("optimizer/__3_0.distcp", overwrite, "{path}: damaged"),
     "missing_file": ("optimizer/__0_0.distcp", Path.unlink, "{path}: no such file"),
     "no_optimizer": ("optimizer", shutil.rmtree, "{path}/groups.json: no such file"),

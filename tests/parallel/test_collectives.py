@@ -1,4 +1,4 @@
-"""Work that one rank does for all of them, and how the others learn that it failed."""
+"""Work that one rank does for all ranks, and the error of the other ranks if it fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.parallel.pool import Pool
 
 
 class UnknownError(UserError):
-    """An error of a class that other processes do not know."""
+    """An error of a class that other processes may not know."""
 
 
 def failure(kind: str) -> tuple[str, str, list[str]]:
@@ -35,7 +35,7 @@ def failure(kind: str) -> tuple[str, str, list[str]]:
     "kind", ["ConfigError", "DataError", "EpisodeError", "RewardError", "RolloutError", "UserError"]
 )
 def test_all_ranks_have_an_error_of_the_same_class(pool: Pool, kind: str) -> None:
-    """For some classes the run is saved, and all ranks must take part."""
+    """After errors of some classes the run is saved, and all ranks must take part in that."""
     problems = ["one line", "and another"] if kind == "ConfigError" else []
     assert pool.run(3, failure, kind=kind) == [(kind, "one line\nand another", problems)] * 3
 

@@ -33,7 +33,7 @@ LAYOUTS = ("tp=1", "tp=2,cp=2", "pp=2,dp=2", "ep=2,dp=2", "tp=2,etp=2,ep=2,dp=2"
 
 
 def updates(pool: Pool) -> dict[str, StepResult]:
-    """A policy update on each layout."""
+    """The results of a policy update on each layout."""
     return {layout: update(pool, odd_moe(layout, {"name": "gspo"})) for layout in LAYOUTS}
 
 
@@ -47,7 +47,7 @@ def responses() -> list[torch.Tensor]:
 
 
 def compute(path: Path) -> None:
-    """Save the results of this process, and whether anything of `faster` is installed in it."""
+    """Save the results of this process, and the collectives that `faster` has replaced in it."""
     pool = Pool()
     ours = host_collectives.__file__
     replaced = [name for name in COLLECTIVES if inspect.getfile(getattr(dist, name)) == ours]
@@ -66,7 +66,7 @@ def test_the_switch_changes_no_result(pool: Pool, tmp_path: Path) -> None:
     is_on, replaced, without, (tokens, logprobs) = torch.load(path, weights_only=False)
     assert (is_on, replaced) == (False, [])
     for layout, result in updates(pool).items():
-        # without `faster` the layouts agree, and each of them agrees with itself
+        # Without `faster`, every layout agrees with tp=1 and with the same layout under `faster`.
         for reference in (without["tp=1"], result):
             assert_same_update(without[layout], reference, FP32_TOLERANCE)
         assert_norm_is_that_of_the_gradients(without[layout])

@@ -1,4 +1,5 @@
-"""On-policy distillation: the update is the same on every layout, and that of the formulas."""
+"""On-policy distillation: the update is the same on every layout, and equals that of the
+formulas."""
 
 from __future__ import annotations
 
@@ -26,14 +27,14 @@ from tests.parallel.updates import (
 )
 
 FP64 = {"precision": "fp64"}
-# advantages of whole sequences are float32, whatever the model's precision
+# The advantages of whole sequences are float32, even if the model is not.
 FP32_ADVANTAGES = 1e-6
 WIDE = "tp=2,pp=2,cp=2,ep=2"
 
 
 def distant_teacher(folder: str, policy: Policy, *, offload: bool) -> DistantReference:
-    """A teacher without a folder: its weights are a function of the policy's, and the same on every
-    layout."""
+    """A teacher without a folder. Its weights are a function of the policy's weights, so they are
+    the same on every layout."""
     return DistantReference(policy, offload=offload)
 
 
@@ -48,8 +49,8 @@ def run(pool: Pool, layout: str, section: dict[str, Any]) -> StepResult:
 
 
 def check(pool: Pool, name: str, layouts: tuple[str, ...], **distillation: Any) -> StepResult:
-    """Check that one rank's update is that of the formulas, and that every layout's update is that
-    of one rank."""
+    """Check that the update on one rank is that of the formulas, and that the update on every
+    layout is that on one rank."""
     distillation = {"teacher": "a folder", "coefficient": 0.5, **distillation}
     section = {"name": name, "distillation": distillation}
     alone = run(pool, "tp=1", section)
@@ -111,7 +112,7 @@ def update_with_itself(**arguments: Any) -> StepResult:
 
 @pytest.mark.parametrize("form", ["forward_kl_topk", "reverse_kl_topk"])
 def test_a_teacher_that_is_the_policy_teaches_exactly_nothing(pool: Pool, form: str) -> None:
-    """Without rewards the whole gradient is exactly 0, also in float32."""
+    """Without rewards the gradient is exactly 0, also in float32."""
     section = {"name": "gspo", "distillation": {"teacher": "x", "form": form, "top_k": 4}}
     for layout in ("tp=1", "tp=2,cp=2"):
         result = update(pool, odd_moe(layout, section, **NO_ROUTER_LOSSES), update_with_itself)
@@ -121,7 +122,7 @@ def test_a_teacher_that_is_the_policy_teaches_exactly_nothing(pool: Pool, form: 
 
 
 class Other(DistantReference):
-    """A teacher with other weights than the first."""
+    """A second teacher, with other weights than the first."""
 
     @torch.no_grad()
     def __init__(self, policy: Policy, *, offload: bool) -> None:
@@ -138,7 +139,7 @@ def one_of_two(folder: str, policy: Policy, *, offload: bool) -> DistantReferenc
 
 
 def of_three_kinds(**columns: Any) -> RolloutBatch:
-    """Responses that in turn have no teacher, the first one, and the second one."""
+    """The responses have no teacher, the first teacher, and the second teacher, in turn."""
     return RolloutBatch(**columns, teachers=(columns["sample_index"] % 3 - 1).to(torch.int32))
 
 
@@ -169,7 +170,8 @@ def test_each_response_learns_from_its_own_teacher_on_every_layout(pool: Pool, f
 
 
 def of_a_server(**columns: Any) -> RolloutBatch:
-    """The data that a server might have sent: a function of each token, filled up to k places."""
+    """Data as a server might send it: a function of each token, with fewer than k entries filled
+    up."""
     batch = RolloutBatch(**columns)
     said = columns["rollout_logprobs"].double()  # [response tokens], all different
     places = torch.arange(4, device=said.device)

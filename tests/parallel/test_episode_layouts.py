@@ -1,5 +1,5 @@
-"""Episodes of several turns by the sharded model: they are the same on all layouts, and the tokens,
-log-probs and experts of each turn are those with which it was generated."""
+"""Episodes of several turns with the sharded model. They are the same on all layouts. The tokens,
+log-probs and experts of each turn are those with which the turn was generated."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from tests.parallel.pool import Pool
 PER_PROMPT, COUNT, PAD_ID, EOS_ID = 4, 6, 0, 2
 LIMITS = EpisodeLimits(turns=4, response_tokens=23)
 SAMPLING = Sampling(max_tokens=LIMITS.response_tokens, temperature=0.7)
-# fp32 logits of size 10, summed in another order, differ by 1e-6; a wrong position or token by 0.1
+# With sums in another order, fp32 logits of size 10 differ by 1e-6. A wrong position or token
+# changes them by 0.1.
 TOLERANCE = 1e-5
 
 
@@ -50,9 +51,8 @@ class Tokenizer:
 
 
 class Echo:
-    """An environment that repeats a part of each turn. Some episodes have one turn, some go on
-    until a limit, some begin again with a short prompt, some take a turn back, and some fail at
-    once or in the middle."""
+    """An environment that repeats a part of each turn. Its episodes end after one turn, go on until
+    a limit, begin again with a short prompt, take a turn back, or fail at once or later."""
 
     async def rollout(self, client: Client, task: Prompt) -> Trajectory | None:
         if task.answer == "fails at once":
@@ -82,7 +82,7 @@ def tasks() -> list[Prompt]:
 
 
 def play(config: Config) -> dict[int, dict[str, Any]]:
-    """This rank's episodes, by the number of the sample."""
+    """This rank's episodes, by the numbers of their samples."""
     policy = build_on_ranks(config)
     layers = attach_hooks(policy.models)
     engine = MegatronEngine(policy, pad_id=PAD_ID, eos_id=EOS_ID, record_routes=True)
@@ -127,7 +127,7 @@ def play(config: Config) -> dict[int, dict[str, Any]]:
 
 
 def branches_of(row: dict[str, Any]) -> list[tuple[int, int, int]]:
-    """Each branch: where it begins, where its response begins, and where it ends."""
+    """For each branch: its start, the start of its response, and its end."""
     runs = [(kind, len(list(run))) for kind, run in itertools.groupby(row["kinds"])]
     ends = [0, *itertools.accumulate(length for _, length in runs)]
     assert [kind for kind, _ in runs] == [False, True] * (len(runs) // 2)
@@ -135,7 +135,7 @@ def branches_of(row: dict[str, Any]) -> list[tuple[int, int, int]]:
 
 
 def continued(config: Config, rows: dict[int, dict[str, Any]]) -> dict[int, list[Any]]:
-    """The log-probs of the responses and the experts of all tokens, with one pass for each
+    """The log-probs of the responses and the experts of all tokens, computed by one pass for each
     branch."""
     policy = build_on_ranks(config)
     attach_hooks(policy.models)
@@ -179,7 +179,8 @@ def test_episodes_of_one_rank_are_of_all_kinds(of_one_rank: dict[int, dict[str, 
     for row in of_one_rank.values():
         response = [n for n, kind in zip(row["tokens"], row["kinds"]) if kind]
         *_, last = branches_of(row)
-        last_branch = len(response) - (last[2] - last[1])  # where it begins in the response
+        # the start of the last branch in the response
+        last_branch = len(response) - (last[2] - last[1])
         assert len(response) == len(row["mask"]) == len(row["logprobs"])
         assert len(response) <= LIMITS.response_tokens
         if not isinstance(row["outcome"], str):
@@ -214,14 +215,14 @@ def test_log_probs_and_experts_are_those_of_the_whole_sequence(
         ]
         for own, true in drawn:
             assert own == pytest.approx(true, abs=TOLERANCE)
-        # tokens that were never fed to the model
+        # The model never got these tokens as input.
         last = {end - 1 for _, _, end in branches_of(row)}
         for number, (own, true) in enumerate(zip(row["routes"], experts, strict=True)):
             assert number in last or own == true
 
 
 class Unplayable:
-    """An environment that fails to set itself up on one of the replicas."""
+    """An environment whose setup fails on one of the model replicas."""
 
     async def rollout(self, client: Client, task: Prompt) -> None:
         await client.generate(max_tokens=2)
@@ -242,7 +243,7 @@ def fail(config: Config) -> str:
 
 
 def test_all_ranks_are_told_that_no_episode_can_be_played(pool: Pool) -> None:
-    """They all save the run together."""
+    """All ranks save the run together after this."""
     assert pool.each(odd_moe("tp=2,dp=2"), fail) == ["the bridge is gone"] * 4
 
 
@@ -258,7 +259,7 @@ def test_episodes_are_those_of_one_rank(
             for name in ("tokens", "kinds", "mask", "truncated"):
                 assert row[name] == expected[name], name
             assert row["logprobs"] == pytest.approx(expected["logprobs"], abs=TOLERANCE)
-            if "outcome" in row:  # on the rank that runs the environment
+            if "outcome" in row:  # only the rank that runs the environment has an outcome
                 assert row["outcome"] == expected["outcome"]
     told = {sample for rows in by_rank for sample, row in rows.items() if "outcome" in row}
     assert told == of_one_rank.keys()

@@ -1,5 +1,5 @@
-"""The dry run compared with real ranks: the bytes that they hold, and that they keep for the
-backward pass."""
+"""The dry run compared with real ranks: the bytes of their state, and the bytes that they keep for
+the backward pass."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.unit.hf.policies import config_of
 from tests.unit.hf.published import write_model
 
 STATE_TOLERANCE = 0.01
-# Packed batches come within 1.5%, padded ones within 5%, because experts do not get equally many
-# tokens.
+# Estimates for packed batches are within 1.5%, those for padded batches within 5%, because experts
+# get different numbers of tokens.
 ACTIVATION_TOLERANCE = 0.05
 
-# At this size, what a layer keeps is larger than masks, indices and sums of rows.
+# With these sizes, the tensors that a layer keeps are larger than masks, indices and sums of rows.
 WIDE: dict[str, Any] = {
     "hidden_size": 256,
     "num_attention_heads": 8,
@@ -43,7 +43,7 @@ LENGTHS = [(20, 70), (33, 41), (8, 100), (50, 30)]
 
 
 def measured_state(config: Config) -> dict[str, int]:
-    """The bytes of this rank after an optimizer step."""
+    """The bytes that this rank has after an optimizer step."""
     policy = build_on_ranks(config)
     trainer = build_trainer(policy, config.optimizer, Schedule(1e-3, 1e-3, 0, 1, "constant"))
     for model in policy.models:
@@ -70,8 +70,8 @@ def measured_state(config: Config) -> dict[str, int]:
 
 
 def measured_activations(config: Config, lengths: Sequence[tuple[int, int]]) -> list[int]:
-    """The bytes that this rank's chunks keep for the backward pass of one micro-batch of sequences
-    of (prompt, response) tokens."""
+    """The bytes that each chunk of this rank keeps for the backward pass of one micro-batch.
+    `lengths` has the numbers of (prompt, response) tokens of its sequences."""
     policy = build_on_ranks(config)
     builder = MicroBatchBuilder(policy, 0, 1.0, padded=not config.training.packing)
     generator = torch.Generator().manual_seed(3)
@@ -173,8 +173,8 @@ REST = [
 def test_activations_are_what_autograd_keeps(
     pool: Pool, layout: str, recompute: str, packing: bool
 ) -> None:
-    """In the estimate experts get equally many tokens, in reality they do not. So the sums over the
-    ranks of a stage are compared."""
+    """The estimate gives all experts equally many tokens, but a real router does not. So the means
+    over the ranks of a stage are compared."""
     training = {"precision": "bf16", "recompute": recompute, "packing": packing}
     assert_same_activations(pool, odd_moe(layout, training=training, **WIDE))
 
@@ -197,8 +197,9 @@ def assert_same_activations(pool: Pool, config: Config) -> None:
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 def test_latent_attention_biases_and_uneven_stages(pool: Pool, tmp_path: Path, family: str) -> None:
-    """A published folder, with stages of 3 layers and 1. Values are as wide as keys (10 + 6): for
-    other widths torch's attention on CPUs keeps the scores, which kernels of GPUs do not."""
+    """A model from a published folder, with stages of 3 layers and 1 layer. Its values are as wide
+    as its keys (10 + 6). With other widths, torch's attention on CPUs would keep the scores, which
+    GPU kernels do not."""
     sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 256, "intermediate_size": 512}
     sizes |= {"moe_intermediate_size": 192, "v_head_dim": 16}
     folder = write_model(tmp_path / "model", family, seed=1, **sizes)

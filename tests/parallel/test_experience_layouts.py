@@ -1,4 +1,4 @@
-"""Dynamic sampling and rewards of turns choose the same batch on every layout."""
+"""Dynamic sampling and rewards of turns lead to the same batch on every layout."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from tests.parallel.pool import Pool
 
 GROUP, PROMPTS = 3, 3
 SAMPLING = Sampling(max_tokens=8)
-# Groups 1, 3 and 4 are kept. With two data ranks, one holds two of them and the other holds one.
-# With four, one holds none. Group 5 is not needed, and a third round is not generated.
+# Groups 1, 3 and 4 are kept. With two data ranks, one rank has two of them and the other has one.
+# With four, one rank has none. Group 5 is more than needed, and there is no third round.
 ANSWERS = ["flat", "", "flat", "", "", "", "", "", ""]
 KEPT = [1, 3, 4]
 PAD_ID, EOS_ID = 0, 2
@@ -47,8 +47,8 @@ class Tokenizer:
 
 
 def reward_of_turns(sample: Sample) -> TurnRewards:
-    """A turn has three tokens, and its reward is their sum. If the answer is "flat", there is no
-    reward."""
+    """A turn has three tokens, and its reward is their sum. With the answer "flat", all rewards are
+    0."""
     ends = [*range(TURN, sample.num_tokens, TURN), sample.num_tokens]
     if sample.answer == "flat":
         return TurnRewards([0.0] * len(ends), ends)
@@ -56,15 +56,15 @@ def reward_of_turns(sample: Sample) -> TurnRewards:
     return TurnRewards([sum(ids[max(0, end - TURN) : end]) / 64 for end in ends], ends)
 
 
-# One sequence of the step on a rank that trains on it: its group, tokens, reward, and token
+# A sequence on a rank that trains on it: its group, its tokens and reward, and its token
 # advantages.
 Received = tuple[int, tuple[list[int], float], list[float]]
 Step = tuple[dict[int, list[Received]], dict[str, float]]
 
 
 def step(config: Config, prompts: list[list[int]]) -> tuple[dict[int, Received], dict[str, float]]:
-    """This rank's sequences of a step, by their number, and its metrics. Sequence n goes to
-    data-parallel rank n % size, wherever it was sampled."""
+    """This rank's sequences of a step by number, and the metrics. Sequence n goes to data-parallel
+    rank n % size, whichever rank sampled it."""
     engine = MegatronEngine(build_on_ranks(config), pad_id=PAD_ID, eos_id=EOS_ID)
     reward = Reward("turns", reward_of_turns)
     drawn = [
@@ -116,7 +116,7 @@ def parts(sample: Sample) -> dict[str, float]:
 
 
 def uneven_parts(sample: Sample) -> dict[str, float]:
-    """Parts that differ between the data ranks."""
+    """A reward whose parts have other names on another data rank."""
     number = int(sample.prompt.split()[1])
     return {"odd" if number % 2 else "even": 1.0}
 
@@ -147,7 +147,7 @@ def scored(config: Config, name: str, prompts: list[list[int]]) -> dict[str, Any
 
 
 def scored_on(pool: Pool, layout: str, name: str, **reward: Any) -> list[dict[str, Any]]:
-    """The same for each rank."""
+    """The results of `scored` on each rank."""
     config = config_of(layout)
     rollout = config.rollout.model_copy(update={"dynamic_sampling": False})
     section = config.reward.model_copy(update={"clip": None, "retries": 0, **reward})
@@ -170,7 +170,8 @@ def config_of(layout: str) -> Config:
 
 
 def collected(pool: Pool, layout: str) -> Step:
-    """Each sequence on the ranks that train on it, and the metrics of all ranks."""
+    """All copies of each sequence on the ranks that train on it, and the metrics, which are equal
+    on all ranks."""
     answers = pool.each(config_of(layout), step, prompts=make_prompts())
     assert all(metrics == answers[0][1] for _, metrics in answers)
     numbers = {number for received, _ in answers for number in received}
@@ -191,7 +192,7 @@ def test_one_rank_keeps_the_first_groups_with_spread(of_one_rank: Step) -> None:
     assert metrics["reward/zero_spread_groups"] == pytest.approx(2 / 6)
     assert metrics["reward/mean"] > 2 * metrics["reward/shaped_mean"]  # some rewards are clipped
     for group in KEPT:
-        # turns have three tokens, and the first of each shows the turn's advantage
+        # A turn has three tokens. Its first token shows the advantage of the turn.
         alone = [copies[0] for copies in sequences.values()]
         turns = [x for of, _, advantages in alone if of == group for x in advantages[::TURN]]
         assert len(turns) > GROUP

@@ -1,4 +1,4 @@
-"""Import and export on sharded layouts: the same bits come back, and the model computes the
+"""Import and export on sharded layouts. The same bits come back, and the model computes the
 same."""
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ LAYOUTS = [
     "tp=2,pp=2,ep=2",
     "tp=2,pp=2,vpp=2,ep=2",
 ]
-# features of other families that qwen3_moe lacks, on the layouts that cut them
+# Other families have features that qwen3_moe lacks. They are tested on layouts that cut these
+# features.
 OTHERS = [
     ("qwen3", "tp=2,pp=2"),
     ("qwen2_moe", "tp=2,etp=2"),
@@ -62,13 +63,13 @@ REST = [
     for family in CONFIGS
     for layout in LAYOUTS[1:] + MORE_LAYOUTS
     if (family, layout) not in QUICK
-    # the family has no experts
+    # This family has no experts.
     and not (family == "qwen3" and ("ep=" in layout or "etp=" in layout))
-    and not (family == "gpt_oss" and "etp=" in layout)  # biases of experts are not cut
+    and not (family == "gpt_oss" and "etp=" in layout)  # biases of experts cannot be cut
 ]
 IN_BF16 = ("qwen3_moe", "tp=2,pp=2,ep=2")
 REST_IN_BF16 = [case for case in QUICK + REST if case[1] in LAYOUTS and case != IN_BF16]
-# log-probs in fp32, with sums over the shards in another order
+# for log-probs in fp32, whose sums over shards have another order
 TOLERANCE = 1e-5
 
 _draw = random.Random(8)
@@ -89,8 +90,8 @@ def round_trip(
     mistake: str | None = None,
     exporting: bool = True,
 ) -> Said | None:
-    """Import and export; if there are prompts, continue them in between. `mistake`: a fault in the
-    map, for the import and, with `exporting`, also for the export."""
+    """Import and export. If there are prompts, continue them before the export. `mistake`: a fault
+    in the weight map, for the import and, if `exporting`, also for the export."""
     wrong = mistaken(mistake, importing=True, exporting=exporting) if mistake else nullcontext()
     with wrong:
         policy = _policy(config)
@@ -110,7 +111,7 @@ def failed_export(config: Config, target: Path) -> str:
 
 
 def streamed_everywhere(config: Config, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The stream as this rank gets it."""
+    """The stream of weights as this rank receives it."""
     tensors = {}
     for name, tensor in stream_hf(_policy(config), dtype=dtype, everywhere=True):
         assert tensor is not None and tensor.dtype == dtype
@@ -119,7 +120,7 @@ def streamed_everywhere(config: Config, dtype: torch.dtype) -> dict[str, Tensor]
 
 
 def _trip(pool: Pool, source: Path, dtype: str, layout: str, **options: Any) -> Said | None:
-    """A round trip in which nothing may be lost."""
+    """Make a round trip and check that nothing is lost."""
     target = source.with_name(f"{source.name}-{layout}-again")
     config = config_of(source, dtype, layout)
     said = pool.on(config, round_trip, target=target, **options)
@@ -147,7 +148,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_there_and_back_and_the_same_function(
     pool: Pool, shared: Path, tmp_path: Path, family: str, layout: str
 ) -> None:
-    # a mistake that import and export share shows in the responses
+    # If import and export made the same mistake, the responses would show it.
     tied = layout == "pp=2"
     source = write_model(tmp_path / "source", family, seed=6, tie_word_embeddings=tied)
     said = _trip(pool, source, "float32", layout, prompts=PROMPTS)
@@ -183,7 +184,7 @@ def test_more_tensor_ranks_than_groups_of_keys(pool: Pool, tmp_path: Path) -> No
 def test_every_rank_gets_the_stream(pool: Pool, tmp_path: Path, layout: str) -> None:
     source = write_model(tmp_path / "source", "qwen3_moe", seed=7)
     config = config_of(source, layout=layout)
-    # the result of the last rank
+    # This is the result of the last rank.
     *_, seen = pool.each(config, streamed_everywhere, dtype=torch.bfloat16)
     expected = {name: tensor.bfloat16() for name, tensor in read_folder(source).items()}
     assert_same_bits(seen, expected)
@@ -205,7 +206,7 @@ def test_mistakes_over_the_ranks_are_noticed(
         assert_same_bits(read_folder(tmp_path / "in"), read_folder(source))
     twice = {"target": tmp_path / "both", "mistake": mistake, "prompts": PROMPTS}
     said = pool.on(config, round_trip, **twice)
-    # the mistakes of import and export cancel
+    # The mistakes of import and export cancel each other.
     assert_same_bits(read_folder(tmp_path / "both"), read_folder(source))
     assert said[0] != right[0]
 

@@ -1,4 +1,4 @@
-"""Collectives by shared memory give the same results as gloo's, and end in the same way."""
+"""Collectives through shared memory give the same results as gloo's, and end in the same way."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from gspo_megatron.platform.cpu import host_collectives, windows
 from gspo_megatron.platform.cpu.host_collectives import COLLECTIVES
 from tests.parallel.pool import Pool, RankError
 
-SMALL_WINDOW = 2**11  # bytes: tensors need several turns, the last of them shorter
+SMALL_WINDOW = 2**11  # so few bytes that a tensor needs several turns, of which the last is shorter
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
-WIDTH = 3  # of the rows that ranks send to each other
+WIDTH = 3  # the width of the rows that ranks send each other
 
 
 def pair(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The collective of gloo, and the one by shared memory."""
+    """gloo's collective, and the one through shared memory."""
     installed = getattr(dist, name)
     return installed.__wrapped__, installed
 
@@ -49,20 +49,21 @@ class Drawn:
         self.in_place, self.coalesced = common.random() < 0.5, common.random() < 0.5
         operations = (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
         self.op = common.choice(operations)
-        # the number of rows that rank a sends to rank b; None: the sizes are not passed, so all
-        # are equal
+        # The number of rows that rank a sends to rank b. With None, no sizes are passed, and all
+        # are equal.
         uneven = [[common.choice([0, 0, 1, 40]) for _ in range(size)] for _ in range(size)]
         self.rows = common.choice([uneven, [[4] * size] * size, None])
         rows = 4 * size if self.rows is None else sum(self.rows[self.rank])
         count = size * common.choice([0, 1, 7, 601])
         shape = (rows, WIDTH) if self.name == "all_to_all_single" else (count,)
         kind = common.choice(TYPES)
-        # The summands are whole numbers and small enough for bf16, so the order does not matter.
+        # All values are whole numbers that are exact in bf16, so the order of a sum does not
+        # matter.
         self.given = torch.randint(0, 50, shape).to(kind)
 
     def run(self, collective: Callable[..., Any], *, in_place: bool) -> torch.Tensor:
-        """The result on this rank. in_place: as in Megatron-Core's buffers, where a share is a part
-        of the whole."""
+        """The result on this rank. in_place: as in Megatron-Core's buffers, a rank's share is a
+        part of the whole."""
         given, group = self.given.clone(), self.group
         if self.name == "all_reduce":
             collective(given, self.op, group=group)
@@ -94,8 +95,9 @@ class Drawn:
 
 
 def in_any_order(window_bytes: int = SMALL_WINDOW) -> tuple[list[str], int]:
-    """Run the collectives in a random order. Returns those whose results differ from gloo's, and
-    the number of turns. In each turn one rank reads late, when the others are a turn further on."""
+    """Run the collectives in a random order. Returns the collectives whose results differ from
+    gloo's, and the number of turns. In each turn one rank reads late, when other ranks may be in
+    the next turn."""
     native, turns, different = windows.Window.meet, [], []
     common = random.Random(3)
 
@@ -131,13 +133,14 @@ def test_a_tensor_that_fits_takes_one_turn(pool: Pool) -> None:
         assert different == [] and turns < 130
 
 
-# [ranks, elements]: the inputs of all ranks
+# The inputs of all ranks: [ranks, elements].
 GIVEN = [[1.0, 5.0, 2.0, 4.0], [3.0, 2.0, 2.0, 1.0]]
 RESULTS = {
     "SUM": [4.0, 7.0, 4.0, 5.0],
     "MAX": [3.0, 5.0, 2.0, 4.0],
     "MIN": [1.0, 2.0, 2.0, 1.0],
-    "PRODUCT": [3.0, 10.0, 4.0, 4.0],  # shared memory has no product, and for a scatter only SUM
+    # shared memory supports no product, and for a scatter only SUM
+    "PRODUCT": [3.0, 10.0, 4.0, 4.0],
 }
 
 
@@ -158,7 +161,7 @@ def test_each_operation_gives_what_was_computed_by_hand(pool: Pool) -> None:
     assert first == {name: (whole, whole[:2]) for name, whole in RESULTS.items()}
     assert second == {name: (whole, whole[2:]) for name, whole in RESULTS.items()}
     with pytest.raises(AssertionError, match="reduce_scatter by"):
-        group: Any = None  # never used, because the check comes first
+        group: Any = None  # not used, because the operation is checked first
         host_collectives.reduce_scatter_tensor(
             group, torch.empty(2), torch.ones(4), dist.ReduceOp.MAX
         )
@@ -168,14 +171,14 @@ REASONS = ("no such file system", "full", "others need the rest", "two hosts", "
 
 
 def without_window(reason: str, folder: str) -> tuple[list[str], int]:
-    """`in_any_order` if no window can be made."""
+    """Run `in_any_order` without a window, for this reason."""
     refused = OSError(errno.ENOSPC, "No space left on device")
     little_room = SimpleNamespace(f_bavail=4 * SMALL_WINDOW - 1, f_frsize=1)
     patches = {
         "no such file system": lambda: patch.object(windows, "MEMORY", "/does/not/exist"),
         "full": lambda: patch.object(os, "posix_fallocate", side_effect=refused),
         "others need the rest": lambda: patch.object(os, "statvfs", return_value=little_room),
-        # as a rank on another host, which has another file system in memory
+        # A rank on another host has another file system in memory.
         "two hosts": lambda: patch.object(os.path, "exists", return_value=dist.get_rank() == 0),
         "other processor": lambda: patch.object(platform, "machine", return_value="aarch64"),
     }
@@ -185,7 +188,7 @@ def without_window(reason: str, folder: str) -> tuple[list[str], int]:
 
 @pytest.fixture
 def folder() -> Iterator[str]:
-    """A folder in memory that nobody else writes to."""
+    """An otherwise unused folder in memory."""
     with tempfile.TemporaryDirectory(dir=windows.MEMORY) as name:
         yield name
 
@@ -231,7 +234,7 @@ def rank_that_does_not_come() -> str:
     window = windows.window_of(group)
     assert window is not None and window.timeout > 60
     if dist.get_rank() == 1:
-        dist.barrier()  # by gloo, of another group
+        dist.barrier()  # through gloo, in another group
         return ""
     window.timeout = 0.2
     with pytest.raises(RuntimeError) as caught:
@@ -246,8 +249,8 @@ def test_waiting_has_the_time_limit_of_the_group(pool: Pool) -> None:
 
 
 def in_other_collectives() -> list[str]:
-    """The error of a rank whose collective differs from the other rank's in size, type, operation
-    or kind."""
+    """The errors of a rank whose collective differs from the other rank's in its size, type,
+    operation or kind."""
     rank, messages = dist.get_rank(), []
     kind, op = [(torch.float32, dist.ReduceOp.SUM), (torch.int32, dist.ReduceOp.MAX)][rank]
     cases: list[Callable[..., Any]] = [
@@ -270,7 +273,7 @@ def in_other_collectives() -> list[str]:
 
 
 def test_ranks_that_do_different_things_are_told(pool: Pool) -> None:
-    """gloo, too, stops at most of these. Without a check, ranks would add up what an earlier
+    """gloo also stops at most of these. Without a check, a rank would add up data that an earlier
     collective left in the memory."""
     assert pool.run(2, in_other_collectives) == [
         [f"rank {other} is in another collective, or in other sizes"] * 4 for other in (1, 0)
@@ -278,7 +281,7 @@ def test_ranks_that_do_different_things_are_told(pool: Pool) -> None:
 
 
 def in_background(size: int) -> bool:
-    """Whether an asynchronous collective returns a handle to wait for."""
+    """Whether an asynchronous collective returns a handle that can be waited for."""
     whole = torch.full((6,), dist.get_rank() + 1.0)
     share, total = torch.empty(6 // size), whole.clone()
     dist.reduce_scatter_tensor(share, whole, async_op=True).wait()
@@ -292,7 +295,7 @@ def test_work_in_the_background_is_left_to_gloo(pool: Pool, size: int) -> None:
 
 
 def outside() -> list[float]:
-    """The result of a rank after a reduction in a group of the others."""
+    """The numbers of a rank after a reduction in a group that contains only rank 1."""
     group = dist.new_group([1])
     numbers = torch.full((2,), 3.0)
     dist.all_reduce(numbers, group=group)
@@ -305,8 +308,8 @@ def test_a_rank_outside_of_the_group_does_nothing(pool: Pool) -> None:
 
 
 def threads_started(by_gloo: bool) -> int:
-    """The threads that a single rank starts when it gathers 16 MB, after its own OpenMP threads
-    have started."""
+    """The number of threads that a single rank starts to gather 16 MB. Its own OpenMP threads have
+    already started."""
     torch.set_num_threads(2)
     whole = torch.ones(2**22).mul(2.0)
     before = len(os.listdir("/proc/self/task"))
@@ -316,14 +319,14 @@ def threads_started(by_gloo: bool) -> int:
 
 
 def test_a_rank_alone_starts_no_second_team_of_threads(pool: Pool) -> None:
-    """If there are more threads than cores, libgomp lets no team of threads spin, and all later
-    operations take longer."""
+    """With more threads than cores, libgomp lets no team of threads spin, which slows down all
+    later operations."""
     assert pool.run(1, threads_started, by_gloo=False) == [0]
     assert pool.run(1, threads_started, by_gloo=True) == [1]
 
 
 def gloo_threads() -> tuple[int, float]:
-    """The number of threads of gloo's devices in this process, and the time limit of its last
+    """The number of threads of gloo's devices in this process, and the timeout of its last
     group."""
     groups = [dist.new_group(timeout=datetime.timedelta(seconds=60 + n)) for n in range(5)]
     for group in groups:
@@ -340,7 +343,7 @@ def test_all_groups_share_the_thread_of_gloos_device(pool: Pool, size: int) -> N
 
 def names_in_megatron() -> list[str]:
     """Megatron-Core's names for collectives that are not the installed functions, and the
-    collectives that have no installed function."""
+    collectives for which no function is installed."""
     others = [
         f"{module.__name__}.{name}"
         for module, name, collective in (
@@ -356,5 +359,6 @@ def names_in_megatron() -> list[str]:
 
 
 def test_megatron_core_uses_them_under_its_own_names(pool: Pool) -> None:
-    """The ranks import the package first. In pytest the first import is that of the test file."""
+    """On a rank, the package is imported first. In the pytest process, the test file's imports come
+    first."""
     assert pool.run(1, names_in_megatron) == [[]]

@@ -45,7 +45,8 @@ def test_any_two_values_of_two_dimensions_meet_in_the_selection(
     for (a, left), (b, right) in itertools.combinations(dimensions.items(), 2):
         for pair in itertools.product(left, right):
             assert ((a, pair[0]), (b, pair[1])) in met
-    # and it is no larger than needed: the two largest dimensions alone need so many
+    # The selection is hardly larger than the product of the two largest dimensions, which is the
+    # minimum.
     sizes = sorted(map(len, dimensions.values()))
     assert len(selection) < 1.1 * sizes[-1] * sizes[-2]
 
@@ -59,7 +60,7 @@ def test_batches_meet_both_clip_bounds_and_stay_inside_too(
     assert metrics["clip/token/low"] > 0.02
     assert metrics["clip/token/high"] > 0.02
     assert metrics["clip/token/binding"] < 0.9
-    # some ratios are outside the range but not binding, because of the sign of the advantage
+    # Some ratios are outside the range but not clipped, because of the sign of their advantage.
     assert metrics["clip/token/outside"] > metrics["clip/token/binding"] + 0.02
 
 
@@ -68,22 +69,24 @@ def test_update_is_the_same_on_every_layout(updates: Updates, case: Case) -> Non
     updates.check(case)
 
 
-# (prompt tokens, response tokens, advantage). The token budget of the matrix is 40, with CP2 at
-# least 20 tokens a rank. With CP4 a packed micro-batch of 40 has 8 chunks.
+# (prompt tokens, response tokens, advantage). The matrix has a token budget of 40; with CP2, a rank
+# has at least 20 tokens. With CP4, a packed micro-batch of 40 tokens has 8 chunks.
 EDGES = (
-    (7, 0, 1.5),  # no response token counts: the sequence counts in the mean, but adds no term
+    (7, 0, 1.5),  # no response token counts: the sequence counts in the mean, but has no term
     (5, 1, -0.8),  # a response of one token
     (4, 9, 0.0),  # a group without spread
     (6, 3, 0.0),
-    # exceeds the budget, so it is alone; all of its CP boundaries lie in the response
+    # Longer than the budget, so it is alone in its micro-batch. All boundaries of its CP chunks are
+    # in the response.
     (1, 95, 1.1),
-    (62, 1, -1.3),  # alone too; all CP ranks but one have no response token
-    (1, 1, 0.9),  # shorter than the number of CP chunks
+    (62, 1, -1.3),  # alone, too; only one CP rank has a response token
+    (1, 1, 0.9),  # fewer tokens than CP chunks
 )
 
 
 def edge_batch() -> SyntheticBatch:
-    """The sequences of EDGES with ratios on both sides of GSPO's and GRPO's clip bounds."""
+    """The sequences of EDGES. Some of their ratios are above and some below the clip bounds of GSPO
+    and GRPO."""
     generator = torch.Generator().manual_seed(5)
     batch = SyntheticBatch([], [], [], [])
     for number, (prompt, response, advantage) in enumerate(EDGES):
@@ -97,14 +100,14 @@ def edge_batch() -> SyntheticBatch:
     return batch
 
 
-# Layouts that cut a sequence, the batch or the vocabulary. GSPO and GRPO treat ranks without
-# tokens, and sequences without spread, differently.
+# These layouts cut a sequence, the batch or the vocabulary. GSPO and GRPO differ in how they treat
+# ranks without tokens and sequences without spread.
 EDGE_LAYOUTS = ("tp=1", "dp=4", "cp=2", "cp=4", "tp=2,cp=2", "pp=2,vpp=2,ep=2,cp=2")
 
 
 def two_each(layouts: Sequence[str], ways: Sequence[Any]) -> list[Any]:
-    """Parameters of a test: each layout with two of the ways, in turn; with `full`, with all of
-    them."""
+    """The parameters of a test: each layout with two of the ways, in turn. With the mark `full`,
+    all ways."""
     turns = [{(2 * row) % len(ways), (2 * row + 1) % len(ways)} for row in range(len(layouts))]
     return [
         pytest.param(layout, *way, marks=() if column in quick else pytest.mark.full)
@@ -134,8 +137,8 @@ def test_update_on_edge_cases_follows_the_formulas(
 
 
 def masked_batch() -> SyntheticBatch:
-    """Responses with tokens that are not learnt from: runs of them, such as a tool's output between
-    two turns, and single ones. Their ratio would be NaN."""
+    """Responses in which some tokens are not learnt from: runs of tokens, like a tool's output
+    between two turns, and single tokens. Their ratios are NaN."""
     generator = torch.Generator().manual_seed(6)
     batch = replace(edge_batch(), masks=[])
     for number, ratios in enumerate(batch.log_ratios):
@@ -143,9 +146,9 @@ def masked_batch() -> SyntheticBatch:
         mask = turns.repeat_interleave(5)[: len(ratios)]
         mask ^= torch.rand(len(ratios), generator=generator) < 0.1
         if number == 2:
-            mask[:] = False  # no token is learnt from
+            mask[:] = False  # nothing of this response is learnt
         if number == 4:
-            mask[-40:] = False  # more than the whole shard of a rank
+            mask[-40:] = False  # these tokens include all of a rank's shard
         batch.masks.append(mask)
         batch.log_ratios[number] = ratios.where(mask, torch.nan)
     return batch
@@ -184,8 +187,8 @@ def test_masked_tokens_have_no_part_in_an_update(
 def test_branches_of_an_episode_are_one_sequence_of_the_loss(
     updates: Updates, layout: str, objective: str, packing: bool, dispatcher: str
 ) -> None:
-    """All branches have one ratio, one length and one weight. For the model each branch is a
-    sequence of its own."""
+    """All branches of an episode have one ratio, one length and one weight. For the model, each
+    branch is a sequence of its own."""
     case = Case(layout, dispatcher, packing, objective=objective, precision="fp64")
     batch = branched_batch(turn_rewards=objective == "gspo_token")
     result, explicit = updates.run(case, batch), updates.explicit(case, batch)
@@ -194,7 +197,7 @@ def test_branches_of_an_episode_are_one_sequence_of_the_loss(
 
 @pytest.mark.parametrize("layout", ["tp=1", "cp=4", "tp=2,pp=2,cp=2", "dp=2,ep=2,cp=2"])
 def test_each_token_has_the_advantage_of_its_turn(updates: Updates, layout: str) -> None:
-    """A turn has several tokens. Between turns are tokens that the policy did not write."""
+    """A turn has several tokens. The tokens between turns are not the policy's."""
     case = Case(layout, "alltoall", True, objective="gspo_token", precision="fp64")
     generator = torch.Generator().manual_seed(8)
     batch = replace(masked_batch(), token_advantages=[])
@@ -225,7 +228,7 @@ def test_update_is_the_same_in_every_case(
 ) -> None:
     for case in full_product():
         rest = replace(case, layout=layout, dispatcher=dispatcher, packing=packing)
-        # the routers' losses are float32 in any precision, so float64 shows nothing new
+        # The routers' losses are float32 in any precision, so fp64 adds nothing to these cases.
         if case != rest or (case.precision == "fp64" and case.router_losses):
             continue
         updates.check(case)

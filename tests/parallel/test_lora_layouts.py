@@ -1,5 +1,5 @@
-"""Adapters: loss, gradient norm and the gradient of each of their matrices are the same on every
-layout."""
+"""Adapters: the loss, the gradient norm, and the gradient of each adapter matrix are the same on
+every layout."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ from tests.unit.hf.published import VOCABULARY, write_model
 
 @torch.no_grad()
 def stir(policy: Policy) -> Policy:
-    """Give each B values that depend on its name only. As long as B is zero, A has no gradient."""
+    """Give each matrix B random values that depend only on its name. A zero B would give A no
+    gradient."""
     for model in policy.models:
         for shard in parameter_shards(model):
             if "lora." in shard.name and ".b" in shard.name:
@@ -47,7 +48,7 @@ def stir(policy: Policy) -> Policy:
 
 
 def update_with_adapters(**arguments: Any) -> StepResult:
-    """`run_update` of a model whose adapters have an effect."""
+    """Run `run_update` on a model whose adapters have an effect."""
     native = parity.build_policy
 
     def build_policy(config: Config, *others: Any) -> Policy:
@@ -62,7 +63,7 @@ def with_lora(config: Config, **lora: Any) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"lora": section})})
 
 
-# With these fields the tiny MoE is a model of the family qwen2_moe.
+# With these fields, the tiny MoE belongs to the family qwen2_moe.
 QWEN2_MOE: dict[str, Any] = NO_ROUTER_LOSSES | {
     "moe_shared_expert_gate": True,
     "add_qkv_bias": True,
@@ -112,14 +113,16 @@ def test_the_update_is_that_of_one_rank(pool: Pool, reference: StepResult, layou
 @pytest.mark.parametrize(
     ("options", "layout"),
     [
-        # shards of the head and tied embeddings; padded rows; adapters of only a few matrices
+        # These cases have shards of the head, tied embeddings, padded rows, or adapters of few
+        # matrices.
         ({"tie_embeddings": True}, "tp=2,pp=2"),
         ({"training": {"packing": False, "recompute": "full"}}, "tp=2,cp=2,ep=2"),
         ({"lora": {"targets": ["q_proj", "v_proj", "up_proj", "router"]}}, "tp=2,ep=2,etp=2"),
-        # the rows of the head are cut over TP, some are padding; only the last stage has them
+        # The rows of the head are cut over TP, and some of them are padding. Only the last stage
+        # has them.
         ({"lora": {"targets": ["head", "router", "o_proj"]}}, "tp=2,pp=2,ep=2"),
         ({"lora": {"targets": ["head"]}}, "tp=2,cp=2"),
-        # a stage without adapters, through which gradients pass
+        # One stage has no adapters, but gradients pass through it.
         ({"lora": {"targets": ["mlp"]}}, "pp=2"),
         ({"lora": {"targets": ["experts"]}, "training": {"recompute": "selective"}}, "pp=2,ep=2"),
     ],

@@ -1,4 +1,5 @@
-"""Ranks whose custom objective returns metrics with different names, with real gloo processes."""
+"""A custom objective returns metrics with different names on different ranks. The processes use
+real gloo."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from tests.parallel.pool import Pool
 
 
 def reduce_by_rank(means: list[list[str]], values: list[list[str]]) -> str:
-    """The result of this rank's reduction, where rank r collects means[r] and values[r]."""
+    """The result of this rank's reduction. Rank r collects the names means[r] and values[r]."""
     rank = dist.get_rank()
     metrics = StepMetrics(torch.device("cpu"))
     metrics.add_means({name: torch.tensor([1.0 + rank, 2.0]) for name in means[rank]})
@@ -28,13 +29,13 @@ def reduce_by_rank(means: list[list[str]], values: list[list[str]]) -> str:
 @pytest.mark.parametrize(
     ("means", "values", "missing"),
     [
-        # as many metrics with other names, which would be added up
+        # Equally many metrics with different names, which would be added to each other.
         (
             [["loss", "mine/a"], ["loss", "mine/b"]],
             [[], []],
             {"means['mine/a'] is missing on rank 1", "means['mine/b'] is missing on rank 0"},
         ),
-        # fewer metrics, at which the collective would abort
+        # Different numbers of metrics, at which the collective would abort.
         ([["loss", "mine/a"], ["loss"]], [[], []], {"means['mine/a'] is missing on rank 1"}),
         (
             [["loss"], []],

@@ -1,4 +1,4 @@
-"""Ten mistakes, planted one by one. The comparison of the layout matrix notices each of them."""
+"""Ten mistakes, planted one at a time. The comparison of the layout matrix notices each of them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from tests.parallel.matrix import Case
 from tests.parallel.updates import FP32_TOLERANCE, Updates
 
 Mistake = Callable[[], contextlib.AbstractContextManager]
-# By name, a patch of the code under test and a case that catches it. If the routers' losses are
-# off, the reference is the formulas, so that a mistake which all layouts share is caught, too.
+# By name: a case that notices the mistake, and a patch of the code under test. Without the routers'
+# losses, the reference is the formulas, so even a mistake that is the same on all layouts is
+# noticed.
 MISTAKES: dict[str, tuple[Case, Mistake]] = {}
 
 
@@ -37,13 +38,13 @@ def mistake(*case: str, **options: Any) -> Callable[[Mistake], Mistake]:
 
 
 def mistaken_update(mistake: str, **arguments: Any) -> StepResult:
-    """`run_update` with one mistake."""
+    """Run `run_update` with one mistake."""
     with MISTAKES[mistake][1]():
         return parity.run_update(**arguments)
 
 
 def patched_pack(**changes: Callable[[Any], torch.Tensor]) -> contextlib.AbstractContextManager:
-    """Packed batches with changed fields."""
+    """Changes these fields of packed batches."""
     native = schedule.pack
 
     def pack(*args: Any, **kwargs: Any) -> Any:
@@ -61,7 +62,7 @@ def sequence_sums_not_reduced_over_cp() -> contextlib.AbstractContextManager:
 @mistake("tp=1")
 def mean_of_micro_batch_means() -> contextlib.AbstractContextManager:
     native = step.LossInputs
-    micro_batches = 8  # of the uneven split
+    micro_batches = 8  # the number of micro-batches in the uneven split
 
     def inputs(**fields: Any) -> Any:
         count = len(fields["advantages"]) * micro_batches
@@ -78,7 +79,8 @@ def divisor_of_one_data_rank() -> contextlib.AbstractContextManager:
 
 @mistake("tp=2", router_losses=True)
 def aux_loss_scaled_by_tokens_of_the_shard() -> contextlib.AbstractContextManager:
-    """As in stock Megatron-Core. Our z loss refuses that scale, so it keeps its own."""
+    """As in stock Megatron-Core. The z loss keeps its own scale, because our code refuses the other
+    one."""
     native = TopKRouter.apply_z_loss
 
     def apply_z_loss(self: TopKRouter, *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +118,8 @@ def softmax_maximum_not_reduced_over_tp() -> contextlib.AbstractContextManager:
 
 @mistake("pp=2,vpp=2")
 def virtual_stages_swapped() -> contextlib.AbstractContextManager:
-    """The last pipeline rank computes its first chunk's layer in place of its second chunk's."""
+    """The last pipeline rank computes the layer of its first chunk in place of its second
+    chunk's."""
     native = parity.build_policy
 
     def build_policy(*args: Any) -> Any:
@@ -134,7 +137,7 @@ def virtual_stages_swapped() -> contextlib.AbstractContextManager:
 
 @mistake("tp=2")
 def expert_gradients_reduced_over_the_wrong_ranks() -> contextlib.AbstractContextManager:
-    """With TP2 and ETP1 the experts are copies on the two TP ranks, which see different tokens."""
+    """With TP2 and ETP1, both TP ranks have copies of the experts, but different tokens."""
     return patch.object(build, "_reduce_experts_over_their_replicas", lambda *_: None)
 
 

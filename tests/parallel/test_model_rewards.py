@@ -1,5 +1,5 @@
-"""A reward model of a folder, computed on the training ranks: on every layout the scores are those
-of transformers, and the running moments the same."""
+"""A reward model in a folder, computed on the training ranks. On every layout the scores equal
+those of transformers, and the running moments are the same."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ from tests.unit.hf.published import VOCABULARY
 from tests.unit.hf.transformers_side import transformers_process
 
 LAYOUTS = ("tp=2,pp=2,ep=2", "dp=4,ep=2", "cp=2,dp=2")
-TOLERANCE = 1e-5  # fp32 sums over shards in another order
+TOLERANCE = 1e-5  # for fp32, whose sums over shards have another order
 _source = np.random.default_rng(3)
 CONVERSATIONS = [_source.integers(1, VOCABULARY, size=n).tolist() for n in (5, 1, 12, 7, 30, 2, 9)]
 
 
 def with_folder(layout: str, folder: Path) -> Config:
-    """The tiny MoE as policy, and a model of another shape and vocabulary as reward."""
+    """A configuration with the tiny MoE as policy, and a reward model of another shape and
+    vocabulary."""
     config = odd_moe(layout, training={"micro_batch_tokens": 24})
     reward = RewardSection(
         name="reward_model",
@@ -44,9 +45,10 @@ def with_folder(layout: str, folder: Path) -> Config:
 
 
 def scored(config: Config) -> tuple[dict[int, float], dict[str, float], str]:
-    """The scores of this rank's conversations, the moments of all ranks', and what is said."""
+    """The scores of this rank's conversations, the moments over all ranks, and the error text."""
     set_up_model_parallel(resolve_parallel(config, dist.get_world_size()), config.training.seed)
-    group = data_parallel_group()  # as of rollouts: context-parallel ranks have others
+    # the group of rollouts, in which context-parallel ranks have different sequences
+    group = data_parallel_group()
     numbers = [*range(len(CONVERSATIONS))][group.rank() :: group.size()]
     score = FolderScores(config)
     rewards = ModelRewards(config, torch.device("cpu"), score)
@@ -105,7 +107,7 @@ def test_a_score_that_is_not_finite_is_one_line_on_all_ranks(
 
 
 def refused(config: Config) -> str:
-    """What is said where the template refuses a message of one rank."""
+    """The error text if the template refuses a message that only one rank has."""
     set_up_model_parallel(resolve_parallel(config, dist.get_world_size()), config.training.seed)
     rewards = ModelRewards(config, torch.device("cpu"), FolderScores(config))
     asked = ({"role": "user", "content": "a"}, {"role": "user", "content": "b"})

@@ -1,4 +1,4 @@
-"""The pool's own promises: a failure names its rank, a hang ends, nothing stays behind."""
+"""The promises of the pool: a failure names its rank, a hang ends, and no process stays behind."""
 
 from __future__ import annotations
 

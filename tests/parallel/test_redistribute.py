@@ -1,5 +1,5 @@
-"""Sequences move as a whole, with their log-probs and routes, to the ranks that train on them. All
-ranks get the rewards."""
+"""Whole sequences move, with their log-probs and routes, to the ranks that train on them. All ranks
+get the rewards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.parallel.pool import Pool
 
 
 def sequence(number: int) -> tuple[list[int], list[float], float]:
-    """The tokens, log-probs and reward of a sequence, which any rank can compute."""
+    """The tokens, log-probs and reward of a sequence. Every rank can compute them."""
     draw = random.Random(number)
     length = draw.randint(2, 30)
     response = draw.randint(1, length - 1)
@@ -31,16 +31,16 @@ def sequence(number: int) -> tuple[list[int], list[float], float]:
 
 
 def move(config: Config, sources: list[int], destinations: list[int]) -> None:
-    """Send sequence n from data rank sources[n] to the data-parallel rank destinations[n]. This
-    rank must receive its own sequences, whole and no others."""
+    """Send sequence n from data-parallel rank sources[n] to destinations[n]. Check that this rank
+    receives exactly its own sequences, complete."""
     set_up_model_parallel(resolve_parallel(config, dist.get_world_size()), 1)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     held = [n for n, source in enumerate(sources) if source == group.rank()]
-    random.Random(3).shuffle(held)  # an engine may return them in any order
+    random.Random(3).shuffle(held)  # an engine may return sequences in any order
     batch, rewards = _batch(held)
     index = gather_index(batch, rewards, group)
-    # Token advantages move in the same way. They are twice the log-probs, so that nothing else can
-    # be taken for them.
+    # Token advantages move in the same way. Here they are twice the log-probs, so that the two
+    # cannot be confused.
     received = redistribute(
         batch,
         index,
@@ -69,7 +69,7 @@ def move(config: Config, sources: list[int], destinations: list[int]) -> None:
 
 
 def _routes(tokens: torch.Tensor) -> torch.Tensor:
-    """Routes [tokens, 3 layers, 2 experts] of a model with more than 256 experts."""
+    """The routes [tokens, 3 layers, 2 experts] of a model with more than 256 experts."""
     return (tokens[:, None, None] + torch.arange(6).view(3, 2)).to(torch.int16)
 
 

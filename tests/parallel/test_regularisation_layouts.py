@@ -1,5 +1,5 @@
-"""Corrections, divergence from a reference and entropy bonus: the update is the same on every
-layout."""
+"""Corrections, the divergence from a reference, and the entropy bonus: the update is the same on
+every layout."""
 
 from __future__ import annotations
 
@@ -59,9 +59,10 @@ def test_update_is_that_of_one_rank_and_differs_from_the_plain_one(pool: Pool, n
     section = SECTIONS[name]
     alone = run(pool, "tp=1", section)
     plain = {"name": section["name"]}
-    if "correction" in section:  # the trainer then computes the old log-probs
+    if "correction" in section:  # only with a correction does the trainer compute the old log-probs
         plain |= {"correction": "sequence_mask", "correction_low": 1e-9, "correction_high": 1e9}
     distances = compare(run(pool, "tp=1", plain).gradients, alone.gradients)
-    assert distances[0][1] > 1e-5, "the option does nothing"  # in float64 no effect would be 1e-15
+    # without effect, the difference in float64 would be 1e-15
+    assert distances[0][1] > 1e-5, "the option does nothing"
     for layout in ("dp=2", "tp=2,cp=2", "pp=2,vpp=2,ep=2"):
         assert_same_update(run(pool, layout, section), alone, FP64_TOLERANCE)

@@ -1,5 +1,4 @@
-"""Routing Replay has an effect on every layout, and the update with it is the same on all of
-them."""
+"""Routing Replay changes the update, and the changed update is the same on every layout."""
 
 from __future__ import annotations
 
@@ -41,17 +40,17 @@ EXPERTS, TOP_K, LAYERS, MOE_LAYERS = 8, 2, 4, 3
 
 @dataclass
 class Watched:
-    """An update with counts over all ranks, on rank 0."""
+    """An update, with counts over all ranks. Only rank 0 has it."""
 
     result: StepResult
-    replayed: int  # tokens x layers whose forward pass had routes to follow
-    wrong: int  # tokens of these with other experts in Megatron-Core's routing map
-    moved: int  # tokens of these for which the router would have chosen other experts
-    passes: dict[str, int]  # forward passes of routers, by what they did with routes
+    replayed: int  # tokens x layers whose forward pass had to follow routes
+    wrong: int  # of these, those with other experts in Megatron-Core's routing map
+    moved: int  # of these, those for which the router would have chosen other experts
+    passes: dict[str, int]  # forward passes of routers, by the use of routes
 
 
 def watched_update(mistake: str | None = None, **arguments: Any) -> Watched:
-    """A watched update. `mistake`: one of tests.unit.routing.mistakes."""
+    """An update that is watched. `mistake`: the name of one in tests.unit.routing.mistakes."""
     with getattr(mistakes, mistake)() if mistake else nullcontext():
         return watched(update_away_from_the_reference, **arguments)
 
@@ -65,7 +64,7 @@ def watched(update: Callable[..., StepResult], **arguments: Any) -> Watched:
     def routing(self: TopKRouter, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         routes = hooks._current.get()
         passes[type(routes).__name__] += 1
-        # a checkpointed training pass, which is repeated when gradients are needed
+        # A checkpointed training pass, which is repeated for the gradients.
         passes["checkpointed"] += isinstance(routes, Observing) and not torch.is_grad_enabled()
         probs, chosen = native(self, logits, *args, **kwargs)
         inner = routes.inner if isinstance(routes, (Observing, Recording)) else routes
@@ -80,7 +79,7 @@ def watched(update: Callable[..., StepResult], **arguments: Any) -> Watched:
             counts["wrong"] += int(((maps != chosen).any(-1) & known).sum())
             counts["wrong"] += int(((natural != chosen).any(-1) & ~known).sum())
             counts["moved"] += int(((maps != natural).any(-1) & known).sum())
-            # the weights of the experts are those of the current router
+            # Only chosen experts have weights, which come from the current router.
             assert not (probs[~chosen] != 0).any()
         return probs, chosen
 
@@ -92,7 +91,7 @@ def watched(update: Callable[..., StepResult], **arguments: Any) -> Watched:
 
 
 def with_routes(batch: SyntheticBatch, topk: int = TOP_K) -> SyntheticBatch:
-    """Random experts for every token and layer, which no router would choose."""
+    """The batch with random experts for every token and layer. No router would choose them."""
     generator = torch.Generator().manual_seed(3)
     routes = [
         torch.rand((len(tokens), LAYERS, EXPERTS), generator=generator).topk(topk).indices
@@ -112,11 +111,11 @@ def run(
     alike: bool = False,
     **routing: Any,
 ) -> Watched:
-    """An update of three mini-batches. `alike`: all sequences have one length."""
+    """Make an update of three mini-batches. `alike`: all sequences have the same length."""
     training = {"precision": "fp64", "packing": packing, "recompute": recompute}
     megatron = dict(NO_ROUTER_LOSSES)
     if recompute == "selective":
-        megatron["recompute_modules"] = ["moe"]  # whole layers of experts, with the router
+        megatron["recompute_modules"] = ["moe"]  # whole MoE layers, routers included
     objective = objective or {"name": "grpo"}
     config = odd_moe(layout, objective, training=training, routing=routing, **megatron)
     size = {"shortest": 13, "longest": 13} if alike else {}
@@ -139,7 +138,7 @@ def test_without_replay_experts_change_and_the_change_is_logged(alone: dict[str,
     assert 0.01 < metrics["routing/volatility"] < 0.9
     assert metrics["routing/tokens_changed"] >= metrics["routing/volatility"]
     assert metrics["routing/layer_02/volatility"] > 0
-    assert "routing/layer_01/volatility" not in metrics  # the dense layer
+    assert "routing/layer_01/volatility" not in metrics  # layer 1 is dense
     assert "replay/bytes" not in metrics
 
 
@@ -151,8 +150,9 @@ def test_replay_changes_the_update(alone: dict[str, Watched], mode: str) -> None
     assert differences[0][1] > 1e-3
 
 
-# Each layout is tested with each recomputation, both modes, packed and padded. Each recomputation
-# is tested with all four pairs of mode and packing on some layout.
+# Each layout is tested with each kind of recomputation, and with both modes, packed and padded.
+# Each kind of recomputation is tested with all four pairs of mode and packing, on different
+# layouts.
 WAYS = (("r2", True), ("r3", False), ("r3", True), ("r2", False))
 SELECTION = [
     (layout, *WAYS[(row + column) % len(WAYS)], recompute)
@@ -179,19 +179,19 @@ def test_every_token_goes_to_the_recorded_experts_on_every_layout(
     assert watched.wrong == 0
     assert (watched.passes["checkpointed"] > 0) == (recompute != "none")
     results = watched.result, alone[mode].result
-    if packing:  # padding is stored, too
+    if packing:  # the stored routes include padding
         assert_same_update(*results, FP64_TOLERANCE_OF_ROUTERS, but="replay/bytes")
-    else:  # rows are cut into other micro-batches
+    else:  # without packing, layouts have different micro-batches
         assert_same_gradients(*results, FP64_TOLERANCE_OF_ROUTERS)
 
 
 def test_a_route_takes_one_byte_a_layer_and_expert(alone: dict[str, Watched]) -> None:
     tokens = [len(t) for t in synthetic_batch(odd_moe("tp=1").objective, VOCAB_SIZE).tokens]
-    # micro-batches without a sequence hold one token of padding; there are fewer than two dozen of
-    # them
+    # A micro-batch without a sequence has one padding token. There are fewer than two dozen such
+    # micro-batches.
     for mode, needed in (("r3", sum(tokens)), ("r2", sum(tokens[4:]))):
         stored = alone[mode].result.metrics["replay/bytes"] / (MOE_LAYERS * TOP_K)
-        # r2 needs no pass for the first of three mini-batches, which has 4 of the 13 sequences
+        # With r2, the first of three mini-batches needs no routes. It has 4 of the 13 sequences.
         assert needed <= stored <= needed + 24, mode
 
 
@@ -199,15 +199,15 @@ def test_a_route_takes_one_byte_a_layer_and_expert(alone: dict[str, Watched]) ->
 def test_branches_of_an_episode_follow_the_rollouts_experts(
     pool: Pool, layout: str, packing: bool
 ) -> None:
-    """The routes of all tokens except the last one of each branch, which was never fed to the
-    rollout engine."""
+    """Each token has routes, except the last one of each branch, because the rollout engine never
+    got it as input."""
     training = {"precision": "fp64", "packing": packing}
     config = odd_moe(layout, {"name": "gspo"}, training=training, routing={"replay": "r3"})
     batch = with_routes(branched_batch())
     pieces = [sum(lengths) for branches in batch.branches for lengths in branches]
     ends = torch.tensor(pieces).cumsum(0) - 1
     flat = torch.cat(batch.routes)
-    flat[ends] = 0  # one expert twice, which is refused when it is read
+    flat[ends] = 0  # naming one expert twice is refused if the route is read
     batch = replace(batch, routes=list(flat.split([len(tokens) for tokens in batch.tokens])))
     cut = Cut(replicas=2, token_budget=40, multiple=2)
     watched = update(pool, config, watched_update, batch=batch, cut=cut)
@@ -238,7 +238,7 @@ def test_policy_and_reference_replay_apart_on_every_layout(
     assert min(plain.replayed, sharded.replayed) > 0
     assert plain.wrong == sharded.wrong == 0
     results = sharded.result, plain.result
-    # replay/bytes counts padding too
+    # replay/bytes also counts padding.
     assert_same_update(*results, FP64_TOLERANCE_OF_ROUTERS, but="replay/bytes")
     if reference != "off":
         other = run(pool, "tp=1", **modes | {"reference_replay": "off"})
@@ -246,7 +246,8 @@ def test_policy_and_reference_replay_apart_on_every_layout(
         assert distance > 1e-3, "the reference's mode does nothing"
 
 
-# Traps of Routing Replay that show only with several stages or ranks. Each is planted, and noticed.
+# Traps of Routing Replay that need several stages or ranks. Each trap is planted, and must be
+# noticed.
 
 
 def test_trap_recomputation_does_not_know_its_micro_batch(pool: Pool) -> None:
@@ -264,13 +265,13 @@ def test_trap_recomputation_does_not_know_its_micro_batch(pool: Pool) -> None:
 def test_trap_newest_micro_batch_only_under_1f1b_with_recomputation(
     pool: Pool, layout: str, alike: bool
 ) -> None:
-    """Between the forward pass of a micro-batch and its recomputation, other micro-batches begin.
-    If all have one length, only the count of uses shows the mistake."""
+    """Other micro-batches begin between the forward pass of a micro-batch and its recomputation. If
+    all have one length, only the count of uses shows the mistake."""
     options = {"mistake": "newest_routes_only", "alike": alike, "replay": "r2"}
     said = r"never asked|more than once" if alike else r"routes of \d+ tokens|never asked"
     with pytest.raises(RankError, match=said):
         run(pool, layout, recompute="full", **options)
-    # Without recomputation the newest one is right. So both are needed to see the mistake.
+    # Without recomputation the newest routes are the right ones. So the mistake needs both.
     watched = run(pool, layout, **options)
     assert watched.replayed > 0 and watched.wrong == 0
 

@@ -1,5 +1,5 @@
-"""Rollouts by the sharded model: the responses are the same on all layouts, and the log-probs those
-of training."""
+"""Rollouts with the sharded model. The responses are the same on all layouts, and their log-probs
+equal those of training."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ LAYOUTS = [
 PER_PROMPT = 3
 SAMPLED = Sampling(max_tokens=14, temperature=0.7)
 GREEDY = Sampling(max_tokens=14, temperature=0.0)
-# fp32 logits of size 10, summed in another order, differ by 1e-6; a wrong position or token by 0.1
+# With sums in another order, fp32 logits of size 10 differ by 1e-6. A wrong position or token
+# changes them by 0.1.
 TOLERANCE = 1e-5
 
 
@@ -47,7 +48,7 @@ PAD_ID, EOS_ID = 0, 2
 
 
 def spelled(token_ids: Sequence[int]) -> str:
-    """Write each token as a character."""
+    """The tokens as a text, with one character for each."""
     return "".join(map(chr, token_ids))
 
 
@@ -76,8 +77,8 @@ def sample_on_ranks(
     count: int = 5,
     **options: Any,
 ) -> RolloutBatch:
-    """Sample on ranks. The prompts are dealt to the data ranks in turn. `options` are those of the
-    engine."""
+    """Sample responses on ranks. The prompts are distributed to the data ranks in turn. `options`
+    are for the engine."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     numbers = range(group.rank(), count, group.size())
     attach_hooks(policy.models)
@@ -87,7 +88,7 @@ def sample_on_ranks(
 
 
 def generate(config: Config, **options: Any) -> dict[int, Response]:
-    """The responses of this rank, by the number of the sample."""
+    """The responses of this rank, by the number of their sample."""
     batch = sample_on_ranks(build_on_ranks(config), **options)
     data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
@@ -105,8 +106,8 @@ def generate(config: Config, **options: Any) -> dict[int, Response]:
 
 
 def mismatch(config: Config) -> list[float]:
-    """The differences of the engine's log-probs from those of the trainer's packed forward pass,
-    for tokens of which this rank has both."""
+    """The differences between the log-probs of the engine and of the trainer's packed forward pass,
+    for tokens for which this rank has both."""
     policy = build_on_ranks(config)
     batch = sample_on_ranks(policy, SAMPLED)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -131,8 +132,8 @@ def mismatch(config: Config) -> list[float]:
 
 
 def argmaxes(config: Config, sequences: list[list[int]]) -> list[list[int]]:
-    """The most probable token after each position, by one forward pass for each sequence without a
-    cache."""
+    """The most probable token after each position, from one forward pass for each sequence, without
+    a cache."""
     policy = build_on_ranks(config)
     policy.eval()
     model = policy.models[0]
@@ -154,7 +155,7 @@ def responses(
     megatron: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[int, list[Response]]:
-    """For each sample, the response as each rank of a replica returned it."""
+    """For each sample, the response as each rank of a model replica returned it."""
     config = odd_moe(layout, ddp=ddp, **(megatron or {}))
     by_rank = pool.each(config, generate, sampling=sampling, **options)
     samples = sorted({sample for found in by_rank for sample in found})
@@ -226,10 +227,10 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
     [
         ("tp=1", {"batch_size": 4}),
         ("dp=2,ep=2", {"batch_size": 4}),
-        # A data rank without prompts takes part if it holds experts,
+        # A data rank without prompts takes part if it has experts,
         ("dp=4,ep=4", {"count": 1}),
         ("dp=2,etp=2", {"count": 1}),
-        # and if ranks still wait for the weights of an update.
+        # or if ranks still wait for the weights of an update.
         ("dp=2", {"count": 1, "ddp": OVERLAP}),
     ],
 )
@@ -250,7 +251,7 @@ ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
     [
         *((layout, 4, {}) for layout in ["tp=1", *LAYOUTS]),
         ("dp=2,ep=2", 2, {}),
-        # ranks have the same number of rows and of prefilled prompts, with dummies
+        # All ranks need the same number of rows and of prefilled prompts, so some get dummies.
         ("dp=2,ep=2", 4, ALLGATHER),
         ("dp=4,ep=4", 2, ALLGATHER),
     ],
@@ -262,8 +263,8 @@ def test_refilled_rows_draw_the_same_responses(
     rows: int,
     megatron: dict[str, Any],
 ) -> None:
-    """There are fewer rows than a rank has responses, mostly no multiple of a group. Routes are
-    those of the same layout with all responses at once."""
+    """A rank has fewer rows than responses, and mostly not a multiple of a group. The routes are
+    compared with those of the same layout with all responses at once."""
     options = {"megatron": megatron, "record_routes": True}
     together = responses(pool, layout, SAMPLED, **options)
     refilled = responses(pool, layout, SAMPLED, batch_size=rows, **options)

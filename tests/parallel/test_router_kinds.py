@@ -1,5 +1,6 @@
-"""Routing Replay with the families' routers: a sigmoid with a bias, in groups, and our own softmax
-with a bias. Every token goes to its replayed experts, and the update is the same on all layouts."""
+"""Routing Replay with the routers of several families: a sigmoid with a bias, in groups, and the
+package's own softmax with a bias. Every token goes to its replayed experts, and the update is the
+same on all layouts."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(pool: Pool, folder: Path, layout: str, mode: str) -> Watched:
-    """An update of three mini-batches."""
+    """Make an update of three mini-batches."""
     config = parse_config(
         {
             "model": {"hf_path": str(folder), "backend": "torch_native"},

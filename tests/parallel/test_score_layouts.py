@@ -1,4 +1,4 @@
-"""Preference models on sharded layouts: scores, loss and gradients are those of one rank."""
+"""Preference models on sharded layouts: scores, loss and gradients equal those on one rank."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.unit.supervised.synthetic_preferences import preference_config, prefe
 
 _draw = random.Random(3)
 SEQUENCES = [[_draw.randrange(1, VOCABULARY) for _ in range(n)] for n in (5, 1, 12, 7, 30, 2, 9)]
-TOLERANCE = 1e-5  # fp32 sums over shards in another order
+TOLERANCE = 1e-5  # for fp32, whose sums over shards have another order
 
 
 def frozen_scores(config: Config, folder: Path) -> list[tuple[int, float]]:
-    """(number, score) of the sequences of this rank: every data-parallel rank takes others, and
-    with four of them one has none."""
+    """(number, score) of this rank's sequences. Data-parallel ranks have different sequences. With
+    four such ranks, one has none."""
     parallel = resolve_parallel(config, dist.get_world_size())
     set_up_model_parallel(parallel, config.training.seed)
     scorer = FrozenScorer(str(folder), config, parallel)
@@ -56,7 +56,7 @@ def frozen_scores(config: Config, folder: Path) -> list[tuple[int, float]]:
         ("tp=2,pp=2,ep=2", True, "qwen3_moe"),
         ("cp=2,dp=2,ep=2", True, "qwen3_moe"),
         ("tp=2,cp=2", False, "qwen3_moe"),
-        ("dp=2,ep=2", True, "qwen3"),  # a dense scorer beside a policy with experts
+        ("dp=2,ep=2", True, "qwen3"),  # a dense scorer, while the policy has experts
     ],
 )
 def test_a_frozen_model_gives_the_same_scores_on_any_layout(
@@ -76,7 +76,7 @@ Found = tuple[dict[str, torch.Tensor], dict[str, float], dict[str, float]]
 
 
 def one_batch(config: PreferenceConfig, ratings: bool) -> Found:
-    """All gradients of a batch as whole tensors (on rank 0), its figures, and an evaluation."""
+    """The gradients of a batch as whole tensors (on rank 0), its figures, and an evaluation."""
     policy = build_on_ranks(config)
     rate = config.optimizer.learning_rate
     trainer = build_trainer(policy, config.optimizer, Schedule(rate, rate, 0, 1, "constant"))
@@ -94,7 +94,8 @@ def one_batch(config: PreferenceConfig, ratings: bool) -> Found:
 
 
 def assert_same(found: list[Found], expected: Found) -> None:
-    """In fp64: sums in another order. Packed and padded rows go through other attention."""
+    """Compare results in fp64. They differ by the order of sums, and because packed and padded rows
+    use different attention code."""
     gradients, figures, evaluation = expected
     assert found[0][0].keys() == gradients.keys()
     for name, gradient in gradients.items():
@@ -105,7 +106,7 @@ def assert_same(found: list[Found], expected: Found) -> None:
     for each in found:
         assert each[2].keys() == evaluation.keys()
         assert [*each[2].values()] == pytest.approx([*evaluation.values()], rel=1e-9, abs=1e-12)
-    last = found[-1][1]  # the last rank is on the last stage
+    last = found[-1][1]  # the last rank is on the last stage, which has the figures
     assert last.keys() == figures.keys()
     assert [*last.values()] == pytest.approx([*figures.values()], rel=1e-9, abs=1e-12)
 

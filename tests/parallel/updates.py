@@ -1,4 +1,4 @@
-"""Updates on ranks, their references, and the comparison of two updates."""
+"""Updates on ranks, references for them, and the comparison of two updates."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from tests.parallel.matrix import Case
 from tests.parallel.models import VOCAB_SIZE
 from tests.parallel.pool import Pool
 
-# fp32 sums in another order. Gradients of the q/k norms are sums over all tokens that nearly
-# cancel; they differ by 3e-6. A wrong sequence, shard or factor shows at 1e-2 and above.
+# For fp32, with sums in another order. The gradients of q/k norms are sums over all tokens that
+# nearly cancel, so they differ by 3e-6. A wrong sequence, shard or factor gives 1e-2 and more.
 FP32_TOLERANCE = 2e-5
-# In float64 only the order of sums is left: at most 5e-15 was seen.
+# In float64 only the order of sums differs. The largest difference seen was 5e-15.
 FP64_TOLERANCE = 1e-10
-# Megatron-Core's routers compute their softmax and aux losses in float32, whatever the model's
-# precision. The softmax is rounded alike on every layout if the loss is scaled by the same number,
-# or by a power of two. The scale is the number of micro-batches.
+# Megatron-Core's routers compute their softmax and aux losses in float32, whatever precision the
+# model has. If the loss is scaled by the same number on every layout, or by a power of two, the
+# softmax is rounded in the same way. This scale is the number of micro-batches.
 FP64_TOLERANCE_OF_ROUTERS = 5e-7
 METRIC_TOLERANCE = 1e-5
 
-# Four shares of two or more micro-batches. At most 4 data ranks divide them, so the routers' losses
-# get the same micro-batches on all layouts.
+# There are four shares of two or more micro-batches. As a layout has at most 4 data ranks, the
+# routers' losses get the same micro-batches on every layout.
 CUT = Cut(replicas=4, token_budget=40, multiple=2)
 
 
@@ -50,16 +50,17 @@ def update(
     vocab_size: int = VOCAB_SIZE,
     **arguments: Any,
 ) -> Any:
-    """An update on the configuration's ranks, by the code of a training step or by `function`."""
+    """Make an update on the configuration's ranks, with the code of a training step or with
+    `function`."""
     batch = batch or synthetic_batch(config.objective, vocab_size)
     arguments |= {"vocab_size": vocab_size, "batch": batch, "cut": cut}
     return pool.on(config, function, **arguments)
 
 
 class DistantReference(ReferencePolicy):
-    """A reference far from the policy. The distance is a function of the weight, and so the same on
-    every layout. At the start of RL the divergence from the reference would be zero, and so would
-    its gradient."""
+    """A reference far from the policy. Each weight is moved by a function of itself, so the
+    reference is the same on every layout. The reference of a new run equals the policy, so the
+    divergence and its gradient would be zero."""
 
     @torch.no_grad()
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -70,12 +71,12 @@ class DistantReference(ReferencePolicy):
 
 @mock.patch.object(policy_update, "ReferencePolicy", DistantReference)
 def update_away_from_the_reference(**arguments: Any) -> StepResult:
-    """`run_update`, with a reference (if there is one) that differs from the policy."""
+    """Run `run_update`. A reference, if there is one, differs from the policy."""
     return run_update(**arguments)
 
 
 def update_from_folder(**arguments: Any) -> StepResult:
-    """`run_update` with the weights of model.hf_path, and the settings of its config.json."""
+    """Run `run_update` with the weights of model.hf_path and the settings of its config.json."""
     native = parity.build_policy
 
     def build_policy(config: Config, *others: Any) -> Policy:
@@ -88,14 +89,15 @@ def update_from_folder(**arguments: Any) -> StepResult:
 
 
 def gradient_tolerance(case: Case) -> float:
-    """For each parameter, the largest allowed norm of the difference, relative to the norm."""
+    """The largest allowed norm of the difference of a parameter's gradients, relative to the norm
+    of the gradient."""
     if case.precision == "fp32":
         return FP32_TOLERANCE
     return FP64_TOLERANCE_OF_ROUTERS if case.router_losses else FP64_TOLERANCE
 
 
 class Updates:
-    """Runs the updates of cases on the pool, and keeps the references."""
+    """Runs the updates of cases on the pool, and keeps the results of references."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -108,12 +110,12 @@ class Updates:
         function: Callable[..., StepResult] = run_update,
         **arguments: Any,
     ) -> StepResult:
-        """The case's update, by the code of a training step."""
+        """Run the update of a case, with the code of a training step."""
         batch = batch or case.batch()
         return update(self._pool, case.config(), function, batch=batch, cut=case.cut(), **arguments)
 
     def explicit(self, case: Case, batch: SyntheticBatch | None = None) -> StepResult:
-        """The update by the formulas, in float64. All cases of an objective and a batch share
+        """The update by the formulas, in float64. All cases with the same objective and batch share
         it."""
         batch = batch or case.batch()
         key = f"{case.objective} {batch}"
@@ -133,8 +135,9 @@ class Updates:
         return self._kept[key]
 
     def check(self, case: Case) -> None:
-        """Check the update of `case`. Gradients and loss must be those of the formulas if the
-        routers add none of their own, else those of one rank. Metrics must be those of one rank."""
+        """Check the update of `case`. Without losses of the routers, loss and gradients must be
+        those of the formulas; with them, those of one rank. Metrics must always be those of one
+        rank."""
         result = self.run(case)
         if not case.router_losses:
             assert_follows_formulas(case, result, self.explicit(case), gradient_tolerance(case))
@@ -153,7 +156,8 @@ def assert_follows_formulas(
 ) -> None:
     assert_same_gradients(result, explicit, tolerance)
     tolerance = gradient_tolerance(case)
-    # fp32 losses are sums of terms of both signs, so absolute errors have the size of the terms
+    # fp32 losses are sums of terms of both signs. So their absolute errors have the size of the
+    # terms.
     floor = 1e-7 if tolerance == FP32_TOLERANCE else 1e-12
     loss = explicit.metrics["loss"]
     assert result.metrics["loss"] == pytest.approx(loss, rel=tolerance, abs=floor)
@@ -162,8 +166,8 @@ def assert_follows_formulas(
 def assert_same_update(
     result: StepResult, reference: StepResult, tolerance: float, *, but: str = ""
 ) -> None:
-    """Check gradients and metrics. For the metric `but`, check only that both have it, and not
-    0."""
+    """Check gradients and metrics. For the metric `but`, check only that it is above 0 on both
+    sides."""
     assert_same_gradients(result, reference, tolerance)
     assert result.metrics.keys() == reference.metrics.keys()
     for name, value in reference.metrics.items():
@@ -173,11 +177,11 @@ def assert_same_update(
             continue
         if name.startswith("ratio/token/p"):
             tolerance = 0.04 * abs(value - 1)  # one bin of the sketch
-        # figures that are 0 except for rounding, such as kl/k1, have the size of the rounding
+        # A figure that is 0 except for rounding, such as kl/k1, has the size of the rounding.
         assert result.metrics[name] == pytest.approx(value, rel=tolerance, abs=1e-8), name
 
 
 def assert_norm_is_that_of_the_gradients(result: StepResult) -> None:
-    """Megatron-Core sums squares over shards, and must count each element once."""
+    """Megatron-Core sums squares over shards. Check that it counts each element once."""
     total = sum(float(g.double().square().sum()) for g in result.gradients.values())
     assert result.metrics["grad_norm"] == pytest.approx(total**0.5, rel=METRIC_TOLERANCE)

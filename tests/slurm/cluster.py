@@ -1,12 +1,12 @@
 """A real Slurm cluster on this machine: munged, slurmctld, and one slurmd for each virtual node.
 
-Each daemon runs below a subreaper (subreaper.py), which holds the read end of a pipe of this
-process. So no daemon, job step or task outlives this process, whatever happens to it. It also means
-that a node can be killed as a whole.
+Each daemon runs below a subreaper (subreaper.py), which reads from a pipe of this process. When
+this process ends, the pipe closes and the subreaper kills the daemon with all job steps and tasks.
+Because of this structure, a node can also be killed as a whole.
 
-On loopback the nodes are named by addresses of 127.0.0.0/8, which resolve everywhere. With
-isolated=True every node has a network namespace and a host name of its own. A bridge in the
-controller's namespace joins them. Then a node cannot reach the loopback of another node.
+On loopback, the nodes are named by addresses of 127.0.0.0/8, which resolve everywhere. With
+isolated=True, every node has a network namespace and a host name of its own, and a bridge in the
+controller's namespace connects the nodes. Then a node cannot reach the loopback of another node.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=
 PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10
 """
 
-# $1: the address of this node. The controller's namespace sends this end of the veth pair.
+# $1: the address of this node. The controller's namespace sends one end of a veth pair, which
+# becomes eth0.
 _JOIN = """
 hostname "$1" && ip link set lo up
 until ip link show eth0 >/dev/null 2>&1; do sleep 0.05; done
@@ -93,14 +94,14 @@ FINISHED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_
 
 
 class Cluster:
-    """A context manager: the cluster starts on entry, and ends with everything in it on exit."""
+    """A context manager. The cluster starts on entry. On exit it ends with all its processes."""
 
     def __init__(self, folder: Path, prefix: Path, *, isolated: bool = False) -> None:
-        """`folder`: an empty folder with a short path; `prefix`: the result of `slurm_prefix`."""
+        """`folder`: an empty folder with a short path. `prefix`: the result of `slurm_prefix`."""
         self.folder, self.prefix, self.isolated = folder, prefix, isolated
-        # Each process of pytest-xdist has a cluster of its own. The port of a job follows from its
-        # number, and rank 0 listens on all addresses. So job numbers must differ between clusters,
-        # or one of two jobs could not start.
+        # Each process of pytest-xdist has a cluster of its own. A job's port follows from its
+        # number, and rank 0 listens on all addresses. With equal job numbers in two clusters, one
+        # of the jobs could not start.
         worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
         self._first_job = 1 + 1000 * int(worker)
         network = _NETWORK if isolated else f"127.0.{worker}"
@@ -124,10 +125,11 @@ class Cluster:
         for name in reversed(list(self._daemons)):
             self.kill(name)
 
-    # What users do
+    # --- The actions of users
+    # -----------------------------------------------------------------------
 
     def run(self, *command: object, check: bool = True, **environ: str) -> str:
-        """Run a client program on the controller's host, and return its output."""
+        """Run a client program on the controller's host. Returns its output."""
         done = subprocess.run(
             [*self._at_the_controller(), *map(str, command)],
             env=self.environ | environ,
@@ -146,11 +148,12 @@ class Cluster:
         return self.run("sbatch", "--parsable", *options, script, *arguments, **environ).strip()
 
     def job(self, number: str) -> dict[str, str]:
-        """The output of `scontrol show job`."""
+        """The output of `scontrol show job`, by key."""
         return self._components(number)[0]
 
     def _components(self, number: str) -> list[dict[str, str]]:
-        """What Slurm says about each component of a heterogeneous job, or about the job."""
+        """The output of `scontrol show job` for each component of a heterogeneous job, or for the
+        job."""
         lines = self.run("scontrol", "-o", "show", "job", number).splitlines()
         return [dict(re.findall(r"([\w/:]+)=(.*?)(?= [\w/:]+=|\s*$)", line)) for line in lines]
 
@@ -158,7 +161,7 @@ class Cluster:
         self, number: str, condition: Callable[[dict[str, str]], bool], timeout: float = 300
     ) -> dict[str, str]:
         """Poll the job until the condition holds. Slurm holds a requeued job back for two minutes;
-        such a job is told to start now."""
+        this function releases it immediately."""
         deadline = time.monotonic() + timeout
         while True:
             components = self._components(number)
@@ -175,11 +178,11 @@ class Cluster:
             time.sleep(0.3)
 
     def finish(self, number: str, timeout: float = 300) -> dict[str, str]:
-        """Wait for the job's end in any state."""
+        """Wait until the job ends in any state."""
         return self.wait(number, lambda job: job["JobState"] in FINISHED, timeout)
 
     def ended(self, number: str, outcome: str, timeout: float = 300) -> str:
-        """Wait for the job's end with this state and exit code, such as "FAILED 2:0". Returns its
+        """Wait until the job ends with this state and exit code, such as "FAILED 2:0". Returns its
         log."""
         job = self.finish(number, timeout)
         log = self.log(job)
@@ -187,7 +190,7 @@ class Cluster:
         return log
 
     def restarts(self, number: str) -> int:
-        """How often Slurm has requeued the job."""
+        """The number of times that Slurm has requeued the job."""
         return int(self.job(number)["Restarts"])
 
     def clear(self) -> None:
@@ -205,7 +208,8 @@ class Cluster:
         path = Path(job["StdOut"])
         return path.read_text(errors="replace") if path.exists() else ""
 
-    # What happens to nodes
+    # --- Failures and starts of nodes
+    # ---------------------------------------------------------------
 
     def start_node(self, name: str) -> None:
         """Start slurmd on a node that is down."""
@@ -217,7 +221,7 @@ class Cluster:
         joined = [*_UNSHARE, "sh", "-c", _JOIN, "sh", name, *self._reaped(slurmd)]
         process = self._launch(name, joined)
         link = f"v{self.nodes.index(name)}"
-        # The old pair of a killed node disappears with its namespace, but not immediately.
+        # The veth pair of a killed node disappears with its namespace, but not immediately.
         self._until(lambda: link not in self.run("ip", "-o", "link"))
         self._until(lambda: self._has_own_network(process.pid))
         pair = ["type", "veth", "peer", "name", "eth0", "netns", process.pid]
@@ -225,7 +229,7 @@ class Cluster:
         self.run("ip", "link", "set", link, "master", "bridge0", "up")
 
     def wait_for_nodes(self) -> None:
-        """Wait until all nodes can run jobs, or are running some."""
+        """Wait until every node can run jobs or runs some."""
 
         def ready() -> bool:
             text = self.run("sinfo", "-h", "-N", "-p", "main", "-o", "%N %t", check=False)
@@ -234,7 +238,8 @@ class Cluster:
 
         self._until(ready)
 
-    # Inside
+    # --- Internal functions
+    # ---------------------------------------------------------------------------
 
     def _start(self) -> None:
         for name in ("munge", "state", "spool"):
@@ -300,13 +305,14 @@ class Cluster:
                 stdin=subprocess.PIPE,  # the subreaper waits for the end of this pipe
                 stdout=out,
                 stderr=out,
-                start_new_session=True,  # only pytest gets a Ctrl-C in the terminal
+                start_new_session=True,  # a Ctrl-C in the terminal reaches only pytest
             )
         self._daemons[name] = process
         return process
 
     def kill(self, name: str) -> None:
-        """Kill a daemon and everything below it. For a node this is like a power failure."""
+        """Kill a daemon and all processes below it. For a node, this has the effect of a power
+        failure."""
         process = self._daemons.pop(name)
         assert process.stdin is not None
         process.stdin.close()
@@ -351,8 +357,8 @@ def why_not_isolated() -> str | None:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Free ports below those of jobs and below those that the system gives to any process. So
-    nobody takes one before its daemon does."""
+    """Free ports below those of jobs, and below those that the system gives to processes. So no
+    other process takes one before its daemon does."""
     found: set[int] = set()
     while len(found) < count:
         port = random.randrange(15000, 20000)

@@ -15,7 +15,7 @@ from tests.vllm.environment import find_vllm_python
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give all tests that compare with the undisturbed run to one process of pytest-xdist."""
+    """Give all tests that use the undisturbed run to one process of pytest-xdist."""
     folder = Path(__file__).parent
     for item in items:
         is_ours = item.path.is_relative_to(folder)
@@ -42,14 +42,14 @@ def shared_cluster(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture
 def cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
-    """Two nodes on loopback, which are idle before and after the test."""
+    """A cluster of two nodes on loopback, which are idle before and after the test."""
     yield shared_cluster
     shared_cluster.clear()
 
 
 @pytest.fixture
 def isolated_cluster(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two nodes that share no network except a bridge."""
+    """A cluster of two nodes whose only common network is a bridge."""
     reason = why_not_isolated()
     if reason is not None:
         pytest.skip(reason)
@@ -59,7 +59,7 @@ def isolated_cluster(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """A very small run with a rank on each node, which is not submitted yet."""
+    """A very small run with one rank on each node. It is not submitted yet."""
     return make_run(tmp_path)
 
 

@@ -18,11 +18,12 @@ from tests.programs import ROOT
 from tests.slurm.cluster import Cluster
 
 STEPS = 4
-STAGE_STEPS = 60  # of pre-training and fine-tuning: enough seconds to stop a run in the middle
+# the steps of pre-training and fine-tuning; they take long enough to stop a run in the middle
+STAGE_STEPS = 60
 CALLS_PER_STEP = 16  # calls of the reward
 
-# The reward of a response is arbitrary, but the same everywhere. While the file `hold` exists, the
-# run waits from the call on whose number is in it. Each call adds a byte to the file `calls`.
+# The reward of a response is arbitrary but reproducible. If there is a file `hold`, the run waits
+# from the call on whose number it has. Each call adds a byte to the file `calls`.
 _REWARD = """
 import os, socket, time, zlib
 from pathlib import Path
@@ -51,7 +52,7 @@ def reward(sample):
 
 @dataclass
 class Run:
-    """A run. All its files are in `folder`. It has equally many ranks on each of two nodes."""
+    """A run, with all its files in `folder`. Its ranks are divided equally between two nodes."""
 
     folder: Path
     ranks_per_node: int = 1
@@ -85,17 +86,17 @@ class Run:
         )
 
     def environ(self, cluster: Cluster) -> dict[str, str]:
-        """The environment of jobs: which Python, where the reward is, and what the network of one
-        machine needs."""
+        """The environment of jobs: the Python program, the folder of the reward, and settings for
+        the network of a single machine."""
         path = [str(self.folder), *filter(None, [os.environ.get("PYTHONPATH")])]
         chosen = {"GSPO_PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join(path)}
-        chosen["CUDA_VISIBLE_DEVICES"] = ""  # the nodes of the cluster have none
+        chosen["CUDA_VISIBLE_DEVICES"] = ""  # the nodes of the cluster have no GPU
         if not cluster.isolated:  # gloo looks up the address of the host's name
             chosen["GLOO_SOCKET_IFNAME"] = "lo"
         return chosen
 
     def hold(self, calls: int) -> None:
-        """Make the run wait at its next reward after this many calls."""
+        """Make the run wait after `calls` further calls of its reward."""
         (self.folder / "holding").unlink(missing_ok=True)
         (self.folder / "hold").write_text(str(calls))
 
@@ -103,25 +104,26 @@ class Run:
         (self.folder / "hold").unlink(missing_ok=True)
 
     def wait_until_held(self, cluster: Cluster, number: str) -> None:
-        """Wait until a rank waits. The job is running then."""
+        """Wait until a rank waits. Then the job is running."""
         cluster.wait(number, lambda _: (self.folder / "holding").exists())
 
     def submit_held(self, cluster: Cluster, calls: int) -> str:
-        """Submit it and wait until it waits at its next reward after this many calls."""
+        """Submit the run, and wait until it is held after `calls` calls of its reward."""
         self.hold(calls)
         number = self.submit(cluster)
         self.wait_until_held(cluster, number)
         return number
 
     def assert_same_as(self, other: Run) -> None:
-        """Check that metrics, samples, weights and optimizer state are equal, bit for bit."""
+        """Check that metrics, samples, weights and optimizer state of two runs are equal, bit for
+        bit."""
         assert [r["step"] for r in records(self.out) if r["phase"] == "rl"][-1] == STEPS
         assert_same_run(self.out, other.out, f"rl_{STEPS:08d}")
 
 
 def make_run(folder: Path, *, ranks: int = 2, **sections: Mapping[str, object]) -> Run:
-    """Write a run's configuration, data and reward into a folder. A run of four ranks starts more
-    slowly."""
+    """Write a run's configuration, data and reward into a folder. With four ranks the start is
+    slower."""
     (folder / "slurm_test_reward.py").write_text(_REWARD)
     config = {
         **_base_config(folder, ranks),
@@ -140,7 +142,7 @@ def make_run(folder: Path, *, ranks: int = 2, **sections: Mapping[str, object]) 
 
 
 def make_stage_run(folder: Path, stage: str) -> Run:
-    """The same for pre-training or fine-tuning, which have no reward. stage: sft or pretrain."""
+    """Write a run of pre-training or fine-tuning, which has no reward. stage: sft or pretrain."""
     config = _base_config(folder, ranks=2)
     if stage == "sft":
         config["data"]["examples"] = str(folder / "toy" / "train.jsonl")
@@ -159,7 +161,7 @@ def _base_config(folder: Path, ranks: int) -> dict[str, dict[str, Any]]:
     write_toy_dataset(folder / "toy", "mixed", train=64, test=8, seed=1)
     return {
         "model": {"megatron": dict(TINY_MODEL)},
-        # both axes cross nodes or stay inside one, however ranks are put on nodes
+        # Each axis crosses nodes or stays inside one, depending on how ranks are placed.
         "parallel": {"layout": {4: "tp=2,dp=2,ep=2", 2: "dp=2,ep=2"}[ranks]},
         "data": {"tokenizer": str(folder / "toy" / "tokenizer.model")},
         "optimizer": {"learning_rate": 3e-3},
@@ -168,7 +170,7 @@ def _base_config(folder: Path, ranks: int) -> dict[str, dict[str, Any]]:
 
 
 def find_task(run: Run, rank: int) -> int:
-    """The process of a rank on this machine."""
+    """The process id of a rank on this machine."""
     for process in psutil.process_iter(["cmdline", "environ"]):
         words, variables = process.info["cmdline"] or [""], process.info["environ"] or {}
         is_task = {str(run.config), "gspo_megatron"} <= set(words) and "bash" not in words[0]
@@ -177,13 +179,13 @@ def find_task(run: Run, rank: int) -> int:
     raise AssertionError(f"no process is rank {rank} of {run.config}")
 
 
-# Things that may happen to a job. Each function does one to a waiting run and lets the run go on.
-# It returns when Slurm has the job in its queue again, or has started it again.
+# The disturbances of a job. Each function disturbs a run that is held, and lets it go on. It
+# returns when Slurm has the job in its queue again, or has started it again.
 Disturbance = Callable[[Cluster, Run, str], None]
 
 
 def wait_for_line(cluster: Cluster, number: str, line: str, count: int = 1) -> None:
-    """Wait until the job's log has the line this many times."""
+    """Wait until the job's log contains the line `count` times."""
     cluster.wait(number, lambda job: cluster.log(job).count(line) >= count, timeout=300)
 
 
@@ -196,7 +198,7 @@ def signalled(cluster: Cluster, run: Run, number: str) -> None:
 
 
 def preempted(cluster: Cluster, run: Run, number: str) -> None:
-    """Submit a job of a higher priority that wants both nodes."""
+    """Submit a job of a higher priority that needs both nodes."""
     asked = cluster.log(cluster.job(number)).count("told to stop")
     options = ["--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null"]
     other = cluster.run("sbatch", "--parsable", *options, "--wrap", "sleep 1").strip()
@@ -206,8 +208,8 @@ def preempted(cluster: Cluster, run: Run, number: str) -> None:
 
 
 def requeued(cluster: Cluster, run: Run, number: str) -> None:
-    """Requeue the job, as an administrator or the user may. It gets no time to save anything. Were
-    it let go immediately, it could end while Slurm waits to kill it."""
+    """Requeue the job, as an administrator or the user may. The job gets no time to save. The run
+    is held until Slurm has ended the job, because otherwise it could finish first."""
     before = cluster.restarts(number)
     cluster.run("scontrol", "requeue", number)
     cluster.wait(
@@ -218,7 +220,7 @@ def requeued(cluster: Cluster, run: Run, number: str) -> None:
 
 
 def node_failed(cluster: Cluster, run: Run, number: str) -> None:
-    """The second node disappears suddenly and comes back later. The tasks on the first node fail
+    """The second node suddenly fails and comes back later. The tasks on the first node fail
     immediately, long before Slurm notices."""
     before = cluster.restarts(number)
     cluster.kill(cluster.nodes[1])
@@ -228,24 +230,24 @@ def node_failed(cluster: Cluster, run: Run, number: str) -> None:
 
 
 def killed_late(cluster: Cluster, run: Run, number: str) -> None:
-    """Slurm itself sometimes does this after a node was gone: signals to the tasks of the earlier
-    start, which could not be delivered then, reach the tasks of this start."""
+    """Kill the tasks. Slurm itself sometimes does so after a node failed: signals to the tasks of
+    the earlier start, which could not be delivered then, reach the tasks of the new start."""
     cluster.run("scancel", "--signal=KILL", f"{number}.0")
     run.let_go()
 
 
 def second_node_killed_late(cluster: Cluster, run: Run, number: str) -> None:
-    """The same when only the second node was gone. Then nobody reports who was killed. The tasks on
-    the first node lose their connections and end with an error of their own."""
+    """Kill the task on the second node, as after a failure of that node alone. Nobody reports the
+    kill. The task on the first node loses its connections and ends with an error of its own."""
     assert cluster.restarts(number) > 0, "late signals do not reach a first start"
     task = psutil.Process(find_task(run, rank=1))
-    for process in (task.parent(), task):  # the shell of the task, and the task
+    for process in (task.parent(), task):  # the shell that started the task, and the task
         process.kill()
     run.let_go()
 
 
 def first_node_failed(cluster: Cluster, run: Run, number: str) -> None:
-    """The node with the batch script disappears, and Slurm has noticed it."""
+    """The node with the batch script fails, and Slurm marks it as down."""
     name = cluster.nodes[0]
     cluster.kill(name)
     cluster.run("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=test")
@@ -254,7 +256,7 @@ def first_node_failed(cluster: Cluster, run: Run, number: str) -> None:
 
 
 def disturb(cluster: Cluster, run: Run, number: str, disturbance: Disturbance) -> None:
-    """Do this to the waiting run. Returns when the job has been restarted."""
+    """Disturb the run when it is held. Returns when the job has been restarted."""
     run.wait_until_held(cluster, number)
     before = cluster.restarts(number)
     disturbance(cluster, run, number)

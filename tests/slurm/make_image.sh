@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes a small image for apptainer, a folder, from files of this machine: some programs, the Python
-# installation below an environment, and the libraries that these need.
+# Makes a small image for apptainer (a folder) from files of this machine: some programs, the Python
+# installation on which an environment is based, and the libraries that both need.
 #
 #     make_image.sh IMAGE PYTHON
 set -euo pipefail
@@ -21,7 +21,8 @@ cp "$(readlink -f "$base/bin/$name")" "$image$base/bin/$name"
 tar -C "$base/lib" --exclude test --exclude site-packages --exclude 'config-*' \
     --exclude __pycache__ -c "$name" | tar -x -C "$image$base/lib"
 
-# What the dynamic loader would load; torch loads some of the C library's parts by name.
+# The libraries that the dynamic loader would load. torch also loads some parts of the C library by
+# name.
 {
     # ldd fails on scripts
     { find "$image" -type f \( -perm /111 -o -name '*.so*' \) -exec ldd {} + 2>/dev/null || true; } |
@@ -39,9 +40,9 @@ echo 'root:x:0:0:root:/root:/bin/bash' >"$image/etc/passwd"
 echo 'root:x:0:' >"$image/etc/group"
 echo '127.0.0.1 localhost' >"$image/etc/hosts"
 : >"$image/etc/gspo-test-image"
-# Values of the image for variables that the job sets.
+# The image has its own values for variables that the job sets.
 mkdir -p "$image/.singularity.d/env"
 echo 'export PYTHONPATH=/of/the/image OMP_NUM_THREADS=77' >"$image/.singularity.d/env/90-environment.sh"
-# Each image that apptainer builds has this one, after which variables from outside are set.
+# Each image that apptainer builds has this file. Variables from outside are set after it.
 echo '#!/bin/sh' >"$image/.singularity.d/env/99-base.sh"
 chmod +x "$image"/.singularity.d/env/*.sh

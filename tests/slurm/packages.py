@@ -1,8 +1,8 @@
-"""Slurm's programs for a test cluster: Debian packages that are unpacked into a cache, not
+"""Slurm's programs for a test cluster: Debian packages that are unpacked into a cache, but not
 installed.
 
-Needs apt-get and dpkg-deb, but not root. The cache is outside the repository and shared by all
-checkouts. A folder in it gets its final name when it is complete.
+This needs apt-get and dpkg-deb, but not root. The cache is outside of the repository, and all
+checkouts share it. A folder in the cache gets its final name only when it is complete.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ PACKAGES = (
     "libhwloc15",
 )
 _TIMEOUT_SECONDS = 240
-# Apptainer is in Debian's unstable part only, and so are the libraries that it was built with.
+# Debian has Apptainer, and the libraries that it was built with, only in its unstable distribution.
 _APPTAINER_PACKAGES = ("apptainer", "libc6", "libseccomp2", "libsqlite3-0", "patchelf")
 _APPTAINER_LIBRARIES = ("libgcc-s1", "libstdc++6", "zlib1g", "libzstd1")
 _RELEASE = Path("/etc/os-release")
-_VERSION = 1  # the version of this file's work on the packages
+_VERSION = 1  # increased when this file's changes to the packages change
 
 
 class Unavailable(Exception):  # noqa: N818 (a reason to skip)
-    """Raised with the reason why this machine has no packages."""
+    """Raised with the reason why this machine cannot have the packages."""
 
 
 def slurm_prefix() -> Path:
-    """The folder with Slurm's and munge's usr/bin, usr/sbin and usr/lib. Raises Unavailable."""
+    """The folder with the usr/bin, usr/sbin and usr/lib of Slurm and munge. Raises Unavailable."""
     for program in ("apt-get", "apt-cache", "dpkg-deb"):
         if shutil.which(program) is None:
             raise Unavailable(f"no {program}: Slurm's packages are fetched on Debian and its kin")
@@ -44,7 +44,7 @@ def slurm_prefix() -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     final = cache / f"prefix-{_VERSION}-{_system()}"
     with (cache / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # only one of several test runs fetches
+        fcntl.flock(lock, fcntl.LOCK_EX)  # only one of several test runs downloads
         if not final.exists():
             with tempfile.TemporaryDirectory(dir=cache, prefix="partial-") as scratch:
                 _fill(Path(scratch), cache)
@@ -55,15 +55,14 @@ def slurm_prefix() -> Path:
 def apptainer_folder() -> Path:
     """A folder with the program apptainer. Raises Unavailable.
 
-    It is that of the system, or Debian's package, unpacked into the cache like Slurm's. Its
-    programs get the loader and the C library that come with it.
+    It is the system's program, or Debian's package, unpacked into the cache like Slurm. The
+    programs of the package get the loader and the C library that come with it.
     """
     installed = shutil.which("apptainer")
     if installed is not None:
         return Path(installed).parent
-    if (
-        os.geteuid() != 0
-    ):  # without its setuid program it needs namespaces that not all systems give
+    # Without its setuid program, apptainer needs namespaces, which not all systems allow.
+    if os.geteuid() != 0:
         raise Unavailable("no program apptainer, and only root can use an unpacked one everywhere")
     release = _RELEASE.read_text(encoding="utf-8") if _RELEASE.exists() else ""
     if "ID=debian" not in release.splitlines():
@@ -109,24 +108,24 @@ def _fill_apptainer(scratch: Path, final: Path) -> None:
     libraries = engine.parent
     [loader] = libraries.glob("ld-linux*.so.*")
     at = final / libraries.relative_to(prefix)
-    # DT_RPATH also counts for the libraries' own libraries.
+    # DT_RPATH also applies to libraries that a library needs.
     words = ["--set-interpreter", str(at / loader.name), "--force-rpath", "--set-rpath", str(at)]
     patch = [str(loader), "--library-path", str(libraries), str(prefix / "usr/bin/patchelf")]
     for program in (prefix / "usr/bin/apptainer", engine / "bin" / "starter"):
         _run([*patch, *words, str(program)], debs)
-    # Where a moved apptainer looks for its settings, and where it mounts images.
+    # A moved apptainer looks for its settings in these folders, and mounts images there.
     shutil.copytree(prefix / "etc" / "apptainer", prefix / "usr" / "etc" / "apptainer")
     (prefix / "usr/lib/var/lib/apptainer/mnt/session").mkdir(parents=True)
     settings = prefix / "usr/etc/apptainer/apptainer.conf"
     text = settings.read_text(encoding="utf-8")
-    # Root of a container has not all capabilities to give.
+    # In a container, root does not have all the capabilities that the default would give.
     usual, ours = (f"root default capabilities = {word}" for word in ("full", "no"))
     settings.write_text(text.replace(usual, ours), encoding="utf-8")
 
 
 def _system() -> str:
-    """A name for this kind of system. Machines may share a home folder, but not each other's
-    packages."""
+    """A name for this kind of system. Machines may share a home folder, but they cannot use each
+    other's packages."""
     release = _RELEASE.read_text(encoding="utf-8") if _RELEASE.exists() else ""
     values = dict(line.split("=", 1) for line in release.splitlines() if "=" in line)
     words = [values.get("ID", "linux"), values.get("VERSION_ID", ""), os.uname().machine]
@@ -134,14 +133,13 @@ def _system() -> str:
 
 
 def cache_folder() -> Path:
-    """The folder where the packages are kept."""
+    """The folder in which the packages are kept."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "gspo-megatron" / "slurm"
 
 
 def program_environment(prefix: Path) -> dict[str, str]:
-    """The environment variables with which the unpacked programs find each other and their
-    libraries."""
+    """The environment in which the unpacked programs find each other and their libraries."""
     libraries = [str(path) for path in sorted(prefix.glob("usr/lib/*")) if path.is_dir()]
     plugins = [str(path) for path in prefix.glob("usr/lib/*/slurm-wlm")]
     inherited = [text for text in [os.environ.get("LD_LIBRARY_PATH")] if text]
@@ -159,7 +157,7 @@ def _fill(scratch: Path, cache: Path) -> None:
     for deb in sorted(debs.glob("*.deb")):
         _run(["dpkg-deb", "--extract", str(deb), str(prefix)], debs)
     programs = prefix / "usr" / "sbin"
-    # An installation of the packages would make these links by their own scripts.
+    # If the packages were installed, their scripts would make these links.
     for name in ("slurmctld", "slurmd", "slurmstepd"):
         if not (programs / name).exists():
             (programs / name).symlink_to(f"{name}-wlm")
@@ -168,7 +166,7 @@ def _fill(scratch: Path, cache: Path) -> None:
 
 
 def _download(debs: Path, cache: Path) -> None:
-    """Download with the machine's package lists, or with fresh lists if it has none or old ones."""
+    """Download with the machine's package lists. If that fails, download with fresh lists."""
     try:
         _run(["apt-get", "download", *PACKAGES], debs)
     except Unavailable:
@@ -185,7 +183,7 @@ def _download(debs: Path, cache: Path) -> None:
 
 
 def _run(command: list[str], folder: Path, environ: dict[str, str] | None = None) -> str:
-    """Run it, and return what it prints. Raises Unavailable."""
+    """Run a command. Returns its output. Raises Unavailable if it fails."""
     try:
         done = subprocess.run(
             command,

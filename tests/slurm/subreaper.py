@@ -1,9 +1,9 @@
 """Run a command, and end all its descendants with it: python subreaper.py COMMAND ARGUMENT ...
 
-The grandchildren of a daemon leave its process group, its session and its parent, and so do Slurm's
-job steps. This process is the subreaper of all of them (Linux, prctl(2)), so they remain its
-descendants. All are killed when the command ends, on SIGTERM, or at the end of standard input: then
-the process with the other end has died.
+The grandchildren of a daemon leave its process group, its session and its parent. Slurm's job steps
+do so, too. This process is their subreaper (Linux, prctl(2)), so they stay its descendants. It
+kills all of them when the command ends, on SIGTERM, or at the end of standard input, which shows
+that the process at the other end has died.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def kill_descendants() -> None:
-    """Kill all descendants, also those that start in the meantime."""
+    """Kill all descendants, also those that start meanwhile."""
     while True:
         found = [p for p in psutil.Process().children(recursive=True) if not _has_ended(p)]
         if not found:
@@ -42,7 +42,8 @@ def _has_ended(process: psutil.Process) -> bool:
 
 
 def _reap_orphans(child: int) -> None:
-    """Collect the exit codes of all that ended, except of `child`, whose own is needed."""
+    """Collect the exit codes of all processes that have ended, except `child`, whose exit code is
+    needed."""
     with contextlib.suppress(ChildProcessError):
         while True:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -1,4 +1,4 @@
-"""An ablation as an array of jobs, and its report as a job that waits for them."""
+"""An ablation as an array of jobs, and its report as a job that depends on them."""
 
 from __future__ import annotations
 

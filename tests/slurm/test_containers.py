@@ -1,4 +1,4 @@
-"""A job in a container: a real apptainer, and an image made of this machine's own files."""
+"""A job in a container, with a real apptainer and an image of files from this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MARK = "/etc/gspo-test-image"  # a file of the image
 
 @pytest.fixture(scope="module")
 def apptainer(prefix: Path) -> Path:
-    """The folder of the program, where Slurm's programs are, too."""
+    """The folder with apptainer and with Slurm's programs."""
     try:
         return apptainer_folder()
     except Unavailable as reason:
@@ -43,8 +43,8 @@ def image(apptainer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_definition_of_the_image_can_be_built(
     apptainer: Path, image: Path, tmp_path: Path
 ) -> None:
-    """The image of these tests takes the place of Docker's. The definition's own test is left out,
-    because it wants the package inside."""
+    """The build starts from the image of these tests instead of Docker's. The test in the
+    definition is left out, because it needs the package in the image."""
     base = ("--build-arg", "BOOTSTRAP=localimage", "--build-arg", f"IMAGE={image}")
     made, definition = tmp_path / "made", ROOT / "deploy/apptainer.def"
     program = apptainer / "apptainer"
@@ -56,14 +56,14 @@ def test_the_definition_of_the_image_can_be_built(
 def test_a_stopped_run_in_a_container_continues_whatever_sbatch_exports(
     cluster: Cluster, run: Run, undisturbed: Run, apptainer: Path, image: Path
 ) -> None:
-    """sbatch passes on only a few variables, as many clusters have it do: the settings are those of
-    site.sh, and the tasks get what the batch script sets. Each start has a log of its own."""
+    """As on many clusters, sbatch passes on only a few variables. So the settings are in site.sh,
+    and the tasks get the variables that the batch script sets. Each start has a log of its own."""
     assert not Path(_MARK).exists()
     reward = run.folder / "slurm_test_reward.py"
     reward.write_text(reward.read_text() + f"\nopen({_MARK!r}).close()  # only in the image\n")
     usual = run.environ(cluster)
     said = run_program(apptainer / "apptainer", "exec", image, "env", environ=usual).stdout
-    assert "OMP_NUM_THREADS=77\n" in said  # without the batch script the image's values count
+    assert "OMP_NUM_THREADS=77\n" in said  # the image's own value, without the batch script
     settings = {
         **usual,
         "PATH": f"{apptainer}{os.pathsep}{cluster.environ['PATH']}",

@@ -1,4 +1,4 @@
-"""convert.sbatch in both directions: as a job, and as a job that depends on another."""
+"""convert.sbatch in both directions: as a job, and as a job that depends on another job."""
 
 from __future__ import annotations
 

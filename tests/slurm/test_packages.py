@@ -1,4 +1,4 @@
-"""Fetching Slurm's packages: an incomplete folder is never taken for a complete one."""
+"""The download of Slurm's packages. An incomplete folder must never pass for a complete one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.slurm.packages import PACKAGES, Unavailable, cache_folder, slurm_pref
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with stand-ins of apt's programs, which comes first in PATH, and an empty cache."""
+    """A folder with stand-ins for apt's programs, which is first in PATH; and an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "bin"
     folder.mkdir()

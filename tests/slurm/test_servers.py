@@ -1,4 +1,5 @@
-"""A job whose last node serves the rollouts: real vLLM servers, and two tasks on the first node."""
+"""A job whose last node runs real vLLM servers for the rollouts, while two tasks train on the first
+node."""
 
 from __future__ import annotations
 
@@ -29,10 +30,10 @@ PROBE_SECONDS = 5
 
 @pytest.fixture
 def served(tmp_path: Path, vllm_python: Path) -> Run:
-    """A run with one server that generates one step ahead. The run will wait in step 2."""
+    """A run with one server that generates one step ahead. The run will be held in step 2."""
     run = make_run(
         tmp_path,
-        ranks=4,  # on two nodes; the servers take the second, so two ranks train
+        ranks=4,  # the number for two nodes; servers use the second node, so two ranks train
         # the smallest size that vLLM's kernels support
         model={"megatron": {**TINY_MODEL, "kv_channels": 32}},
         parallel={"layout": "dp=2,ep=2"},
@@ -42,7 +43,7 @@ def served(tmp_path: Path, vllm_python: Path) -> Run:
             "vllm": {"servers": 1, "python": str(vllm_python), "restarts": 1},
         },
     )
-    run.hold(CALLS_PER_STEP + 5)  # counted in calls of the reward
+    run.hold(CALLS_PER_STEP + 5)  # the call of the reward
     return run
 
 
@@ -52,14 +53,15 @@ def submit(run: Run, cluster: Cluster) -> str:
 
 
 def finish(cluster: Cluster, run: Run, number: str) -> str:
-    """Check the finished job: it is COMPLETED, every step was trained once, no response is too old,
-    and no process is left. Returns its log."""
+    """Check that the job is COMPLETED, every step was trained once, no response is too old, and no
+    process is left. Returns the job's log."""
     log = cluster.ended(number, "COMPLETED 0:0", timeout=600)
     steps = [record for record in records(run.out) if record["phase"] == "rl" and record["step"]]
     assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
     for record in steps:
         assert record["staleness/max"] <= 1 and record["sync/version"] == record["step"]
-        # the same weights in float32 on both sides, with other kernels
+        # If all tokens are from the current weights, log-probs in float32 agree, although the
+        # kernels differ.
         assert record["staleness/max"] or record["mismatch/abs_mean"] <= 1e-5
     assert_nothing_runs(run)
     assert not list(run.folder.glob(".gspo-megatron*"))
@@ -74,7 +76,7 @@ def assert_nothing_runs(run: Run) -> None:
 
 
 def processes(run: Run) -> list[str]:
-    """The command lines of agents, servers and ranks, which contain the run's folder."""
+    """The command lines of agents, servers and ranks, which contain the folder of the run."""
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         words = " ".join(process.info["cmdline"] or ())
@@ -86,7 +88,7 @@ def processes(run: Run) -> list[str]:
 def test_servers_on_a_node_of_their_own_through_signals_and_requeues(
     isolated_cluster: Cluster, served: Run
 ) -> None:
-    """In the third start the agent dies. It is restarted, and the job goes on."""
+    """During the third start the agent is killed. It is started again, and the job continues."""
     cluster, second = isolated_cluster, isolated_cluster.nodes[1]
     number = submit(served, cluster)
     for disturbance in (signalled, requeued):
@@ -109,13 +111,13 @@ def is_agent(process: psutil.Process, run: Run) -> bool:
     return words[1:5] == ["-m", "gspo_megatron", "serve", "--join"] and str(run.config) in words
 
 
-@pytest.mark.full  # a quick test: the node of a component
+@pytest.mark.full  # the quick test below loses the node of a job's component
 def test_the_node_of_the_servers_is_lost(cluster: Cluster, served: Run) -> None:
     lose_the_servers(cluster, served, submit(served, cluster))
 
 
 def test_the_second_component_of_a_heterogeneous_job_serves(cluster: Cluster, served: Run) -> None:
-    """When the node of this component is lost, the whole job is requeued."""
+    """If the node of this component is lost, the whole job is requeued."""
     options = ["--nodes=1", ":", "--nodes=1", "--exclusive"]
     number = served.submit(cluster, options=options, GSPO_PROBE_SECONDS=str(PROBE_SECONDS))
     log = lose_the_servers(cluster, served, number)
@@ -125,11 +127,11 @@ def test_the_second_component_of_a_heterogeneous_job_serves(cluster: Cluster, se
 
 
 def lose_the_servers(cluster: Cluster, run: Run, number: str) -> str:
-    """The node of the servers disappears, and the job is restarted. Returns its log."""
+    """Kill the node of the servers, and wait until the job has been restarted. Returns its log."""
     run.wait_until_held(cluster, number)
     since = time.monotonic()
     node_failed(cluster, run, number)
-    # one restart, after 30 s of silence of the agent
+    # There is one restart, after 30 s without a sign of life from the agent.
     assert time.monotonic() - since < 30 + PROBE_SECONDS + 180
     log = finish(cluster, run, number)
     second = cluster.nodes[1]

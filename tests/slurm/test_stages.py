@@ -22,7 +22,7 @@ from tests.slurm.jobs import (
     signalled,
 )
 
-# there are many starts, which take minutes on a busy machine
+# The test starts many processes, which take minutes on a busy machine.
 pytestmark = pytest.mark.timeout(1200)
 
 
@@ -38,8 +38,8 @@ def completed(cluster: Cluster, run: Run, number: str) -> str:
 
 
 def stop(cluster: Cluster, run: Run, number: str) -> None:
-    """Send SIGUSR1 to the batch script in the middle of the run. A rank is frozen until Slurm has
-    sent it, and the others wait for that rank."""
+    """Send SIGUSR1 to the batch script in the middle of the run. One rank is frozen until Slurm has
+    sent the signal, and the others wait for this rank."""
     wait_until((run.out / "metrics.jsonl").exists, seconds=600)
     frozen = find_task(run, rank=1)
     os.kill(frozen, signal.SIGSTOP)
@@ -70,7 +70,7 @@ def test_what_a_stage_cannot_do_is_refused_before_any_task_starts(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     sft, pretrain = (make_stage_run(tmp_path / stage, stage) for stage in ("sft", "pretrain"))
-    # 7 samples on 2 data-parallel ranks, and a file of the other stage
+    # 7 samples do not fit 2 data-parallel ranks. The second file belongs to the other stage.
     bad = pretrain.submit(cluster, "--check-only", "training.batch_size=7")
     foreign = replace(sft, script="pretrain").submit(cluster, "--check-only")
     good = sft.submit(cluster, "--check-only")
@@ -78,6 +78,6 @@ def test_what_a_stage_cannot_do_is_refused_before_any_task_starts(
     for number, text in told.items():
         log = cluster.ended(number, "COMPLETED 0:0" if number == good else "FAILED 2:0")
         assert text in log and "Traceback" not in log
-        # each line that a task prints begins in this way
+        # srun would begin each line of a task in this way.
         assert not re.search(r"^\d: ", log, re.MULTILINE), log
     assert not sft.out.exists() and not pretrain.out.exists()

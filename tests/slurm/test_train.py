@@ -32,15 +32,14 @@ from tests.slurm.jobs import (
     wait_for_line,
 )
 
-# there are many starts, each of which takes a minute on a busy machine
+# The tests start many processes, each of which may take a minute on a busy machine.
 pytestmark = pytest.mark.timeout(1200)
 
-IN_STEP_2 = CALLS_PER_STEP + 5  # counted in calls of the reward
+IN_STEP_2 = CALLS_PER_STEP + 5  # the call of the reward
 
 
 def finish_as(cluster: Cluster, run: Run, number: str, undisturbed: Run) -> str:
-    """Check that the job is COMPLETED with the same results as the undisturbed run. Returns its
-    log."""
+    """Check that the job is COMPLETED with the results of the undisturbed run. Returns its log."""
     log = cluster.ended(number, "COMPLETED 0:0")
     run.assert_same_as(undisturbed)
     assert not list(run.folder.glob(".gspo-megatron*"))
@@ -55,7 +54,8 @@ def lines_of(task: int, log: str) -> list[str]:
 def test_a_run_that_everything_happens_to_ends_as_the_one_that_nothing_happened_to(
     cluster: Cluster, tmp_path: Path, undisturbed: Run
 ) -> None:
-    # Half of it happens at one checkpoint. Late signals of Slurm itself may come in addition.
+    # Half of the disturbances happen at the same checkpoint, and late signals of Slurm itself may
+    # add restarts. So the limit is high.
     run = make_run(tmp_path, training={"max_restarts_without_progress": 20})
     everything = [signalled, preempted, node_failed, killed_late, second_node_killed_late, requeued]
     number = run.submit_held(cluster, IN_STEP_2)
@@ -66,10 +66,11 @@ def test_a_run_that_everything_happens_to_ends_as_the_one_that_nothing_happened_
     log = finish_as(cluster, run, number, undisturbed)
     for restart in range(1 + len(everything)):
         assert f"slurm: job {number}, restart {restart}: 2 tasks on 2 nodes" in log
-    assert log.count("stopped as asked") >= 2  # the other starts may get too little time for it
+    # other starts may get too little time to stop as asked
+    assert log.count("stopped as asked") >= 2
     assert log.count("killed from outside") >= 2
     environment = json.loads((run.out / "environment.json").read_text())
-    # There are more restarts if Slurm's own late signals came.
+    # Late signals of Slurm itself may cause further restarts.
     assert int(environment["slurm"]["restarts"]) >= len(everything)
 
 
@@ -88,7 +89,8 @@ def test_each_disturbance_by_itself(
 def test_a_run_is_saved_before_its_time_is_over_without_any_signal(
     cluster: Cluster, tmp_path: Path, undisturbed: Run
 ) -> None:
-    # This takes longer than the limit of the first start, so the run stops as soon as it can.
+    # A stop may take longer than the time limit of the first start. So the run stops as soon as it
+    # can.
     run = make_run(tmp_path, training={"stop_margin_seconds": 700})
     number = run.submit(cluster, options=["--time=10", "--signal=B:USR1@1"])
     cluster.wait(number, lambda job: job["Restarts"] == "1")
@@ -104,7 +106,7 @@ def test_a_run_is_saved_by_the_signal_before_its_time_is_over(
 ) -> None:
     run = make_run(tmp_path, training={"stop_margin_seconds": 0})
     run.hold(IN_STEP_2)
-    # With a limit of two minutes, Slurm sends the signal after one minute or earlier.
+    # With a time limit of two minutes, Slurm sends the signal after at most one minute.
     number = run.submit(cluster, options=["--time=2", "--signal=B:USR1@60"])
     wait_for_line(cluster, number, "told to stop")
     run.let_go()
@@ -119,7 +121,7 @@ def test_a_rank_that_fails_ends_the_job_with_its_traceback(cluster: Cluster, run
     since = time.monotonic()
     run.let_go()
     log = cluster.ended(number, "FAILED 1:0")
-    # without a restart the others would wait for half an hour
+    # The other ranks would wait for half an hour if the job did not end them.
     assert time.monotonic() - since < 120
     assert cluster.restarts(number) == 0
     traceback = lines_of(1, log)
@@ -135,7 +137,7 @@ def test_a_cancelled_job_does_not_come_back(cluster: Cluster, run: Run) -> None:
     run.let_go()
     job = cluster.finish(number)
     assert (job["JobState"], job["Restarts"]) == ("CANCELLED", "0")
-    time.sleep(3)  # longer than a script takes to requeue it
+    time.sleep(3)  # a script needs less time to requeue a job
     assert cluster.job(number)["JobState"] == "CANCELLED"
 
 
@@ -157,7 +159,7 @@ def test_a_wrong_configuration_is_refused_before_any_task_starts(
     cluster: Cluster, run: Run
 ) -> None:
     checked = run.submit(cluster, "--check-only")
-    # 2 tasks cannot be 3 pipeline stages
+    # 2 tasks cannot form 3 pipeline stages.
     refused = run.submit(cluster, "parallel.layout=pp=3")
     logs = cluster.ended(checked, "COMPLETED 0:0"), cluster.ended(refused, "FAILED 2:0")
     assert not any(lines_of(0, log) for log in logs)

@@ -1,4 +1,4 @@
-"""A single process with Megatron's groups, shared by the tests of a module."""
+"""A single process with Megatron's process groups, which the tests of a module share."""
 
 from __future__ import annotations
 

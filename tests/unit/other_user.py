@@ -1,4 +1,4 @@
-"""Programs of another, ordinary user of this machine."""
+"""Programs that run as another, ordinary user of this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-UID = 65534  # nobody
+UID = 65534  # the user `nobody`
 
 needs_root = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0,
@@ -18,8 +18,8 @@ needs_root = pytest.mark.skipif(
 
 
 def program(code: str, *words: object) -> subprocess.Popen[str]:
-    """Start a Python program as this user, with pipes. It uses a system's own interpreter, because
-    the environment of the tests may be in a folder that only root can read."""
+    """Start a Python program as the other user, with pipes. It uses an interpreter of the system,
+    because only root may be able to read the environment of the tests."""
     return subprocess.Popen(
         ["/usr/bin/env", "-i", _interpreter(), "-I", "-S", "-c", code, *map(str, words)],
         stdin=subprocess.PIPE,

@@ -1,4 +1,5 @@
-"""Which of its addresses a host uses, whatever its own name stands for."""
+"""The choice of a host's address for other hosts, even if its own name stands for a loopback
+address."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from gspo_megatron.addresses import (
 from gspo_megatron.errors import UserError
 from gspo_megatron.platform import rendezvous
 
-# A host as Debian sets it up: there, its own name is a loopback address.
+# The names on a host that is set up like Debian, where its own name stands for a loopback address.
 NAMES = {
     "node1": ["127.0.1.1"],
     "node2": ["10.9.0.2"],
@@ -37,7 +38,8 @@ OWN = "10.9.0.1"
 
 @pytest.fixture
 def debian(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """A name or address, and this host's address on the way to it. Tests may add a default."""
+    """For a name or address, this host's own address on the way to it. A test may add a default
+    route."""
     ways = {"10.9.0.2": OWN, "node2": OWN, "127.0.1.1": "127.0.0.1", "node1": "127.0.0.1"}
     monkeypatch.setattr(addresses, "addresses_of", lambda host: NAMES.get(host, []))
     monkeypatch.setattr(addresses, "route_to", ways.get)
@@ -68,8 +70,9 @@ def test_on_one_host_all_ranks_meet_where_its_name_leads(debian: dict[str, str])
     alone = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
     for name, address in (("node1", "127.0.1.1"), ("localhost", "127.0.0.1")):
         assert own_address(name, alone) == listening_address(name, alone) == address
-    assert own_address("127.0.0.1", {"WORLD_SIZE": "2"}) == "127.0.0.1"  # the user's choice
-    # Slurm's nodes may all be on this host
+    # the user chose this address
+    assert own_address("127.0.0.1", {"WORLD_SIZE": "2"}) == "127.0.0.1"
+    # All nodes of a Slurm job may be this host.
     assert own_address("node1", {"SLURM_STEP_NODELIST": "127.0.1.1"}) == "127.0.1.1"
 
 
@@ -94,7 +97,7 @@ def test_servers_on_hosts_without_a_known_way_are_told_no_loopback(debian: dict[
     alone = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
     for master in ("node1", "localhost"):
         told = {**alone, "MASTER_ADDR": master}
-        # servers on this host, and on a host whose name is known
+        # The servers are on this host, or on a host whose name is known.
         assert own_address_for_servers({**told, "GSPO_ROLLOUT_NODES": "node1"}).startswith("127.")
         assert own_address_for_servers({**told, "GSPO_ROLLOUT_NODES": "node2"}) == OWN
     lost = {**alone, "MASTER_ADDR": "node1", "GSPO_ROLLOUT_NODES": "node1,nodd9"}
@@ -107,7 +110,7 @@ def test_servers_on_hosts_without_a_known_way_are_told_no_loopback(debian: dict[
     )
     debian["192.0.2.1"] = OWN
     assert own_address_for_servers(lost) == OWN
-    # ranks of this host still meet at the address of its name
+    # The ranks, which are all on this host, still meet at the address of its name.
     assert listening_address("node1", {**alone, "GSPO_ROLLOUT_NODES": "nodd9"}) == "127.0.1.1"
 
 
@@ -119,10 +122,10 @@ def test_of_several_addresses_the_one_on_the_way_to_the_others_counts(
     slurm = {"SLURM_STEP_NODELIST": "both,far"}
     assert own_address("both", slurm) == listening_address("both", slurm) == "10.8.0.1"
     assert own_address("both", {}) == listening_address("both", {}) == "10.9.0.1"
-    # the way there uses another network than that of the name
+    # The way to the other host uses another network than the name's address.
     debian["far"] = "172.16.0.1"
     assert own_address("both", slurm) == listening_address("both", slurm) == "10.9.0.1"
-    # on another host
+    # The name belongs to another host.
     debian["10.9.0.1"] = "10.9.0.2"
     assert own_address("both", slurm) == "10.9.0.2"
 
@@ -132,7 +135,7 @@ def test_gloo_is_left_alone_where_nothing_tells_the_way(
 ) -> None:
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "GSPO_ROLLOUT_NODES"):
         monkeypatch.delenv(name, raising=False)
-    # set first, because what is set below is restored after the test
+    # monkeypatch sets the variable first, so it is restored after the test.
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -1,4 +1,5 @@
-"""Rules of the architecture that the import-linter contracts in pyproject.toml cannot express."""
+"""Rules of the architecture that the contracts of import-linter in pyproject.toml cannot
+express."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def python_files(*folders: str) -> list[Path]:
 
 
 def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
-    """The line and dotted name of each import of a file, also inside functions."""
+    """The line and dotted name of each import in a file, also of imports inside functions."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -54,7 +55,7 @@ def imports_of(name: str, files: list[Path]) -> list[str]:
 
 
 def modules_of(*names: str) -> list[str]:
-    """The dotted names of all modules in our packages."""
+    """The dotted names of all modules in these packages."""
     files = [path for name in names for path in python_files(f"gspo_megatron/{name}")]
     dotted = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files]
     return sorted(name.removesuffix(".__init__") for name in dotted)
@@ -64,7 +65,8 @@ def modules_of(*names: str) -> list[str]:
     "package", ["config", "data", "environments", "evaluation", "rewards", "the rollout service"]
 )
 def test_package_imports_without_torch_and_megatron(package: str) -> None:
-    modules = ["gspo_megatron.rollout.vllm.service"]  # what it imports runs in it, too
+    # everything that this module imports runs in the service, too
+    modules = ["gspo_megatron.rollout.vllm.service"]
     if package != "the rollout service":
         modules = modules_of(package)
     assert modules
@@ -100,13 +102,13 @@ def test_only_the_modules_meant_to_import_megatron_core_do() -> None:
         if not path.relative_to(PACKAGE).as_posix().startswith(MAY_IMPORT_MEGATRON)
     ]
     assert imports_of("megatron", others) == []
-    # the check does see the modules that may import it
+    # In the modules that may import it, the check finds imports.
     assert imports_of("megatron", python_files("gspo_megatron"))
 
 
 def import_cycle(package: str) -> list[str] | None:
     """The modules of one import cycle in a package, with the first one again at the end; None if
-    there is no cycle. Imports inside functions count, but those for type checkers do not."""
+    there is no cycle. Imports inside functions count, but imports for type checkers do not."""
     graph = grimp.build_graph(package, exclude_type_checking_imports=True, cache_dir=None)
     imports = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
     try:
@@ -117,8 +119,8 @@ def import_cycle(package: str) -> list[str] | None:
 
 
 def test_folders_that_other_ranks_may_make_are_made_in_one_place() -> None:
-    """`files.make_folder` copes with file systems that show a new folder late. The heartbeat needs
-    the opposite: which process was first."""
+    """`files.make_folder` copes with file systems that show a new folder late. Only the heartbeat
+    makes a folder itself, because it must know which process was first."""
     found = [
         str(path.relative_to(PACKAGE))
         for path in python_files("gspo_megatron")
@@ -156,9 +158,10 @@ def test_the_check_for_cycles_sees_every_kind_of_import(
 
 
 def test_every_package_has_an_init_file() -> None:
-    # setuptools does not install a folder without one.
+    # setuptools installs no folder without one.
     folders = {path.parent for path in python_files("gspo_megatron")}
-    for data in ("cli/new_templates", "rollout/vllm/worker"):  # pyproject.toml names their files
+    # pyproject.toml names the files of these folders
+    for data in ("cli/new_templates", "rollout/vllm/worker"):
         folders.remove(PACKAGE / data)
     assert [str(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
 
@@ -175,7 +178,7 @@ def pins_of(path: Path) -> dict[str, str]:
 def test_requirements_are_names_with_exact_versions(version: str) -> None:
     pins = pins_of(ROOT / "requirements" / f"cpu-py{version}.txt")
     assert {"torch", "megatron-core", "pytest", "ruff"} <= pins.keys()
-    assert "apex" not in pins  # on package indexes that name does not belong to NVIDIA
+    assert "apex" not in pins  # on package indexes, another project has this name
     cuda_pins = pins_of(ROOT / "requirements" / f"cuda-torch-{pins['torch']}.txt")
     assert {"triton", "nvidia-nccl-cu13"} <= cuda_pins.keys()
     assert not pins.keys() & cuda_pins.keys()

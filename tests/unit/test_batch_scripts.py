@@ -1,5 +1,5 @@
-"""How the batch scripts read their arguments and settings. Stand-ins for Slurm's programs and for
-Python record how they are called. tests/slurm has a real cluster."""
+"""The arguments and settings of the batch scripts. Stand-ins for Slurm's programs and for Python
+record their calls. tests/slurm uses a real cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from tests.programs import ROOT, wait_until
 
-# Run the words after srun's options as two tasks, even if one of them fails.
+# Runs the words after srun's options as two tasks, even if one of them fails.
 _SRUN = """
 echo "srun $*" >>"$CALLS"
 [ "${!#}" != true ] || exit "${PROBE:-0}"
@@ -41,8 +41,8 @@ show*)
 requeue*) ;;
 esac
 """
-# "check" ends with $CHECK. A rank ends with $TASK_0 or $TASK_1, and the rank $SLOW later than the
-# others.
+# "check" ends with $CHECK. The ranks end with $TASK_0 and $TASK_1. The rank $SLOW ends later than
+# the other one.
 _PYTHON = """
 echo "python $*" >>"$CALLS"
 case "$3" in
@@ -85,13 +85,13 @@ class Job:
         )
 
     def end(self, *words: str, script: str = "train_gspo") -> tuple[int, str]:
-        """The exit code and the output."""
+        """Run a script. Returns the exit code and the output."""
         process = self.start(*words, script=script)
         out, _ = process.communicate(timeout=60)
         return process.returncode, out
 
     def run(self, *words: str, expect: int = 0, script: str = "train_gspo") -> str:
-        """The output. Checks the exit code."""
+        """Run a script and check its exit code. Returns the output."""
         code, out = self.end(*words, script=script)
         assert code == expect, out
         return out
@@ -112,7 +112,7 @@ def job(tmp_path: Path) -> Job:
         "python": _PYTHON,
         "apptainer": _APPTAINER,
         "nvidia-smi": _NVIDIA_SMI,  # as on a host without a GPU, unless MEMORY is set
-        "sleep": f"exec {shutil.which('sleep')} 0.1",  # a job looks at its tasks once a second
+        "sleep": f"exec {shutil.which('sleep')} 0.1",  # the script looks at its tasks once a second
     }
     for name, text in stand_ins.items():
         (programs / name).write_text(f"#!/bin/bash\n{text}")
@@ -175,7 +175,8 @@ def test_nothing_starts_with_check_only_and_where_the_check_fails(
 @pytest.mark.parametrize(
     ("changes", "options"),
     [
-        ({"MEMORY": "81559\\n40960\\n81559\\n"}, " --gpu-memory 42"),  # MiB, and GB of 10^9 bytes
+        # MiB, which become GB of 10^9 bytes
+        ({"MEMORY": "81559\\n40960\\n81559\\n"}, " --gpu-memory 42"),
         ({"MEMORY": "[N/A]\\n 81559\\n"}, " --gpu-memory 85"),
         ({"MEMORY": "[N/A]\\n"}, ""),
         ({"MEMORY": "81559\\n", "GSPO_GPU_MEMORY": "141"}, " --gpu-memory 141"),
@@ -243,7 +244,7 @@ TWO_NODES = {"SLURM_JOB_NUM_NODES": "2"}
         ({**STOPPED, "JOB_STATE": "CANCELLED"}, {75}, "the job is CANCELLED", False),
         ({**STOPPED, "GSPO_REQUEUE": "0"}, {75}, "GSPO_REQUEUE", False),
         ({"TASK_1": "3"}, {3}, 'first in task 1 on n1, whose lines begin with "1: "', False),
-        # a task that lost another one may report first
+        # The task that lost another task may report first.
         (
             {"TASK_0": "76", "TASK_1": "3", "SLOW": "1"},
             {3},
@@ -251,12 +252,12 @@ TWO_NODES = {"SLURM_JOB_NUM_NODES": "2"}
             False,
         ),
         ({"TASK_0": "76", "TASK_1": "76"}, {76}, "failed with exit code 76, first in task", False),
-        # one task fails after another was saved
+        # One task fails after another one was saved.
         ({"TASK_0": "75", "TASK_1": "3"}, {3, 143}, "failed with exit code", False),
-        # all nodes answer, or one does not
+        # Either all nodes answer, or one does not.
         ({**TWO_NODES, "TASK_0": "1", "PROBE": "0"}, {1}, "failed with exit code 1", False),
         ({**TWO_NODES, "TASK_0": "1", "PROBE": "1"}, {75}, "does not answer", True),
-        # a user's mistake has nothing to do with nodes
+        # A user's mistake does not depend on nodes.
         ({**TWO_NODES, "TASK_0": "2", "TASK_1": "2"}, {2}, "failed with exit code 2", False),
     ],
 )
@@ -322,7 +323,7 @@ def test_a_start_that_is_killed_brings_the_job_back_unless_it_is_the_first(job: 
     assert killed(0) in [(137, False), (143, False)]
     assert not list(job.folder.glob(".gspo-megatron*"))
     assert [killed(start) for start in range(1, 4)] == [(75, True)] * 3
-    job.environ |= {"TASK_0": "75", "TASK_1": "75"}  # a task that was saved does not count
+    job.environ |= {"TASK_0": "75", "TASK_1": "75"}  # the restart after a saved run does not count
     job.run("c.yaml", expect=75)
     assert [killed(start) for start in range(5, 10)] == [(75, True)] * 5
     assert killed(10) in [(137, False), (143, False)]
@@ -330,7 +331,7 @@ def test_a_start_that_is_killed_brings_the_job_back_unless_it_is_the_first(job: 
 
 
 def test_a_signal_reaches_the_tasks(job: Job) -> None:
-    # A shell cannot do this: the signal is ignored until a program asks for it.
+    # A Python program must wait, because a shell would ignore this signal.
     job.environ["WAIT_FOR_USR1"] = (
         "import signal, sys, time; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75)); "
         "time.sleep(60)"
@@ -354,7 +355,7 @@ def test_apptainer(job: Job) -> None:
 
 @pytest.mark.parametrize("image", ["box", "docker://python:3.12", "oras://host/image:1"])
 def test_other_images_of_apptainer_and_the_cache_of_the_hub(job: Job, image: str) -> None:
-    (job.folder / "box").mkdir()  # a folder with a root file system
+    (job.folder / "box").mkdir()  # takes the place of an unpacked image
     hub = job.folder / "hub"
     hub.mkdir()
     job.environ |= {"GSPO_CONTAINER": image, "HF_HOME": str(hub)}
@@ -392,7 +393,7 @@ def test_pyxis(job: Job) -> None:
     assert before == f"srun --nodes=1 --ntasks=1 {image} --container-workdir={job.folder}"
     names, _, rest = rest.partition(" ")
     assert rest == CHECK
-    # those that the script sets, and those that the user has set
+    # The script sets some of these variables, and the user sets the others.
     wanted = {"PYTHONPATH", "PYTHONNOUSERSITE", "OMP_NUM_THREADS", "NCCL_DEBUG", "GSPO_HOME"}
     assert wanted | {"GSPO_STATE", "HF_TOKEN", "MY_OWN", "ANOTHER"} <= set(names.split(","))
     assert "PATH" not in names.split(",")

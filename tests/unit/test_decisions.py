@@ -45,7 +45,7 @@ def test_a_replaced_decision_names_a_later_one_that_exists() -> None:
 
 
 def test_accepted_decisions_name_only_files_that_exist() -> None:
-    """If its code is gone, a decision must become `superseded` or `dropped`."""
+    """If the code of a decision is gone, the decision must become `superseded` or `dropped`."""
     named = 0
     for each in read_decisions():
         text = (FOLDER / each.file).read_text(encoding="utf-8")

@@ -28,10 +28,10 @@ PAGES = (
 )
 KEYS = {key.name for stage in STAGES for key in list_keys(stage)}
 SECTIONS = {name.partition(".")[0] for name in KEYS}
-# "# FILE; N ranks[: X GB]" is the first line of a block in recipes.md
+# In recipes.md, the first line of a block is "# FILE; N ranks[: X GB]".
 HEAD = re.compile(r"# (\S+); (\d+) ranks?(?:: ([\d.]+) GB)?\n")
 PRESETS = {1: "tiny", 16: "qwen3-30b-a3b", 32: "qwen3-30b-a3b", 256: "qwen3-235b-a22b"}
-# the changes, the file that they change, the ranks, GB
+# The changes, the file that they change, the number of ranks, and the GB.
 Recipe = tuple[str, str, int, "float | None"]
 
 
@@ -43,7 +43,7 @@ def read(page: str) -> str:
 
 
 def ours(page: str) -> str:
-    """The text of a page. From coming_from.md, only the cells with our keys."""
+    """The text of a page. For coming_from.md, only the cells with keys of this project."""
     text = read(page)
     if page != "coming_from":
         return text
@@ -57,7 +57,7 @@ def test_every_key_that_a_page_names_exists(page: str) -> None:
     for code in re.findall(r"`([a-z_]+\.[a-z0-9_.]+(?:: ?[^`]*|=[^` ]*)?)`", ours(page)):
         name, value = re.fullmatch(r"([a-z0-9_.]+)[:=]? ?(.*)", code).groups()
         if name.partition(".")[0] not in SECTIONS:
-            continue  # a file, a module
+            continue  # a file or a module
         assert name in KEYS, f"{name}: no such key"
         found += 1
         if value:
@@ -70,7 +70,7 @@ def test_every_key_that_a_page_names_exists(page: str) -> None:
 
 
 def test_the_keys_of_trl_are_those_of_the_installed_version() -> None:
-    """The text of TRL's source is searched, because importing TRL takes half a minute."""
+    """TRL's source is searched as text, because importing TRL takes half a minute."""
     site = Path(pytest.__file__).parents[1]
     sources = [site / "trl/trainer/grpo_config.py", site / "transformers/training_args.py"]
     if not all(path.is_file() for path in sources):
@@ -98,7 +98,7 @@ def recipes() -> list[Recipe]:
 
 
 def merged(body: str, file: str, folder: Path) -> Path:
-    """The whole configuration of a recipe, as a file."""
+    """Write the complete configuration of a recipe to a file."""
     if file == "laptop.yaml":
         base = yaml.safe_load(recipes()[0][0])
     else:
@@ -113,7 +113,7 @@ def merged(body: str, file: str, folder: Path) -> Path:
 
 
 def shape_of(file: str, ranks: int) -> list[str]:
-    """Overrides with the model's sizes, if its folder has no config.json."""
+    """Overrides with the sizes of the model, if its folder has no config.json."""
     has_own = (ROOT / file).with_name("config.json").exists()
     return [] if has_own else [f"model.preset={PRESETS[ranks]}"]
 
@@ -129,7 +129,7 @@ def test_a_recipe_passes_the_check_at_its_size(
 ) -> None:
     [reward] = re.findall(r'```python title="my_rewards.py"\n(.*?)```', read("recipes"), re.DOTALL)
     (tmp_path / "my_rewards.py").write_text(reward)
-    monkeypatch.chdir(tmp_path)  # rewards are searched in the current directory
+    monkeypatch.chdir(tmp_path)  # rewards are looked up in the current directory
     body, file, ranks, _ = recipe
     words = shape_of(file, ranks)
     config = load_any_config(str(merged(body, file, tmp_path)), words, None)
@@ -160,7 +160,7 @@ def test_the_sections_of_coming_from_are_legal(tmp_path: Path) -> None:
 
 
 def messages() -> str:
-    """All strings of the package, with … for the parts that are filled in."""
+    """All strings in the package, with … in place of values."""
     found = []
     for path in (ROOT / "gspo_megatron").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -173,7 +173,7 @@ def messages() -> str:
 
 
 def quoted() -> list[str]:
-    """The messages in troubleshooting.md: blocks of text, and the tables of messages."""
+    """The messages in troubleshooting.md, from blocks of text and from tables of messages."""
     text = read("troubleshooting")
     blocks = re.findall(r"^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines()]
@@ -193,7 +193,7 @@ def test_every_quoted_message_is_one_of_the_code() -> None:
 def test_the_examples_of_mistakes_are_told_so(tmp_path: Path) -> None:
     config = {"data": {"prompts": "p.jsonl", "tokenizer": "t"}}
     config |= {"rollout": {"group_size": 0}, "training": {"stpes": 3}}
-    (tmp_path / "config.json").write_text(json.dumps(config))  # JSON is YAML
+    (tmp_path / "config.json").write_text(json.dumps(config))  # YAML includes JSON
     said = gspo("check", tmp_path / "config.json", expect=2).stderr.splitlines()
     blocks = re.findall(r"```text\n(.*?)```", read("troubleshooting"), re.DOTALL)
     [example] = [block for block in blocks if "stpes" in block]

@@ -1,4 +1,4 @@
-"""The commands, options, keys, paths and make targets in the pages exist."""
+"""The commands, options, keys, paths and make targets that the pages name must exist."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ PAGES = [
 ]
 KEYS = {key.name for stage in STAGES for key in list_keys(stage)}
 SECTIONS = {name.partition(".")[0] for name in KEYS}
-# Folders whose paths a page may name in backticks, and files that commands leave there.
+# Folders whose paths a page may name in backticks, and files that commands write there.
 ROOTS = ("gspo_megatron/", "tests/", "tools/", "docs/", "examples/", "slurm/", "requirements/")
 ROOTS += ("pretrain_scripts/",)
 PATH = re.compile(rf"(?<![\w./<-])((?:{'|'.join(ROOTS)})[\w./-]+\.\w+)")
-ELSEWHERE = {"slurm/site.sh", "tools/preprocess_data.py"}  # a user's file; a script of Megatron-LM
+# a file that the user writes; a script of Megatron-LM
+ELSEWHERE = {"slurm/site.sh", "tools/preprocess_data.py"}
 BLOCK = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 
 
@@ -58,7 +59,7 @@ def options(parser: argparse.ArgumentParser) -> set[str]:
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The words after `gspo-megatron`, in code blocks and in `…` in the text."""
+    """The words after `gspo-megatron`, in code blocks and in backticks."""
     blocks = re.findall(r"^ *```(?:bash|sh|text)\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
     rest = BLOCK.sub("", text)
     lines = [line for block in blocks for line in re.sub(r"\\\n\s*", "", block).splitlines()]
@@ -68,7 +69,7 @@ def commands(text: str) -> Iterator[list[str]]:
         if found:
             try:
                 yield shlex.split(found[1])
-            except ValueError:  # a quotation that continues in the next line
+            except ValueError:  # the quotation continues in the next line
                 yield found[1].split()
 
 
@@ -90,7 +91,7 @@ def test_keys_exist(page: Path) -> None:
     if page.name == "coming_from.md":  # the first column has keys of other projects
         rows = [line.split(" | ") for line in text.splitlines() if line.startswith("|")]
         text = "\n".join(cells[1] for cells in rows if len(cells) > 1)
-    if page.name == "configuration.md":  # its first column has keys of the section above
+    if page.name == "configuration.md":  # the first column has keys of the section above
         text = re.sub(r"^\| `[^`]+` \|", "|", text, flags=re.MULTILINE)
     given = [word for words in commands(text) for word in words if "=" in word]
     given += re.findall(r"`([a-z_]+\.[a-z0-9_.]+)(?:[:= ][^`]*)?`", text)
@@ -111,7 +112,7 @@ def test_paths_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for word in PATH.findall(text):
         if not re.search(r"\.(py|md|sh|yaml|json|toml|sbatch|txt|png|svg|jsonl)$", word):
-            continue  # a folder, or a module
+            continue  # a folder or a module
         if re.search(r"[A-Z]{3,}", Path(word).stem.replace("README", "")) or word in ELSEWHERE:
             continue  # rewards/NAME.py
         assert (ROOT / word).exists(), f"{page.name}: {word}"

@@ -1,4 +1,4 @@
-"""docs/objectives.md compared with the code, because a page that nothing checks becomes wrong."""
+"""docs/objectives.md, compared with the code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.unit.objectives.batches import make_inputs
 PAGE = ROOT / "docs" / "objectives.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 OWN = ROOT / "examples" / "objectives" / "custom_objective.py"
-MAX_CODE_LINES = 25  # for "an own loss in a screenful"
+MAX_CODE_LINES = 25  # the page promises an own loss in a screenful
 
 
 def table(first_header: str) -> list[dict[str, str]]:
@@ -59,7 +59,7 @@ def code(cell: str) -> list[str]:
 
 
 def numbers(cell: str) -> dict[str, float]:
-    """The `name=value` pairs of a cell, without names that have no value."""
+    """The `name=value` pairs of a cell. Names without a value are left out."""
     return {
         name: float(value) for name, _, value in (s.partition("=") for s in code(cell)) if value
     }
@@ -104,7 +104,7 @@ def test_every_rule_stands_there_with_its_ratios_and_numbers() -> None:
         row = rows[name]
         assert tuple(code(row["on ratios"])) == rule.ratios
         assert [each.partition("=")[0] for each in code(row["reads"])] == list(rule.defaults)
-        # the numbers of this rule when the objective normally has another one
+        # The numbers of this rule in an objective that normally has another rule.
         foreign = "grpo" if name != "min_clip" else "sapo"
         ratio = "token" if "token" in rule.ratios else rule.ratios[0]
         resolved = resolve_objective(ObjectiveSection(name=foreign, rule=name, ratio=ratio))
@@ -163,7 +163,8 @@ def test_the_shares_of_noise_outside_the_clip_range() -> None:
     def below(x: float) -> float:
         return 0.5 * (1 + math.erf(x / math.sqrt(2)))
 
-    sigma = 0.011 * math.sqrt(math.pi / 2)  # of a normal distribution with this mean |x|
+    # a normal distribution with this sigma has a mean |x| of 0.011
+    sigma = 0.011 * math.sqrt(math.pi / 2)
     for row in table("response tokens"):
         deviation = sigma / math.sqrt(int(row["response tokens"].replace(",", "")))
         share = below(-3e-4 / deviation) + below(-4e-4 / deviation)
@@ -197,7 +198,7 @@ def test_every_metric_that_the_page_explains_is_measured() -> None:
     objective = build_objective(section(yaml.safe_dump({"name": "grpo"} | settings)), 8)
     inputs = make_inputs(0, with_reference=True)
     means = {name: float(n / d) for name, (n, d) in objective(inputs).means.items()}
-    measured = {*objective.complete(means), *KEYS}  # KEYS are written by every run
+    measured = {*objective.complete(means), *KEYS}  # every run writes KEYS
     teacher = torch.tensor([0.7, 0.3]).log().expand(len(inputs.mask), 2)
     form = DistillationSection(form="forward_kl_topk")
     distilled = with_divergence(

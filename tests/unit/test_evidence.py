@@ -1,5 +1,5 @@
-"""examples/evidence: its estimators compared with gradients of known bias and noise, its laboratory
-compared with enumeration, and the page compared with the kept lines."""
+"""examples/evidence. Its estimators are compared with gradients of known bias and noise, its
+laboratory with enumeration, and its page with the recorded lines."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ import records
 from estimators import GROUPS, effective_share, figures, mean_interval, ratio_figures
 from laboratory import GROUP, PROMPT_TOKENS, RESPONSES, VOCABULARY, Laboratory, Setting
 
-# A policy with two tokens: pi(1) = sigmoid(theta). A response has LENGTH independent tokens, and
-# its reward is the share of ones. It was sampled at OLD and is trained at NEW.
+# A policy with two possible tokens: pi(1) = sigmoid(theta). A response has LENGTH independent
+# tokens, and its reward is the share of ones. The policy OLD samples it, and the policy NEW is
+# trained on it.
 LENGTH, OLD, NEW = 3, -0.3, 0.8
 
 
@@ -40,14 +41,14 @@ def chance(theta: float) -> float:
 
 
 def everything(theta: float) -> list[tuple[float, int]]:
-    """(probability, number of ones) of all responses."""
+    """(probability, number of ones) of every response."""
     p = chance(theta)
     ones = [sum(y) for y in itertools.product((0, 1), repeat=LENGTH)]
     return [(p**n * (1 - p) ** (LENGTH - n), n) for n in ones]
 
 
 def gradient(ones: int, weight: str) -> float:
-    """w (R - 1/2) d log pi / d theta of one response at NEW, with its importance weight w."""
+    """w (R - 1/2) d log pi / d theta, for one response at NEW with its importance weight w."""
     score = ones - LENGTH * chance(NEW)
     log_ratio = ones * math.log(chance(NEW) / chance(OLD))
     log_ratio += (LENGTH - ones) * math.log((1 - chance(NEW)) / (1 - chance(OLD)))
@@ -60,14 +61,15 @@ def gradient(ones: int, weight: str) -> float:
 
 
 def moments(theta: float, weight: str) -> tuple[float, float]:
-    """The mean and variance of `gradient` over responses of the policy `theta`, by enumeration."""
+    """The mean and variance of `gradient` over the responses of the policy `theta`, by
+    enumeration."""
     mean = sum(p * gradient(n, weight) for p, n in everything(theta))
     square = sum(p * gradient(n, weight) ** 2 for p, n in everything(theta))
     return mean, square - mean**2
 
 
 def drawn(theta: float, weights: tuple[str, ...], groups: int, size: int, seed: int) -> np.ndarray:
-    """The mean gradients [weights, groups] of groups of `size` responses; all weights have the same
+    """The mean gradients [weights, groups] of groups of `size` responses. All weights use the same
     groups."""
     rng = np.random.default_rng(seed)
     ones = rng.binomial(LENGTH, chance(theta), (groups, size))
@@ -90,10 +92,10 @@ def test_bias_and_noise_are_those_computed_by_hand(weight: str) -> None:
     size, groups = 8, 10_000
     found = {name: values[0] for name, values in measured(groups, size, 1)[weight].items()}
     (mean, variance), (true, true_variance) = moments(OLD, weight), moments(NEW, "none")
-    if weight == "product":  # the only weight that is unbiased
+    if weight == "product":  # this weight alone is unbiased
         assert mean == pytest.approx(true, rel=1e-12)
         assert found["projection"] == pytest.approx(1.0, abs=1e-9)
-    # standard errors of the means over all responses, relative to the true gradient
+    # The standard error of the mean over all responses, relative to the true gradient.
     error = math.sqrt((variance + true_variance / 2) / (size * groups)) / true
     assert found["plain"] == pytest.approx(mean / true, abs=4 * error)
     assert found["projection"] == pytest.approx(mean / true, abs=4 * error)
@@ -112,7 +114,7 @@ def test_the_control_variate_takes_away_noise() -> None:
     plain, controlled = (
         np.array([each[name][0] - expected for each in found]) for name in ("plain", "projection")
     )
-    # the reference value of 200 groups has noise, too, which no control variate removes
+    # The reference value of 200 groups also has noise, which no control variate removes.
     assert controlled.std() < 0.8 * plain.std()
     assert abs(controlled.mean()) < 4 * controlled.std() / math.sqrt(len(found))
 
@@ -134,8 +136,8 @@ def test_intervals_hold_the_truth_as_often_as_they_say(monkeypatch: pytest.Monke
             value, low, high = found[name]
             assert low <= value <= high
             held[name] += low <= expected[name] <= high
-    # 95 of 100 in the limit of many groups; the seeds are fixed
-    assert held.pop("difference") == 100  # it is the base
+    # With many groups, 95 of 100 intervals hold the true value. The seeds are fixed.
+    assert held.pop("difference") == 100  # this estimator is the base itself
     assert all(85 <= count <= 100 for count in held.values()), held
 
 
@@ -175,19 +177,19 @@ def test_effective_sample_sizes() -> None:
     assert effective_share(np.array([1000.0, 0.0])) == pytest.approx(0.5)
 
 
-# --- the laboratory -------------------------------------------------------------------------------
+# --- The laboratory -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Laboratory]:
-    """Responses of two tokens."""
+    """A laboratory with responses of two tokens."""
     found = Laboratory(Setting(2, seed=1))
     yield found
     stop_processes()
 
 
 def uphill(small: Laboratory) -> torch.Tensor:
-    """The direction of an estimate of the policy gradient, as in gradients.py."""
+    """The direction of an estimated policy gradient, as gradients.py computes it."""
     return gradients.policy_gradient(small, count=2, scale=1.0)[0]
 
 
@@ -198,26 +200,26 @@ def test_slopes_are_the_gradients_step(small: Laboratory) -> None:
     direction = uphill(small)
     slopes = small.slopes(batches, "now", direction)
     for batch, slope in zip(batches, slopes, strict=True):
-        c = slope.sign()  # so that the terms do not cancel
+        c = slope.sign()  # with these signs, the terms do not cancel
         whole = small.gradient(batch, c, "now")
-        # a central difference with steps of 0.02 in fp32 log-probs
+        # A central difference. Its steps change fp32 log-probs by 0.02.
         assert float((c * slope).sum(1).mean()) == pytest.approx(float(whole @ direction), rel=2e-3)
-        # with the router's own routes the result is the same
+        # The router's own routes give the same result.
         torch.testing.assert_close(small.gradient(batch, c), whole)
 
 
 def test_the_policy_gradient_is_the_slope_of_the_mean_reward(small: Laboratory) -> None:
-    """All responses of two tokens to one prompt are enumerated, and compared with samples and their
-    credits."""
-    before = 7  # the last token of the prompt decides which first token is right
+    """All responses of two tokens to one prompt are enumerated. The result is compared with samples
+    and their credits."""
+    before = 7  # the last token of the prompt, which decides the right first token
     prompt = torch.full((RESPONSES, PROMPT_TOKENS), before)
     generator = torch.Generator().manual_seed(3)
     direction = uphill(small)
     size = 0.003 / float(direction.norm())
 
     def mean_reward() -> float:
-        """The mean reward of the present weights: each first token with the probability of a right
-        second one."""
+        """The mean reward with the current weights: the probability of each first token, times that
+        of a right second token."""
         first = torch.arange(VOCABULARY)
         grid = torch.stack([first.repeat(2), torch.zeros(RESPONSES, dtype=torch.long)], dim=1)
         wide, weights = small.widened(
@@ -243,14 +245,14 @@ def test_the_policy_gradient_is_the_slope_of_the_mean_reward(small: Laboratory) 
     steps = []
     for _ in range(30):
         first = torch.multinomial(reach, RESPONSES, replacement=True, generator=generator)
-        # the last token is not used
+        # The last token is not used.
         tokens = torch.cat([prompt, torch.stack([first, first], 1)], 1)
         wide, weights = small.widened(small.batch_of(tokens, torch.zeros(RESPONSES, 2)))
         slopes = small.slopes([wide], "now", direction)[0]
         steps.append(float((slopes * weights).sum(1).mean()))
     error = np.std(steps) / math.sqrt(len(steps))
     assert np.mean(steps) == pytest.approx(exact, abs=4 * error + 0.02 * abs(exact))
-    assert abs(exact) > 6 * error  # so the test can fail
+    assert abs(exact) > 6 * error  # the difference is large enough for the test to fail
 
 
 def test_coefficients_are_those_of_the_papers(small: Laboratory) -> None:
@@ -280,7 +282,7 @@ def test_a_response_is_compared_with_the_others_of_its_group() -> None:
     assert GROUP == 8
 
 
-# --- the page -------------------------------------------------------------------------------------
+# --- The page -------------------------------------------------------------------------------------
 
 
 def test_the_pages_tables_are_those_of_the_kept_lines() -> None:
@@ -298,11 +300,12 @@ def test_the_signals_of_a_seed_are_averaged_as_logarithms() -> None:
         return {"setting": {"seed": seed, "length": length}, "updates": updates, "arms": arms}
 
     lines = [line(1, 1, 2.0), line(1, 4, 8.0), line(2, 16, 16.0)]
-    # other cases, which are not asked for
+    # Lines of other cases, which must be ignored.
     others = [line(1, 8, 100.0), line(1, 1, 100.0, length=32)]
     found = draw.by_seed(lines + others, 8, "a", "b")
-    assert np.exp(found) == pytest.approx([2.0, 8.0])  # the root of 1 times 4, and 8
-    # computed by hand: the mean of log 2 and log 8, and Student's 12.706 for one degree of freedom
+    assert np.exp(found) == pytest.approx([2.0, 8.0])  # sqrt(1 * 4), and 8
+    # Computed by hand: the mean of log 2 and log 8, and Student's t of 12.706 for one degree of
+    # freedom.
     half = 12.706 * math.log(4) / 2
     wanted = [4.0, 4 / math.exp(half), 4 * math.exp(half)]
     assert draw.exponentials(found) == pytest.approx(wanted, rel=1e-3)
@@ -313,14 +316,14 @@ def test_the_text_quotes_numbers_of_the_tables() -> None:
     tables = "\n".join(itertools.chain.from_iterable(draw.all_tables().values()))
     known = set(re.findall(r"\d+(?:\.\d+)?", tables))
     text = page.partition("<!-- quotes -->")[2].partition("<!-- end of quotes -->")[0]
-    text = re.sub(r"`[^`]*`", "", text)  # settings
+    text = re.sub(r"`[^`]*`", "", text)  # leaves out settings
     quoted = re.findall(r"(?<![\w.])\d+\.\d+|\d+(?=%)", text)
     assert len(quoted) > 10
     assert not [number for number in quoted if number not in known]
 
 
 def test_the_answers_quote_their_own_figures() -> None:
-    """Not just some number of some table, but the numbers of these lines."""
+    """Each answer must quote the numbers of its own lines, not of any table."""
     lines, engine, moved, runs = (
         records.read(records.RESULTS / f"{name}.jsonl")
         for name in ("gradients", "likelihoods", "volatility", "frontier")

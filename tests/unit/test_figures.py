@@ -1,4 +1,4 @@
-"""The figures in the pages are those of docs/figures.yaml."""
+"""The figures in the pages equal those in docs/figures.yaml."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_planted_mistake_is_found(
     monkeypatch.setattr(figures, "ROOT", tmp_path)
     assert main(["--check"]) == 1
     assert "limits.md: has other figures" in capsys.readouterr().out
-    assert main([]) == 0  # writes them
+    assert main([]) == 0  # writes the figures into the pages
     assert page.read_text() == right
 
 

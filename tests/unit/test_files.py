@@ -42,7 +42,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
 
 
 def test_a_fingerprint_is_the_sha256_of_a_file(tmp_path: Path) -> None:
-    content = random.Random(5).randbytes(5_000_001)  # more than is read at a time
+    content = random.Random(5).randbytes(5_000_001)  # more bytes than one read takes
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(content)
     os.utime(path, (1, 1))
@@ -102,7 +102,7 @@ def test_names_that_no_file_below_a_folder_has(name: str, fault: str | None) -> 
 
 
 class Lag:
-    """A client of a shared file system that at first does not see a new folder."""
+    """A client of a shared file system that does not see a new folder at first."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, looks: int) -> None:
         self.left, self._is_dir, self._folder = looks, Path.is_dir, folder

@@ -1,4 +1,4 @@
-"""examples/evidence: the rules that judge the runs of frontier.py, and its task."""
+"""examples/evidence: the rules that judge the runs of frontier.py, and the task of these runs."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ EVIDENCE = Path(long_addition.__file__).parent
 
 @pytest.fixture(autouse=True)
 def no_losses_of_other_models() -> None:
-    """Reset auxiliary losses, which Megatron-Core keeps by layer for a whole process, with the
-    layers of the first model."""
+    """Reset the auxiliary losses. Megatron-Core keeps them for the whole process, for the layers of
+    the first model."""
     tracker = getattr(moe_utils, "get_moe_layer_wise_logging_tracker", dict)
     tracker().clear()
 
 
 def curve(*parts: tuple[float, int]) -> list[float]:
-    """Rewards: pairs of a value and how often it comes."""
+    """Rewards from pairs of a value and the number of steps with it."""
     return [value for value, count in parts for _ in range(count)]
 
 
-# By hand, for a start of 0.4: converged from 0.7 on, collapsed below 0.2.
+# Computed by hand. With a start of 0.4, a run has converged from 0.7 on, and collapsed below 0.2.
 @pytest.mark.parametrize(
     ("rewards", "ends"),
     [
@@ -60,7 +60,8 @@ def curve(*parts: tuple[float, int]) -> list[float]:
         (curve((0.4, 10), (0.19, LAST)), "collapsed"),
         (curve((0.4, 5), (0.0, 20), (0.9, LAST)), "converged"),  # falls and recovers
         (curve((0.4, 5), (0.9, 20), (0.0, LAST)), "collapsed"),  # rises and falls
-        (curve((0.9, 20), (0.0, 1), (0.9, LAST - 1)), "converged"),  # the mean decides: 0.72
+        # the mean of the last steps, 0.72, decides
+        (curve((0.9, 20), (0.0, 1), (0.9, LAST - 1)), "converged"),
     ],
 )
 def test_the_end_of_a_run_decides_its_outcome(rewards: list[float], ends: str) -> None:
@@ -69,18 +70,19 @@ def test_the_end_of_a_run_decides_its_outcome(rewards: list[float], ends: str) -
 
 def test_outcome_is_measured_from_the_start() -> None:
     rewards = curve((0.61, 20))
-    assert outcome(rewards, start=0.2) == "converged"  # converged from 0.6 on
+    # with this start, a run has converged from 0.6 on
+    assert outcome(rewards, start=0.2) == "converged"
     assert outcome(rewards, start=0.5) == "stuck"
 
 
 def test_a_collapse_is_resumed_from_the_newest_checkpoint_that_was_still_good() -> None:
-    # checkpoints at 10, 20 and 30; the mean of the five steps up to 20 is 0.4, and up to 30 it is
-    # lower
+    # There are checkpoints at steps 10, 20 and 30. The mean of the five steps before step 20 is
+    # 0.4; before step 30 it is lower.
     assert last_good_checkpoint(curve((0.4, 25), (0.1, 15)), start=0.4) == 20
     assert last_good_checkpoint(curve((0.4, 26), (0.39, 14)), start=0.4) == 20
     assert last_good_checkpoint(curve((0.5, 30), (0.0, 10)), start=0.4) == 30
     assert last_good_checkpoint(curve((0.3, 40)), start=0.4) == 0
-    # the state after the last step has collapsed, and is not a checkpoint
+    # The state after the last step is not a checkpoint.
     assert last_good_checkpoint(curve((0.4, 40)), start=0.4) == 30
 
 
@@ -91,7 +93,7 @@ def test_lowest_is_the_lowest_mean_of_five_steps() -> None:
 @pytest.mark.parametrize("count", [1, 2, 7, 11])
 def test_bisection_finds_every_edge_with_few_questions(count: int) -> None:
     values = [2.0**n for n in range(count)]
-    for number in range(count + 1):  # the number of values for which it holds
+    for number in range(count + 1):  # the number of values that fulfil a condition
         asked: list[float] = []
 
         def holds(value: float, number: int = number, asked: list[float] = asked) -> bool:
@@ -116,7 +118,8 @@ def test_no_seed_is_run_after_the_first_that_fails() -> None:
 
 
 def test_intervals_are_those_of_clopper_and_pearson() -> None:
-    # closed forms if none or all succeed: 1 - (alpha/2)^(1/n); and a value from their table
+    # If none or all succeed, the closed form is 1 - (alpha/2)^(1/n). The third value is from a
+    # published table.
     assert interval(5, 5) == pytest.approx((0.025**0.2, 1.0))
     assert interval(0, 5) == pytest.approx((0.0, 1 - 0.025**0.2))
     assert interval(1, 10) == pytest.approx((0.0025, 0.4450), abs=5e-5)
@@ -128,7 +131,7 @@ def test_answers_of_the_task_are_sums() -> None:
     numbers = [made["answer"][at : at + 3] for at in range(0, len(made["answer"]), 3)]
     values = [10 * int(n[2]) + "abcdefghij".index(n[0]) for n in numbers]
     assert values == [(15 + 23 * k) % 100 for k in range(1, NUMBERS + 1)]
-    # 5+3, 8+3 with carry, 1+3, 4+3, 7+3 with carry
+    # 5+3, 8+3 with a carry, 1+3, 4+3, 7+3 with a carry
     assert [n[1] for n in numbers[:5]] == list("-+--+")
 
 
@@ -142,10 +145,11 @@ def test_reward_counts_the_numbers_that_follow_from_the_one_before() -> None:
     assert graded("") == 0.0
     assert graded(right[:30]) == pytest.approx(10 / NUMBERS)
     assert graded(right + "a") == pytest.approx(NUMBERS / (NUMBERS + 1))
-    assert graded("9" + right[1:]) == pytest.approx((NUMBERS - 2) / NUMBERS)  # no number at all
-    # a wrong carry costs only its own number: the next one needs units and tens
+    assert graded("9" + right[1:]) == pytest.approx((NUMBERS - 2) / NUMBERS)  # this is no number
+    # A wrong carry makes only its own number wrong, because the next number depends on units and
+    # tens.
     assert graded(right[:1] + "+" + right[2:]) == pytest.approx((NUMBERS - 1) / NUMBERS)
-    # one wrong sum costs one number, if the rest continues from it
+    # A wrong sum makes one number wrong, if the later numbers continue from it.
     goes_on = "a-0" + row(0, 23)["answer"][: 3 * (NUMBERS - 1)]
     assert graded(goes_on) == pytest.approx((NUMBERS - 1) / NUMBERS)
 
@@ -154,12 +158,12 @@ def test_careless_answers_have_the_stated_share_of_mistakes() -> None:
     source = random.Random(1)
     rows = [careless_row(n % 100, 1 + n % 99, source) for n in range(400)]
     share = sum(graded(r["answer"], r["prompt"]) for r in rows) / len(rows)
-    # 8,400 numbers: a standard error of 0.005
+    # With 8,400 numbers, the standard error is 0.005.
     assert share == pytest.approx(1 - long_addition.MISTAKES, abs=0.02)
 
 
 def cell(value: float, outcomes: str) -> Cell:
-    """A cell with a run for each letter: c(onverged), s(tuck), x (collapsed)."""
+    """A cell with one run for each letter: c (converged), s (stuck) or x (collapsed)."""
     named = {"c": "converged", "s": "stuck", "x": "collapsed"}
     return Cell(value, [{"outcome": named[letter]} for letter in outcomes])
 
@@ -167,7 +171,7 @@ def cell(value: float, outcomes: str) -> Cell:
 def test_an_edge_needs_all_seeds_and_no_failure_below_it() -> None:
     row = [cell(1, "c"), cell(2, "ccccc"), cell(3, "cc"), cell(4, "cs"), cell(5, "ccccc")]
     good, bad = edge(row, "converged")
-    # values 1 and 3 lack seeds, and value 5 is above a failure
+    # Values 1 and 3 have too few seeds, and value 5 is above a failure.
     assert good is row[1]
     assert bad is row[3]
     assert edge(row, "not collapsed") == (row[4], None)
@@ -181,7 +185,8 @@ def test_runs_are_compared_with_those_of_the_same_value_and_seed() -> None:
     right = [line(1, 1, 0.5), line(1, 2, 0.7), line(2, 1, 0.1), line(2, 3, 0.9)]
     left = [line(2, 1, 0.3), line(1, 2, 0.9), line(1, 1, 0.4), line(3, 1, 0.0)]
     count, gap, low, high = paired(left, right, lambda each: each["reward"])
-    # by hand: the differences 0.2, 0.2 and -0.1, and Student's 4.303 for two degrees of freedom
+    # By hand: the differences are 0.2, 0.2 and -0.1, and Student's t is 4.303 for two degrees of
+    # freedom.
     assert (count, gap) == (3, pytest.approx(0.1))
     error = math.sqrt(0.03 / 3)
     assert (low, high) == pytest.approx((0.1 - 4.3027 * error, 0.1 + 4.3027 * error), abs=1e-4)
@@ -203,7 +208,7 @@ def test_a_step_gets_the_responses_of_older_weights(
 
 
 def test_wider_heads_compute_the_same(tmp_path: Path) -> None:
-    """transformers computes both, and does not know the trick."""
+    """transformers computes both models, and knows nothing of the construction."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
@@ -217,7 +222,7 @@ def test_wider_heads_compute_the_same(tmp_path: Path) -> None:
         head_dim=16,
         num_experts=4,
         num_experts_per_tok=2,
-        initializer_range=0.3,  # so that attention is far from uniform
+        initializer_range=0.3,  # makes attention far from uniform
     )
     model = transformers.Qwen3MoeForCausalLM(config).eval()
     with torch.no_grad():
@@ -238,7 +243,7 @@ def test_wider_heads_compute_the_same(tmp_path: Path) -> None:
 def test_an_engines_responses_become_flat() -> None:
     tokens = joined([[1, 2], [3]], np.array([4, 5, 6]), np.array([1, 2]))
     assert tokens.tolist() == [1, 2, 4, 3, 5, 6]
-    # the experts of all tokens except the last one of each sequence
+    # The experts of all tokens, except the last token of each sequence.
     routes = np.arange(1, 5)[:, None, None]
     assert with_void_rows(routes, np.array([3, 3])).flatten().tolist() == [1, 2, 0, 3, 4, 0]
 
@@ -311,8 +316,8 @@ def test_a_run_measures_what_one_update_changes(
     arm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A small change is proportional to the learning rate, because each weight changes in
-    proportion. Tokens use all 8 experts here. With fewer, some would change their experts, and
-    log-probs would jump."""
+    proportion to it. Each token uses all 8 experts here. Otherwise some tokens would change their
+    experts, and log-probs would jump."""
     monkeypatch.setattr(frontier, "STEPS", 1)
     long_addition.make_data(tmp_path)
     laboratory = frontier.Laboratory(tmp_path / "results.jsonl", tmp_path / "scratch")
@@ -332,6 +337,6 @@ def test_a_run_measures_what_one_update_changes(
     first, second = (line["update_change"] for line in reached)
     assert second == pytest.approx(2 * first, rel=0.02)
     assert reached[1]["update_k3"] == pytest.approx(4 * reached[0]["update_k3"], rel=0.05)
-    # k3 is half of the mean square, which is at least the square of the mean
+    # k3 is half of the mean square, and the mean square is at least the square of the mean.
     assert 2 * reached[0]["update_k3"] > first**2 > 0
     assert len(reached[0]["rewards"]) == 1

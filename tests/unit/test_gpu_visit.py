@@ -1,4 +1,5 @@
-"""The runner of a GPU visit: its limits, what it keeps and packs, and the table of the page."""
+"""The runner of tools/gpu_visit: its limits, the files that it keeps and packs, and the table on
+its page."""
 
 from __future__ import annotations
 
@@ -22,12 +23,11 @@ VISIT = ROOT / "tools" / "gpu_visit"
 
 
 def load(name: str) -> ModuleType:
-    """A script of tools/gpu_visit as a module. `steps` has the name under which run.py imports
-    it."""
+    """Load a script of tools/gpu_visit as a module. run.py imports `steps` by this name."""
     spec = importlib.util.spec_from_file_location(name, VISIT / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look up their module there
     spec.loader.exec_module(module)
     return module
 
@@ -49,7 +49,7 @@ def python(steps: ModuleType, name: str, code: str, **options: Any) -> Any:
 def test_the_others_go_on_after_a_failure_a_hang_and_a_missing_package(
     steps: ModuleType, run: ModuleType, tmp_path: Path
 ) -> None:
-    mark = f"gpu-visit-child-{os.getpid()}"  # other tests on this machine do not have it
+    mark = f"gpu-visit-child-{os.getpid()}"  # a mark that no other process on this machine has
     child = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)', '{mark}']); import time; print('began', flush=True); time.sleep(99)"  # noqa: E501
     chosen = [
         (python(steps, "good", "print('rate=2.5 name=x equal=1')"), 20.0),
@@ -92,7 +92,7 @@ def test_what_was_seen_is_kept_when_the_time_is_over(
 def test_results_are_printed_where_they_cannot_be_written(
     steps: ModuleType, run: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # a folder in the way of a file has the effect of a full disk
+    # A folder at the file's path has the effect of a full disk.
     for name in ("visit.json", "visit.txt"):
         (tmp_path / f"{name}.part").mkdir()
     results: dict[str, Any] = {"machine": {}, "steps": {}}
@@ -138,7 +138,7 @@ def test_figures_are_lines_of_pairs_alone(
 
 
 def fat_binary(*entries: tuple[int, int, bytes]) -> bytes:
-    """A fat binary with entries (kind, arch, contents)."""
+    """A fat binary with these entries (kind, arch, contents)."""
     body = b""
     for kind, arch, content in entries:
         header = struct.pack("<HHIQ", kind, 0x101, 64, len(content)).ljust(28, b"\0")

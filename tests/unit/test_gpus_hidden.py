@@ -1,4 +1,4 @@
-"""Tests outside of tests/gpu use no GPU, because four ranks on one GPU would be refused."""
+"""Tests outside of tests/gpu use no GPU, because one GPU cannot serve four ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_gpus_are_hidden_here_and_from_every_process_that_a_test_starts() -> Non
         ([str(ROOT / "tests" / "gpu")], "docs", True),
         (["tests/gpu", "tests/unit"], ".", False),
         (["tests"], ".", False),
-        (["gpu"], ".", False),  # another folder of that name
+        (["gpu"], ".", False),  # another folder of the same name
         ([], "tests/gpu", False),
     ],
 )

@@ -1,4 +1,5 @@
-"""Names of the Hub, what is downloaded by them, and what a user is told; with the real client."""
+"""Names of the Hub, the files that are downloaded, and the messages to the user; with the real
+client."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def refusal(text: str, *, weights: bool = False, kind: hub.Kind = "model") -> st
 def test_what_is_a_name(
     text: str, expected: HubName | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not: a path of several folders, a file by its ending, what lies in a folder that is there."""
+    """These are not names: a path of several folders, a file by its ending, and something in an
+    existing folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
     assert parse_name(text, "model") == expected
@@ -93,7 +95,7 @@ def test_only_what_is_needed_is_downloaded(server: SmallHub) -> None:
     folder = get(MODEL)
     light = {"config.json", "tokenizer.json", "model.safetensors.index.json"}
     assert {path.name for path in folder.iterdir()} == light and folder.name == commit
-    assert hub.lacks_weights(str(folder)) == []  # a folder that no name stands for
+    assert hub.lacks_weights(str(folder)) == []  # a local folder, not a name
     hub.register(folder, HubName("model", MODEL, commit))
     assert hub.lacks_weights(str(folder)) == [5000, 5000]
     assert get(MODEL, weights=True) == folder
@@ -106,7 +108,7 @@ def test_what_is_whole_needs_no_network(server: SmallHub) -> None:
     server.add(MODEL, FILES)
     get(MODEL, weights=True)
     server.requests.clear()
-    get(MODEL, weights=True)  # the commit is in the environment of this process
+    get(MODEL, weights=True)  # puts the commit into the environment of this process
     assert server.requests == []
 
 
@@ -133,7 +135,8 @@ def test_a_cache_that_another_program_filled_serves_if_it_is_whole(
     assert get(MODEL).name == commit
     assert "is not whole in the cache" in refusal(MODEL, weights=True)
     (tmp_path / "home/gspo-megatron").rename(tmp_path / "records")
-    (tmp_path / "home/gspo-megatron").touch()  # nothing can be written there
+    # a file in place of the folder, so nothing can be written
+    (tmp_path / "home/gspo-megatron").touch()
     assert get(MODEL).name == commit
 
 
@@ -151,7 +154,8 @@ def test_a_moved_branch_is_another_commit_and_a_commit_stays(server: SmallHub) -
     second = server.repositories[f"models/{MODEL}"].commit({**FILES, "config.json": b"{  }"})
     assert get(f"{MODEL}@{first}").name == first
     named = HubName("model", MODEL)
-    assert hub.resolved(named, "", {named.asked: first}).commit == first  # of a resumed run
+    # the commit that a resumed run has recorded
+    assert hub.resolved(named, "", {named.asked: first}).commit == first
     os.environ[hub.COMMITS] = ""
     assert hub.resolved(named, "").commit == second
 
@@ -172,7 +176,7 @@ def test_a_file_of_another_size_is_never_taken_for_whole(server: SmallHub, spoil
 def test_half_a_download_is_not_taken_for_whole(
     server: SmallHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client tries several times; the pauses between its tries are left out."""
+    """The client repeats the download. The pauses between its tries are left out."""
     monkeypatch.setattr("time.sleep", lambda _: None)
     server.add(MODEL, FILES)
     shard = next(iter(SHARDS))
@@ -213,7 +217,7 @@ def test_an_endpoint_that_does_not_answer_is_told(
     server: SmallHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)
-    with socket.socket() as held:  # bound, and nobody listens
+    with socket.socket() as held:  # the port is in use, but no server listens on it
         held.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{held.getsockname()[1]}"
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
@@ -222,7 +226,7 @@ def test_an_endpoint_that_does_not_answer_is_told(
 
 
 def test_a_full_disk_is_told(server: SmallHub, tmp_path: Path) -> None:
-    """A limit of the process on the size of a file stands for a disk without room."""
+    """A limit on the size of files has the effect of a full disk."""
     server.add(MODEL, {**FILES, "model-00001-of-00002.safetensors": b"\1" * 3_000_000})
     program = (
         "import resource, signal, sys\n"
@@ -305,7 +309,8 @@ def test_files_of_a_split(
 
 
 def test_a_card_that_wants_to_waste_time_does_not() -> None:
-    """Lists of lists of lists in few bytes, and patterns that take a regular expression years."""
+    """The card has nested lists in few bytes, and patterns for which a regular expression would
+    take years."""
     levels = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
     split = "split: train, path: ["
     wild = "/".join(["**"] * 60) + "/" + "*a" * 60

@@ -1,4 +1,4 @@
-"""deploy/Dockerfile, without Docker: what it copies and installs is there."""
+"""deploy/Dockerfile, checked without Docker: the files that it copies and installs exist."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_what_is_copied_is_there_and_sent_to_docker() -> None:
 
 
 def test_the_image_of_nvidia_keeps_its_own_torch() -> None:
-    """The filter of the Dockerfile itself, over the pins."""
+    """The filter in the Dockerfile is applied to the pinned requirements."""
     [command] = re.findall(r"(grep -vE '[^']+' requirements/[\w.-]+)", DOCKERFILE)
     said = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, check=True)
     kept = {line.partition("==")[0].lower() for line in said.stdout.splitlines() if "==" in line}

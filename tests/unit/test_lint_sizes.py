@@ -1,4 +1,4 @@
-"""The lint of docstrings: what it finds, and that the package follows the rule."""
+"""The lint of docstrings: the faults that it finds. The package itself has none."""
 
 from __future__ import annotations
 

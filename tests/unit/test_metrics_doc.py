@@ -1,4 +1,4 @@
-"""docs/metrics.md has every key that a run writes to metrics.jsonl, and no others."""
+"""docs/metrics.md has every key that a run writes to metrics.jsonl, and no other key."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.programs import ROOT, gspo
 from tests.unit.objectives.batches import make_inputs, make_objective
 
 PAGE = ROOT / "docs" / "metrics.md"
-# The page writes NAME for a part, too.
+# The page writes NAME in place of a part's name, so this part has that name.
 REWARD = "def reward(sample):\n    return {'NAME': sample.num_tokens % 3 / 3}\n"
 ENVIRONMENT = """
 class Twice:
@@ -25,7 +25,7 @@ class Twice:
         await client.generate(max_tokens=2)
         await client.generate(text="+", max_tokens=2)
 """
-ALL_OPTIONS = {  # an RL run with everything that adds metrics
+ALL_OPTIONS = {  # an RL run with every option that adds metrics
     "rollout": {
         "group_size": 4,
         "prompts_per_step": 4,
@@ -44,7 +44,7 @@ ALL_OPTIONS = {  # an RL run with everything that adds metrics
     },
     "routing": {"replay": "r2", "volatility": True},
 }
-# Only runs with servers write these. tests/vllm compares such a run with this set.
+# Only runs with servers write these keys. tests/vllm compares such a run with this set.
 SERVED = {
     *("sync/seconds", "sync/bytes", "sync/version"),
     *("engine/tokens_per_second", "engine/kv_usage", "engine/restarts"),
@@ -52,25 +52,25 @@ SERVED = {
     *("engine/busy_share", "perf/engines_idle_share"),
     *("staleness/mean", "staleness/max", "staleness/masked", "staleness/tokens_older_than_1"),
 }
-# Only runs with a teacher write these: tests/e2e/test_distillation.py,
+# Only runs with a teacher write these keys: tests/e2e/test_distillation.py,
 # tests/vllm/test_distillation.py.
 DISTILLED = {
     *("distill/kl", "distill/teacher_seconds"),
     *("distill/loss", "distill/greedy_agreement", "distill/top_k_mass"),
 }
-# Only runs with a reward model write these: tests/e2e/test_model_rewards.py.
+# Only runs with a reward model write these keys: tests/e2e/test_model_rewards.py.
 SCORED = {
     *("reward_model/mean", "reward_model/std", "reward_model/tokens", "reward_model/cut"),
     *("reward_model/running_mean", "reward_model/running_std", "response/repeated"),
     *("perf/reward_model_seconds", "perf/reward_model_scores_per_second"),
     "perf/reward_model_tokens_per_second",
 }
-# Only runs that collapse write these: tests/e2e/test_collapse.py.
+# Only runs that collapse write these keys: tests/e2e/test_collapse.py.
 COLLAPSED = {"collapse/alarm", "collapse/rollbacks"}
 
 
 def documented() -> set[str]:
-    """The keys in the first column of the page's tables. {a,b} stands for both."""
+    """The keys in the first columns of the page's tables. {a,b} stands for two keys."""
     cells = re.findall(r"^\| (`[^|]*) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     keys = set()
     for name in re.findall(r"`([^`]+)`", " ".join(cells)):

@@ -1,4 +1,4 @@
-"""examples/one_step.py: the step learns, and its hand-written loss is that of the package."""
+"""examples/one_step.py: its step learns, and its hand-written loss equals the package's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FILE = ROOT / "examples" / "one_step.py"
 def load() -> ModuleType:
     spec = importlib.util.spec_from_file_location("one_step", FILE)
     module = importlib.util.module_from_spec(spec)
-    sys.modules["one_step"] = module  # dataclasses look their module up there
+    sys.modules["one_step"] = module  # dataclasses look up their module there
     spec.loader.exec_module(module)
     return module
 

@@ -1,5 +1,5 @@
-"""Every shell file of the repository, checked by shellcheck, and rules that all batch files
-follow."""
+"""Every shell file of the repository is checked by shellcheck. All batch files follow some common
+rules."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_bash_can_read_it(path: Path) -> None:
 
 
 def test_batch_files_find_the_library_in_the_same_way() -> None:
-    """They cannot share these lines, because Slurm runs a copy of the file, far from its folder."""
+    """The batch files repeat these lines, because Slurm runs a copy of a file in another folder."""
     starts = set()
     for path in BATCH_FILES:
         text = path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""docs/step.svg shows the step of rl/loop.py."""
+"""docs/step.svg shows the step as rl/loop.py runs it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tools import draw_step
 
 
 def test_the_picture_is_that_of_the_code() -> None:
-    """`python tools/draw_step.py` draws it again."""
+    """If the picture is out of date, `python tools/draw_step.py` draws it again."""
     assert draw_step.PICTURE.read_text(encoding="utf-8") == draw_step.svg()
 
 

@@ -1,4 +1,4 @@
-"""The scripts in tools/ start: their imports work, and they describe themselves."""
+"""The scripts in tools/ start: their imports work, and their help describes them."""
 
 from __future__ import annotations
 

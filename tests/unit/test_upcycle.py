@@ -1,4 +1,5 @@
-"""tools/upcycle.py: transformers computes the same with a dense model and with its MoE."""
+"""tools/upcycle.py: transformers computes the same with a dense model and with the MoE that is made
+from it."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ from tests.unit.hf.published import VOCABULARY, read_folder, write_model
 from tests.unit.hf.transformers_side import ask, transformers_process
 from tools.upcycle import MOE_OF, Plan, upcycle
 
-# fp32 logits of size 3 to 5 from four layers; experts are summed in another order
+# For fp32 logits of size 3 to 5 from four layers. The sums over experts have another order.
 TOLERANCE = 2e-5
 WHOLE = Plan(experts=4, top_k=2)
-# transformers needs experts of a multiple of 16 bytes
+# transformers needs experts whose width is a multiple of 16 bytes.
 VARIANTS: list[tuple[str, dict[str, Any], Plan]] = [
     ("llama", {"rope_scaling": None, "tie_word_embeddings": True}, WHOLE),
     (
@@ -64,7 +65,7 @@ def test_without_noise_the_function_stays(
     )
     assert not after.complaints
     torch.testing.assert_close(after.logits, before.logits, rtol=0, atol=TOLERANCE)
-    # the package knows the model, too
+    # The package also reads the model.
     folder = HfFolder(tmp_path / "moe")
     shape = shape_of(folder.describe())
     checked_folder(folder.path, shape, VOCABULARY)
@@ -85,14 +86,15 @@ def test_noise_makes_the_experts_differ(tmp_path: Path) -> None:
         experts = [one[f"{layer}experts.{n}.{part}_proj.weight"].float() for n in range(2)]
         assert not torch.equal(*experts)
         for expert in experts:
-            # of some 2,000 numbers, rounded to bf16
+            # The tensor has some 2,000 numbers, which are rounded to bf16.
             assert (expert - old).std() / old.std() == pytest.approx(0.1, rel=0.15)
     name = f"{layer}experts.0.up_proj.weight"
     assert one[name].dtype == torch.bfloat16 and not torch.equal(one[name], other[name])
 
 
 def test_a_few_tensors_are_in_memory_at_one_time(tmp_path: Path) -> None:
-    """Three tensors of 35 MB become twelve. Memory that the process had before is not counted."""
+    """Three tensors of 35 MB become twelve such tensors. Memory that the process had before does
+    not count."""
     dense = write_model(
         tmp_path / "dense", "qwen3", seed=6, intermediate_size=200_000, num_hidden_layers=1
     )
@@ -122,7 +124,7 @@ def test_what_cannot_be(tmp_path: Path, family: str, plan: Plan, message: str) -
     dense = write_model(tmp_path / "dense", family, seed=6)
     with pytest.raises(DataError, match=message):
         upcycle(dense, tmp_path / "moe", plan)
-    assert [path.name for path in tmp_path.iterdir()] == ["dense"]  # nothing half written
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]  # no partly written folder
 
 
 def test_the_command_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:

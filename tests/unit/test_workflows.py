@@ -1,4 +1,4 @@
-"""The workflows of GitHub: their form, and that the files and targets that they run exist."""
+"""The workflows of GitHub: their form, and the files and targets that they use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATHS = re.compile(r"(?<![\w./-])((?:tests|tools|requirements)/[\w./-]*\w)")
 
 
 def workflow(path: Path) -> dict[str, Any]:
-    # BaseLoader: every scalar is a string, and `on` is not read as true.
+    # With BaseLoader, every scalar is a string. So `on` is not read as true.
     return yaml.load(path.read_text(encoding="utf-8"), yaml.BaseLoader)
 
 
@@ -31,7 +31,7 @@ def jobs() -> list[tuple[str, dict[str, Any]]]:
 
 
 def variants(job: dict[str, Any]) -> list[dict[str, str]]:
-    """The values of the matrix, one mapping for each run of the job."""
+    """The values of the matrix, as one mapping for each run of the job."""
     matrix = dict(job.get("strategy", {}).get("matrix", {}))
     if "include" in matrix:
         return matrix["include"]
@@ -42,7 +42,7 @@ def variants(job: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def scripts(job: dict[str, Any]) -> list[str]:
-    """The shell commands of all runs of a job, with the values of its matrix."""
+    """The shell commands of all runs of a job, with the values of the matrix filled in."""
     found = []
     for row in variants(job):
         for step in job["steps"]:
@@ -90,7 +90,8 @@ def test_the_commands_are_sound_shell(name: str, job: dict[str, Any]) -> None:
 def test_every_folder_of_tests_runs_somewhere() -> None:
     run = " ".join(script for _, job in jobs() for script in scripts(job))
     folders = {path.parent for path in ROOT.glob("tests/*/**/test_*.py")}
-    for folder in {path.relative_to(ROOT).parts[1] for path in folders} - {"gpu"}:  # needs a GPU
+    # these tests need a GPU
+    for folder in {path.relative_to(ROOT).parts[1] for path in folders} - {"gpu"}:
         assert f"tests/{folder}" in run, folder
 
 

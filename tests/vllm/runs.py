@@ -1,4 +1,4 @@
-"""Small RL runs with vLLM servers, started as a user starts them, and their processes."""
+"""Small RL runs with vLLM servers, started like a user's runs, and their processes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from gspo_megatron.data.toy import write_toy_dataset
 from gspo_megatron.rollout.vllm.process import end_with_parent
 from tests.programs import ROOT, command_environment
 
-# The reward of a response is arbitrary, but the same everywhere. Each call adds a line to the file
-# `calls`.
+# The reward of a response is arbitrary but reproducible. Each call adds a line to the file `calls`.
 _REWARD = """
 import json, zlib
 from pathlib import Path
@@ -34,7 +33,7 @@ def reward(sample):
 
 @dataclass
 class Run:
-    """A run. All its files are in `folder`."""
+    """A run, with all its files in `folder`."""
 
     folder: Path
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
@@ -61,7 +60,7 @@ class Run:
         return process
 
     def wait(self, process: subprocess.Popen[str], condition: Callable[[], Any]) -> Any:
-        """Wait until the condition returns something true, while the run goes on."""
+        """Wait until the condition returns something true. Fails if the run ends first."""
 
         def look() -> Any:
             assert process.poll() is None, process.communicate()[0][-6000:]
@@ -70,7 +69,7 @@ class Run:
         return wait_for(look, 600)
 
     def finish(self, process: subprocess.Popen[str], code: int = 0, seconds: float = 600) -> str:
-        """Wait for its end. Returns its output."""
+        """Wait until the run ends. Returns its output."""
         said, _ = process.communicate(timeout=seconds)
         assert process.returncode == code, said[-6000:]
         return said
@@ -89,7 +88,7 @@ class Run:
         return [p for p in self._below() if "gspo_megatron.rollout.vllm.service" in p.cmdline()]
 
     def trainers(self) -> list[psutil.Process]:
-        """The processes of the command itself and of its ranks."""
+        """The processes of the train command and of its ranks."""
         below = [p for p in self._below() if "gspo_megatron" in p.cmdline()]
         return [*below, *(psutil.Process(p.pid) for p in self.processes if p.poll() is None)]
 
@@ -105,11 +104,12 @@ class Run:
 
 
 def make_run(folder: Path, python: Path, **sections: Mapping[str, Any]) -> Run:
-    """Make a run with one rank and one server, unless sections say otherwise."""
+    """Make a run with one rank and one server, unless `sections` change that."""
     (folder / "vllm_test_reward.py").write_text(_REWARD)
     write_toy_dataset(folder / "toy", "mixed", train=64, test=8, seed=1)
     config: dict[str, dict[str, Any]] = {
-        "model": {"megatron": {"kv_channels": 32}},  # tiny's 16 are too few for vLLM's kernels
+        # the 16 channels of the preset tiny are too few for vLLM's kernels
+        "model": {"megatron": {"kv_channels": 32}},
         "parallel": {},
         "data": {
             "tokenizer": str(folder / "toy" / "tokenizer.model"),
@@ -139,7 +139,8 @@ def make_run(folder: Path, python: Path, **sections: Mapping[str, Any]) -> Run:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether a process is alive. A killed process that nobody has waited for counts as dead."""
+    """Whether a process is alive. A killed process that its parent has not reaped counts as
+    dead."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -147,7 +148,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 300) -> Any:
-    """Wait until the condition returns something true, and return that."""
+    """Wait until the condition returns something true, and return it."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, "it did not happen"

@@ -30,17 +30,18 @@ from gspo_megatron.rollout.vllm.process import (
 )
 from tests.programs import command_environment
 
-START_SECONDS = 300  # it takes 9 on an idle machine
+START_SECONDS = 300  # 9 s on an idle machine
 _REQUEST_SECONDS = 120
 _STOP_SECONDS = 20
-_TAIL = 3000  # characters of the log that a failure shows
+_TAIL = 3000  # the number of characters of the log in the message of a failure
 
 ENVIRONMENT = common_environment(token="") | cpu_environment()
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A response: the ids and log-probs of its tokens, and the experts of its rows."""
+    """A response: the ids and log-probs of its tokens, and the experts of all tokens that were
+    inputs."""
 
     prompt: list[int]
     tokens: list[int]
@@ -50,8 +51,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Server:
-    """A running server. `log` is the file of its output. If it refuses a request, AssertionError
-    with its answer is raised."""
+    """A running server. `log` is the file of its output. A refused request raises AssertionError
+    with the server's answer."""
 
     port: int
     log: Path
@@ -68,13 +69,13 @@ class Server:
         return self._send("POST", address, {} if body is None else body)()
 
     def sample(self, prompt: Sequence[int], tokens: int, **parameters: object) -> Sample:
-        """Get one response of exactly this many tokens."""
+        """Get one response with this number of tokens."""
         return self.start_sample(prompt, tokens, **parameters)()
 
     def start_sample(
         self, prompt: Sequence[int], tokens: int, **parameters: object
     ) -> Callable[[], Sample]:
-        """Send the request. The returned function waits for the response."""
+        """Send the request of a response. Returns a function that waits for the response."""
         asked = {"max_tokens": tokens, "ignore_eos": True, "logprobs": 0, **parameters}
         body = {"token_ids": list(prompt), "sampling_params": asked}
         answer = self._send("POST", "/inference/v1/generate", body)
@@ -88,13 +89,13 @@ class Server:
         return finish
 
     def call_workers(self, method: str, **arguments: str) -> list[Any]:
-        """The results of a method of each worker."""
+        """The results of a method, one for each worker."""
         body = {"method": method, "kwargs": arguments}
         return self.post("/collective_rpc", body)["results"]
 
     def _send(self, method: str, path: str, body: object = None) -> Callable[[], Any]:
-        """Send without urllib, whose proxies from the environment do not know this machine's
-        loopback."""
+        """Send a request. urllib is not used, because it would use proxies from the environment,
+        which do not reach this machine's loopback interface."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_REQUEST_SECONDS)
         connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
 
@@ -109,7 +110,7 @@ class Server:
 
 
 def run_options(model: Path) -> dict[str, Any]:
-    """The options of a server of a Hugging Face folder in fp32, as a run starts it, but without a
+    """The options with which a run starts a server for a Hugging Face folder in fp32, but without a
     token."""
     needed = needed_arguments(str(model), "float32", routes=True, on_cpu=True)
     return {
@@ -123,9 +124,9 @@ def run_options(model: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def serve(python: Path, folder: Path, options: Mapping[str, Any]) -> Iterator[Server]:
-    """A server with these options of vLLM, run by the Python of its environment. Its log goes to
-    `folder`. It ends when this process ends. Raises AssertionError with the end of the log if it
-    does not start."""
+    """Run a server with these options of vLLM, in the Python of vLLM's environment. Its log goes to
+    `folder`. It ends when this process ends. If it does not start, raises AssertionError with the
+    end of the log."""
     held = hold_port("127.0.0.1", 0)
     port = held.getsockname()[1]
     server = Server(port, folder / "server.log")
@@ -138,7 +139,7 @@ def serve(python: Path, folder: Path, options: Mapping[str, Any]) -> Iterator[Se
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # a process group, because the server starts other processes
+            start_new_session=True,  # a process group, because the server starts further processes
             preexec_fn=end_with_parent,
         )
     try:
@@ -163,7 +164,7 @@ def wait_until_healthy(server: Server, process: subprocess.Popen[bytes]) -> None
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End the server by SIGTERM, on which it ends its engine. Then kill what is left of the process
+    """End the server with SIGTERM, so that it ends its engine. Then kill the rest of its process
     group."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""An unchanged agent, written with the package openai, against real vLLM servers."""
+"""An unchanged agent, which uses the package openai, with real vLLM servers."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ def test_an_agent_trains_unchanged(vllm_python: Path, tmp_path: Path, steps: int
     records = run.steps()
     assert [record["step"] for record in records] == [*range(1, steps + 1)]
     for record in records:
-        # The server sampled exactly the tokens that the trainer has: other tokens would have other
+        # The trainer has exactly the tokens that the server sampled. Other tokens would have other
         # log-probs.
         assert record["mismatch/abs_mean"] <= 1e-5
         assert record["environment/turns"] == 3 and record["environment/errors"] == 0
         assert record["environment/branches"] == 2
-    # the store has what the agent was given
+    # The tokens in the store give the text that the agent received.
     tokenizer = load_tokenizer(tmp_path / "data" / "tokenizer.model")
     said = [json.loads(line) for line in (tmp_path / "said").read_text().splitlines()]
     assert len(said) == 4 * steps

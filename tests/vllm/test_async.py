@@ -1,5 +1,5 @@
-"""Runs whose servers generate ahead. The prompts of each step are those of the synchronous run, no
-token is too old, and a kill costs no finished response."""
+"""Runs whose servers generate ahead. The prompts of each step are those of a synchronous run, no
+token is too old, and no kill loses a finished response."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from tests.vllm.runs import Run, is_alive, make_run, wait_for
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 FILE, PROMPTS, GROUP, SEED = 64, 6, 4, 1
 STALENESS = 2
-# "server" and "service" are killed at the same moment, so nobody is left to end the server's engine
+# With "server and service", both are killed at the same moment, so nobody is left to end the
+# server's engine.
 VICTIMS = ["trainer", "service", "server", "all", "server and service"]
 
 
@@ -54,13 +55,13 @@ def finished_steps(run: Run) -> int:
 
 
 def draws_ahead(run: Run) -> bool:
-    """Whether groups of a step are finished before the step before it is trained."""
+    """Whether a group is finished for a step whose predecessor is not yet trained."""
     later = run.out / "rollouts" / f"step_{finished_steps(run) + 2:08d}_0.groups"
     return later.exists() and bool(read_groups(later))
 
 
 def trained_prompts(run: Run) -> dict[int, list[str]]:
-    """The prompts of each step, in the order of training."""
+    """The prompts of each step, in the order of the samples."""
     found = defaultdict(list)
     for line in (run.out / "samples.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -69,7 +70,7 @@ def trained_prompts(run: Run) -> dict[int, list[str]]:
 
 
 def synchronous_prompts(steps: int) -> dict[int, list[str]]:
-    """The prompts that a run without generating ahead trains."""
+    """The prompts that a run trains in each step if it does not generate ahead."""
     loader = PromptLoader(FILE, PROMPTS, SEED)
     return {
         step: [f"train.jsonl:{row + 1}" for row in loader.next() for _ in range(GROUP)]
@@ -78,8 +79,8 @@ def synchronous_prompts(steps: int) -> dict[int, list[str]]:
 
 
 class Killer:
-    """Kills processes of a run at random moments, and restarts those that do not restart by
-    themselves."""
+    """Kills processes of a run at random moments. Restarts the run if it does not restart them
+    itself."""
 
     def __init__(self, run: Run, random: Random) -> None:
         self.run, self.random = run, random
@@ -102,14 +103,14 @@ class Killer:
         if victim in ("trainer", "all"):
             self.process.communicate()
             wait_for(lambda: not any(map(is_alive, self.seen)), seconds=120)
-            # The service has ended by itself, unless it had only just begun. In that case it had no
-            # server yet, and the next start clears its folder.
+            # The service ends by itself when the trainer dies. It may just have begun; then it had
+            # no server yet, and the next start clears its folder.
             if victim == "trainer" and had_server:
                 assert not weights_folders(load_config(run.folder / "config.yaml"))
             self.process = run.start()
 
     def kill_after(self, step: int, victim: str, seconds: float) -> None:
-        """Kill at any moment of the next step, or of a restart."""
+        """Kill the victim at a random moment after this step."""
         self.run.wait(self.process, lambda: finished_steps(self.run) >= step)
         time.sleep(self.random.uniform(0, seconds))
         self.kill(victim)
@@ -126,13 +127,13 @@ class Killer:
 def test_whatever_is_killed_each_draw_is_trained_once_in_the_synchronous_order(
     vllm_python: Path, tmp_path: Path, victims: list[str]
 ) -> None:
-    """Every response is scored once. Finished responses are not generated again, except for a group
-    that was being scored at the time of a kill."""
+    """Every response is scored once. Finished responses are not generated again, except those of a
+    group that was being scored when its process was killed."""
     kills = len(victims)
     steps = kills + 3
     run, random = run_with(tmp_path, vllm_python, steps), Random(kills)
     killer = Killer(run, random)
-    # the first step is saved; before it, a start is a new run
+    # The first step must be saved, because otherwise the next start is a new run.
     run.wait(killer.process, lambda: finished_steps(run) > 1 and draws_ahead(run))
     for number, victim in enumerate(random.sample(victims, kills)):
         killer.kill_after(2 + number, victim, seconds=1.0)
@@ -142,7 +143,8 @@ def test_whatever_is_killed_each_draw_is_trained_once_in_the_synchronous_order(
     assert [record["step"] for record in run.steps()] == list(range(1, steps + 1))
     assert trained_prompts(run) == synchronous_prompts(steps)
     oldest = [record["staleness/max"] for record in run.steps()]
-    # the first requests begin with the first weights
+    # The first requests use the first weights, so the first steps have fresher tokens than the
+    # limit allows.
     assert all(age <= min(STALENESS, n) for n, age in enumerate(oldest)) and max(oldest) > 0
     assert all(0 <= record["staleness/mean"] <= age for record, age in zip(run.steps(), oldest))
     rows = Counter(row for row, _ in run.calls())
@@ -152,7 +154,7 @@ def test_whatever_is_killed_each_draw_is_trained_once_in_the_synchronous_order(
 
 
 def assert_layouts_agree(run: Run, step: int) -> None:
-    """Check that responses from several versions of the weights give the same update on every
+    """Check that responses from several versions of the weights lead to the same update on every
     layout."""
     words = ["verify", run.out, "--step", step, "--layouts", "tp=2,pp=2,ep=2"]
     done = subprocess.run(

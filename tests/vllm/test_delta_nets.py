@@ -1,4 +1,4 @@
-"""A server of a model with gated delta nets on a CPU, where vLLM has kernels only for bf16."""
+"""A server of a model with gated delta nets on a CPU. There, vLLM has bf16 kernels only."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 from tests.vllm.servers import run_options, serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-# Both sides are bf16 with another order of sums, which gave 0.07. A wrong layout gives far more.
+# Both sides are bf16 with sums in another order, which gave 0.07. A wrong layout gives far more.
 TOLERANCE = 0.25
 
 
 def test_it_draws_by_the_log_probs_of_transformers(vllm_python: Path, tmp_path: Path) -> None:
-    """Prompts are longer than a chunk of 64 tokens. The experts of each token are compared, too."""
+    """The prompts are longer than a chunk of 64 tokens. The test also compares the experts of each
+    token."""
     torch.manual_seed(0)
     config = Qwen3NextConfig(
         vocab_size=257,
@@ -25,7 +26,7 @@ def test_it_draws_by_the_log_probs_of_transformers(vllm_python: Path, tmp_path: 
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        linear_key_head_dim=128,  # vLLM's kernels for CPUs have no other size
+        linear_key_head_dim=128,  # vLLM's kernels for CPUs support only this size
         linear_value_head_dim=128,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
@@ -40,7 +41,8 @@ def test_it_draws_by_the_log_probs_of_transformers(vllm_python: Path, tmp_path: 
     model = Qwen3NextForCausalLM(config).to(torch.bfloat16)
     folder = tmp_path / "model"
     model.save_pretrained(folder)
-    # Prefix caching of such models needs prompts in parts, which our runs on CPUs turn off.
+    # Prefix caching of such models needs prompts that are computed in parts, which our runs on CPUs
+    # turn off.
     options = run_options(folder) | {"dtype": "bfloat16", "enable_prefix_caching": False}
     prompt = [3 + number % 250 for number in range(0, 7 * 87, 7)]
     with serve(vllm_python, tmp_path, options) as server:

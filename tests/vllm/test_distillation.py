@@ -1,4 +1,4 @@
-"""A run that learns from a teacher behind a URL: a plain vLLM server with a tokenizer."""
+"""A run that learns from a teacher behind a URL, which is a plain vLLM server with a tokenizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.vllm.servers import Server, run_options, serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-# fp32 on both sides with other kernels: 2e-6 a token was seen
+# Both sides are fp32 with different kernels. The difference seen was 2e-6 a token.
 SAME = 5e-5
 SIZES = {
     "hidden_size": 64,
@@ -33,7 +33,7 @@ SIZES = {
 
 
 def model(folder: Path, toy: Path, seed: int) -> Path:
-    """A model of random weights, with a tokenizer of the toy task's characters."""
+    """A model with random weights, and a tokenizer for the characters of the toy task."""
     config = model_config("qwen3_moe", **SIZES, vocab_size=128)
     write_folder(folder, config, random_tensors(config, seed=seed))
     texts = (toy / "train.jsonl").read_text().splitlines()
@@ -52,7 +52,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def teacher(
     vllm_python: Path, toy: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Path, Server]]:
-    """The teacher's folder, and its server, which has no code of this package."""
+    """The folder of the teacher, and its server. The server runs no code of this package."""
     folder = model(tmp_path_factory.mktemp("teacher") / "model", toy, seed=1)
     options = run_options(folder)
     for name in ("middleware", "skip_tokenizer_init", "served_model_name"):
@@ -62,7 +62,7 @@ def teacher(
 
 
 def distilling(folder: Path, toy: Path, student: Path, url: str) -> list[dict[str, Any]]:
-    """The metrics of a run of two steps."""
+    """Run two steps of distillation. Returns their metrics."""
     config = {
         "model": {"hf_path": str(student)},
         "data": {"prompts": str(toy / "train.jsonl"), "tokenizer": str(student)},

@@ -1,5 +1,4 @@
-"""Facts about vLLM on which the rollouts rely. These tests notice a newer vLLM that breaks one of
-them.
+"""Facts about vLLM on which the rollouts rely. If a newer vLLM breaks one of them, a test fails.
 
 The reference is transformers with the same weights, in fp32. It shares no code with vLLM.
 """
@@ -23,21 +22,22 @@ from tests.vllm.servers import Sample, Server
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(1800),  # the first test may have to make vLLM's environment
+    pytest.mark.timeout(1800),  # the first test may have to install vLLM's environment
 ]
 TEMPERATURE = 0.7
 VOCABULARY = 257
-SAME = 1e-5  # nats: the difference of two fp32 implementations
-WRONG = 1e-2  # nats: a thousand times that
-SAME_EXPERTS = 0.999  # the share of equal rows: in a few rows two experts have nearly equal weights
+SAME = 1e-5  # nats: the most that two fp32 implementations differ
+WRONG = 1e-2  # nats: a thousand times as much
+# In a few rows two experts have nearly equal weights, so this share of equal rows is enough.
+SAME_EXPERTS = 0.999
 LAYERS, TOP_K = 4, 2
-OLD, NEW = 0, 1  # the seeds of two sets of weights; the server starts with the old ones
+OLD, NEW = 0, 1  # the seeds of two sets of weights; the server starts with OLD
 FIRST_VERSION = "default"  # the version of a server before any update
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The server, and sets of weights to give it."""
+    """The server, and sets of weights that can be given to it."""
 
     server: Server
     folder_of: Callable[[int], Path]
@@ -54,10 +54,11 @@ class Policy:
         return self.start_sample(prompt, tokens)()
 
     def update(self, seed: int, *, forget: bool = True, clear: bool = True) -> None:
-        """Give the running server other weights. Weights that are left out keep their old
+        """Give the running server other weights. Without `forget`, some weights keep their old
         values."""
         server = self.server
-        # The help of clear_cache says that it ignores `keep`. That is wrong: see the tests.
+        # The documentation of clear_cache says that `keep` ignores it. The tests show that this is
+        # wrong.
         server.post("/pause", mode="keep", clear_cache=str(clear).lower())
         if forget:
             assert server.call_workers("forget_prepacked_experts") == [str(LAYERS)]
@@ -88,10 +89,10 @@ def reference(folder: Path) -> Qwen3MoeForCausalLM:
 
 @torch.no_grad()
 def reference_logprobs(folder: Path, sample: Sample, replay_from: int) -> torch.Tensor:
-    """The log-probs [response tokens] by transformers, in float32 and at the temperature, with the
-    server's experts from this row on. Two experts of nearly equal weight may change places, which
-    changes all later log-probs. Another test checks that the server's choice of experts is
-    right."""
+    """The log-probs [response tokens] by transformers, in float32 and at the temperature. From row
+    `replay_from` on, the server's experts are used. Otherwise two experts of nearly equal weight
+    could change places, which would change all later log-probs. Another test checks the server's
+    choice of experts."""
 
     def replay(layer: int, result: Any) -> Any:
         logits, weights, experts = result
@@ -108,7 +109,7 @@ def reference_logprobs(folder: Path, sample: Sample, replay_from: int) -> torch.
 
 @torch.no_grad()
 def reference_experts(folder: Path, sample: Sample) -> np.ndarray:
-    """The experts that the routers of transformers choose: (prompt + response - 1, layers, k)."""
+    """The experts that the routers of transformers choose, (prompt + response - 1, layers, k)."""
     chosen = []
     with gate_hooks(reference(folder), lambda _, result: chosen.append(result[2])) as model:
         model(torch.tensor([sample.prompt + sample.tokens[:-1]]))
@@ -119,8 +120,8 @@ def reference_experts(folder: Path, sample: Sample) -> np.ndarray:
 def gate_hooks(
     model: Qwen3MoeForCausalLM, hook: Callable[[int, Any], Any]
 ) -> Iterator[Qwen3MoeForCausalLM]:
-    """Call `hook(layer, (logits, weights, experts))` after each router. If it returns something
-    other than None, that becomes the router's result."""
+    """Call `hook(layer, (logits, weights, experts))` after each router. If the hook returns
+    something other than None, that replaces the router's result."""
 
     def register(number: int, gate: torch.nn.Module) -> RemovableHandle:
         return gate.register_forward_hook(lambda _gate, _inputs, result: hook(number, result))
@@ -134,7 +135,7 @@ def gate_hooks(
 
 
 def same_experts(sample: Sample, folder: Path) -> np.ndarray:
-    """Where the experts are those of transformers, in any order: (prompt + response - 1, layers)
+    """Whether the experts are those of transformers, in any order: (prompt + response - 1, layers)
     booleans."""
     expected = np.sort(reference_experts(folder, sample), axis=-1)
     return (np.sort(sample.experts, axis=-1) == expected).all(axis=-1)
@@ -147,7 +148,7 @@ def shared_policy(vllm_server: Server, tiny_qwen3_moe: Callable[[int], Path]) ->
 
 @pytest.fixture
 def policy(shared_policy: Policy) -> Policy:
-    """The server with the old weights and an empty cache, whatever the test before did."""
+    """The server with the old weights and an empty cache, whatever earlier tests did."""
     version = shared_policy.server.get("/weight_info")["weight_version"]
     if version not in (FIRST_VERSION, version_of(OLD)):
         shared_policy.update(OLD)
@@ -174,8 +175,8 @@ def test_routed_experts_are_the_choice_of_the_routers(policy: Policy) -> None:
 
 
 def test_more_tokens_than_one_pass_takes_are_no_trouble_for_seeds(policy: Policy) -> None:
-    """A pass takes 2,048 tokens. If prompts are split into chunks, vLLM on CPUs dies because of a
-    request's seed."""
+    """A pass takes 2,048 tokens. If vLLM on CPUs split prompts into chunks, it would crash because
+    of the requests' seeds."""
     calls = [policy.start_sample(policy.prompt(300), 4) for _ in range(20)]
     assert all(policy.error(call(), OLD) < SAME for call in calls)
 
@@ -200,28 +201,30 @@ def test_without_a_reset_a_known_prompt_has_the_old_cache(policy: Policy) -> Non
     policy.sample(prompt, 8)
     policy.update(NEW, clear=False)
     assert policy.error(policy.sample(prompt, 48), NEW) > WRONG
-    # everything else is right
+    # For other prompts, the new weights are used.
     assert policy.error(policy.sample(policy.prompt(300), 48), NEW) < SAME
     assert policy.server.post("/reset_prefix_cache") == {"success": True}
     assert policy.error(policy.sample(prompt, 48), NEW) < SAME
 
 
 def test_a_response_in_flight_goes_on_with_the_new_weights_alone(policy: Policy) -> None:
-    """With clear_cache, a pause drops the keys and values of responses in progress. Their earlier
-    tokens are computed again with the new weights, but keep their old log-probs and experts."""
+    """With clear_cache, a pause drops the keys and values of responses in progress. The server
+    computes those of the earlier tokens again with the new weights. The old log-probs and experts
+    of these tokens stay."""
     prompt, folder_of = policy.prompt(100), policy.folder_of
     finish = policy.start_sample(prompt, 1500)
-    policy.server.sample(prompt[:1], 60)  # a clock: this response grows in the same batches
+    # works as a clock, because this response is generated in the same batches
+    policy.server.sample(prompt[:1], 60)
     policy.update(NEW)
     sample = finish()
-    # If two experts have nearly equal weights, a single token may have unexpected log-probs.
+    # A single token may have unexpected log-probs, if two experts have nearly equal weights.
     looks_old = torch.where(policy.errors(sample, OLD) < SAME, 1, -1)
     first_new = int(looks_old.cumsum(0).argmax()) + 1
     assert 0 < first_new < 1500, "the update came before the response or after it"
     row = len(prompt) + first_new - 1  # the row from which the first new token was sampled
-    # The median, because the server does not return the experts of rows that it computes again. If
-    # one of them differs, all later log-probs change a little. With the old keys and values the
-    # median would be 1.
+    # The server does not return the experts of rows that it computes again. If one of them differs,
+    # all later log-probs change a little. So the median is tested. With old keys and values it
+    # would be 1.
     assert policy.errors(sample, NEW, replay_from=row)[first_new:].median() < WRONG
     assert same_experts(sample, folder_of(OLD))[:row].mean() >= SAME_EXPERTS
     assert same_experts(sample, folder_of(NEW))[row:].mean() >= SAME_EXPERTS

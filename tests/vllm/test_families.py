@@ -1,5 +1,5 @@
-"""Families that vLLM serves on CPUs: runs of two RL steps from a published folder. The responses
-have the log-probs of training, with the first weights and with updated ones."""
+"""The families that vLLM serves on CPUs. Each makes two RL steps from a published folder. The
+responses must have the log-probs of training, with the first weights and with updated ones."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from tests.vllm.runs import make_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-# fp32 on both sides, with other kernels. vLLM's decoding of latent attention is the least precise.
+# Both sides are fp32 with different kernels. vLLM's decoding of latent attention is the least
+# precise.
 SAME = 5e-5
-SAME_IN_BF16 = 0.06  # for delta nets, for which vLLM has only bf16 kernels on CPUs; 0.02 was seen
+# for delta nets, for which vLLM has only bf16 kernels on CPUs; 0.02 was the largest difference seen
+SAME_IN_BF16 = 0.06
 VOCABULARY = 257
-# vLLM's kernels need heads of 32, 64, ... channels, and latent attention the published widths.
+# vLLM's kernels need heads of 32, 64, ... channels. For latent attention they need the published
+# widths.
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 NO_WIDTH = {"num_attention_heads": 2, "num_key_value_heads": 1}
 LATENT = {
@@ -29,15 +32,15 @@ LATENT = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
-# transformers reads the kinds of layers, vLLM reads the number of dense ones
+# transformers reads the kinds of layers. vLLM reads the number of dense layers.
 TYPES = {"mlp_layer_types": ["dense", "sparse", "sparse"], "first_k_dense_replace": 1}
 SERVED: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
     "glm4_moe": HEADS,
     "llama": HEADS,
-    # without YaRN vLLM uses another rotary kernel
+    # Without YaRN, vLLM uses another rotary kernel.
     "glm4_moe_lite": LATENT | TYPES,
-    "hy_v3": HEADS | TYPES | {"expert_hidden_dim": 28},  # vLLM's own name of a size
+    "hy_v3": HEADS | TYPES | {"expert_hidden_dim": 28},  # vLLM has its own name for this size
     "mixtral": HEADS,
     "olmoe": NO_WIDTH | {"num_key_value_heads": 2},
     "qwen2": NO_WIDTH,

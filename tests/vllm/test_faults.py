@@ -1,4 +1,4 @@
-"""Processes that end or hang: no response is lost or trained on twice. test_async has kills at
+"""Processes that end or hang. No response is lost or trained on twice. test_async has kills at
 random moments."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def begun(run: Run, step: int) -> bool:
 
 
 def assert_trained_once(run: Run, steps: int) -> None:
-    """Check that every step is there once, and that every response was scored once, that is, not
+    """Check that every step occurs once, and that every response was scored once, so none was
     generated again."""
     assert [record["step"] for record in run.steps()] == list(range(1, steps + 1))
     for record in run.steps():
@@ -36,7 +36,8 @@ def assert_trained_once(run: Run, steps: int) -> None:
 
 
 def test_servers_that_die_or_hang_cost_no_response(vllm_python: Path, tmp_path: Path) -> None:
-    """test_stream kills the service, and test_async kills a server at any moment."""
+    """In addition, test_stream kills the service, and test_async kills servers at random
+    moments."""
     run = make_run(
         tmp_path,
         vllm_python,
@@ -46,12 +47,12 @@ def test_servers_that_die_or_hang_cost_no_response(vllm_python: Path, tmp_path: 
     )
     process = run.start()
     run.wait(process, lambda: begun(run, 2))
-    run.servers()[-1].suspend()  # this server hangs
+    run.servers()[-1].suspend()  # makes this server hang
     run.wait(process, lambda: begun(run, 3))
     [folder] = weights_folders(load_config(tmp_path / "config.yaml"))
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     run.wait(process, (folder / "version_00000003").exists)
-    run.servers()[0].kill()  # during the loading of new weights
+    run.servers()[0].kill()  # while it loads new weights
     run.wait(process, lambda: begun(run, 4))
     left = [*run.services(), *run.servers()]
     said = run.finish(process)
@@ -64,8 +65,8 @@ def test_servers_that_die_or_hang_cost_no_response(vllm_python: Path, tmp_path: 
 
 @pytest.mark.full
 def test_weights_that_are_removed_cost_no_step(vllm_python: Path, tmp_path: Path) -> None:
-    """A cleaner of temporary files may do this. A run that ends because of it goes on by the same
-    command."""
+    """A program that cleans temporary folders may remove the weights. If the run ends because of
+    that, the same command continues it."""
     run = make_run(
         tmp_path,
         vllm_python,
@@ -89,8 +90,8 @@ def test_weights_that_are_removed_cost_no_step(vllm_python: Path, tmp_path: Path
 
 
 def test_a_signal_to_all_processes_saves_the_run(vllm_python: Path, tmp_path: Path) -> None:
-    """Slurm sends such a signal before the end of a job, or to preempt it. Servers end at
-    SIGTERM."""
+    """Slurm sends such a signal before a job's time limit, or when it preempts the job. Servers end
+    at SIGTERM."""
     run = make_run(
         tmp_path,
         vllm_python,
@@ -115,7 +116,7 @@ def test_a_server_that_does_not_start_is_named_in_one_line(
     vllm_python: Path, tmp_path: Path
 ) -> None:
     run = make_run(tmp_path, vllm_python)
-    said = run.finish(run.start(VLLM_CPU_KVCACHE_SPACE="100000"), 2)  # GB
+    said = run.finish(run.start(VLLM_CPU_KVCACHE_SPACE="100000"), 2)  # in GB
     last = said.splitlines()[-1]
     assert last.startswith("server 0: ended with exit code 1") and "memory" in last, said
     assert "Traceback" not in said
@@ -125,7 +126,8 @@ def test_a_server_that_does_not_start_is_named_in_one_line(
 def test_a_run_without_a_server_left_is_saved_and_goes_on_from_there(
     vllm_python: Path, tmp_path: Path
 ) -> None:
-    """The last server dies while it loads the weights of step 2. Both ranks save the run."""
+    """The last server dies while it loads the weights of version 2. Both ranks take part in saving
+    the run."""
     run = make_run(
         tmp_path,
         vllm_python,
@@ -148,6 +150,6 @@ def test_a_run_without_a_server_left_is_saved_and_goes_on_from_there(
         path.touch()
     run.finish(run.start())
     assert_trained_once(run, 3)
-    # An evaluation generates with weights that are sent again. Responses of training may have older
-    # weights.
+    # The repeated evaluation may not use stored groups, because it uses the weights that are sent
+    # again. Responses of training may be from older weights, so their groups stay.
     assert [path.exists() for path in later] == [False, True]

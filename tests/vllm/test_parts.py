@@ -1,4 +1,4 @@
-"""Several responses to one request, by our middleware in a real server."""
+"""Several responses to one request, from the package's middleware in a real server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def assert_equal(first: Response, second: Response) -> None:
 
 
 def test_a_part_is_the_responses_that_vllm_gives_one_by_one(vllm_server: Server) -> None:
-    """The two forms run one after the other, because a batch of another size rounds differently."""
+    """The single requests and the group request run one after the other, because a batch of another
+    size is rounded differently."""
 
     async def draw() -> tuple[list[Response], list[Response]]:
         async with connected_session() as session:

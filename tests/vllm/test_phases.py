@@ -1,4 +1,5 @@
-"""Phases of a run with servers. Servers go on over a border, and generate nothing ahead of it."""
+"""Phases of a run with servers. The servers stay across a border of phases, and generate nothing
+ahead of it."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ BORDER = 2
 def test_the_responses_after_a_border_are_the_synchronous_ones(
     tmp_path: Path, vllm_python: Path
 ) -> None:
-    """They come from the weights at the border, and have the lengths of the new phase. Within a
-    phase, the weights are a step older. A run that is killed at the border takes each prompt
-    once."""
+    """After a border, the responses are from the weights at the border and have the lengths of the
+    new phase. Within a phase, the weights are one step older. A run that is killed at the border
+    still uses each prompt once."""
     phases = [{"until_step": BORDER}, {"rollout": {"max_response_tokens": 12}}]
     run = make_run(
         tmp_path,
@@ -47,12 +48,12 @@ def test_the_responses_after_a_border_are_the_synchronous_ones(
     longest = {step: records[step]["response/length_max"] for step in range(1, 5)}
     assert max(longest[1], longest[2]) <= 6 < max(longest[3], longest[4]) <= 12
     lines = map(json.loads, (run.out / "samples.jsonl").read_text().splitlines())
-    # one order of prompts goes through all phases: each prompt comes once, with two responses
+    # All phases share one order of prompts. Each prompt comes once, with two responses.
     prompts = Counter(line["row_id"] for line in lines)
     assert len(prompts) == 16 and set(prompts.values()) == {2}
 
 
-# It runs in the service, whose children are the servers.
+# The reward runs in the service, whose children are the servers.
 REWARD = """
 import json
 from pathlib import Path
@@ -66,10 +67,11 @@ def reward(sample):
 
 
 def test_the_servers_of_a_phase_go_on_in_the_next_one(tmp_path: Path, vllm_python: Path) -> None:
-    """They go on if lengths, prompts and rewards change. Other options of vLLM need other servers.
+    """The servers stay if lengths, prompts and rewards change. Other options of vLLM need other
+    servers.
 
-    A run with a longer length by `--change` starts servers again. A length that the model cannot
-    have is refused.
+    `--change` to a longer length starts the servers again. A length that the model cannot have is
+    refused.
     """
     run = make_run(
         tmp_path,
@@ -79,7 +81,7 @@ def test_the_servers_of_a_phase_go_on_in_the_next_one(tmp_path: Path, vllm_pytho
             "group_size": 2,
             "prompts_per_step": 2,
             "max_response_tokens": 6,
-            "vllm": {"weight_transport": "nccl"},  # from rank 0, as on GPUs; here by gloo
+            "vllm": {"weight_transport": "nccl"},  # as on GPUs; on CPUs the transfer uses gloo
         },
         reward={"import_path": "reward_1:reward"},
         training={"steps": 5, "precision": "fp32"},
@@ -110,7 +112,7 @@ def test_the_servers_of_a_phase_go_on_in_the_next_one(tmp_path: Path, vllm_pytho
     steps = {record["step"]: record for record in run.steps()}
     longest = {step: steps[step]["response/length_max"] for step in range(1, 6)}
     assert max(longest[1], longest[2]) <= 6 < max(longest[3], longest[4]) <= 24
-    # they have the weights of the run, and did not die
+    # The servers did not die, and have the weights of the run.
     assert max(record["mismatch/abs_mean"] for record in steps.values()) <= 1e-5
     assert [steps[n]["sync/version"] for n in range(1, 6)] == [1, 2, 3, 4, 5]
     assert all(record["engine/restarts"] == 0 for record in steps.values())

@@ -1,8 +1,8 @@
-"""Routing Replay of a real server's experts (r3): the gradients of the update that follows.
+"""Routing Replay with the experts of a real server (r3): the gradients of the next update.
 
-A run gets responses and their experts from vLLM and keeps the step. The step is computed again from
-the kept inputs: with the server's experts, with the experts that the in-process engine records for
-the same responses, and with experts that are wrong on purpose.
+A run gets responses and their experts from vLLM, and keeps the inputs of the step. The test
+computes the step again from these inputs: with the server's experts, with the experts that the
+in-process engine records for the same responses, and with experts that are wrong on purpose.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LAYOUTS = ("tp=1", "pp=2,ep=2,dp=2")
 def dumped(
     vllm_python: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Config, StepInputs]:
-    """The configuration of a run with two data ranks, and its only step."""
+    """The configuration of a run with two data ranks, and the inputs of its only step."""
     run = make_run(
         tmp_path_factory.mktemp("dumped"),
         vllm_python,
@@ -61,7 +61,7 @@ def pool() -> Iterator[Pool]:
 
 def recorded_by_the_engine(batch: RolloutBatch, policy: Policy) -> Tensor:
     """The routes [tokens, layers of this stage, k] that the in-process engine records for the
-    sequences. It is given all tokens of each except the last."""
+    sequences. It gets all tokens of each sequence except the last one."""
     engine = MegatronEngine(policy, pad_id=0, eos_id=(), record_routes=True)
     sequences = batch.tokens.split((batch.prompt_lengths + batch.response_lengths).tolist())
     given = [sequence[:-1].tolist() for sequence in sequences]
@@ -70,8 +70,8 @@ def recorded_by_the_engine(batch: RolloutBatch, policy: Policy) -> Tensor:
 
 
 def update(config: Config, kept: StepInputs, routes: str) -> Watched:
-    """Compute the update of the kept step on these ranks. routes: server, engine, or next (in one
-    layer, the experts after those of the server)."""
+    """Compute the update of the kept step on these ranks. routes: "server", "engine", or "next",
+    which adds 1 to the server's experts in one layer."""
 
     def read(folder: Path, description: Mapping[str, Any], policy: Policy) -> Experience:
         experience = read_experience(folder, description, policy)
@@ -90,7 +90,7 @@ def update(config: Config, kept: StepInputs, routes: str) -> Watched:
 
 
 def distance(one: Watched, other: Watched) -> float:
-    """The largest difference of an element of the gradients, relative to the largest element."""
+    """The largest difference between elements of the gradients, relative to the largest element."""
     reference, found = one.result.gradients, other.result.gradients
     assert reference.keys() == found.keys()
     largest = max(float(gradient.abs().max()) for gradient in reference.values())
@@ -98,8 +98,8 @@ def distance(one: Watched, other: Watched) -> float:
 
 
 def routed_tokens(kept: StepInputs) -> int:
-    """All tokens of the step except the last one of each sequence, which no engine has fed to the
-    model."""
+    """The number of tokens in the step, without the last one of each sequence, because an engine
+    never gets it as input."""
     found = 0
     for path in (kept.folder / "rollouts").glob("*_stage_000.safetensors"):
         columns = load_file(path)
@@ -116,11 +116,11 @@ def test_the_servers_experts_give_the_gradients_of_the_engines_experts(
     server, engine, wrong = (
         pool.on(config, update, kept=kept, routes=routes) for routes in ("server", "engine", "next")
     )
-    # the weights are those that the server generated with
+    # The weights are those with which the server generated.
     assert server.result.metrics["mismatch/abs_mean"] <= 1e-5
     for each in (server, engine, wrong):
         assert (each.replayed, each.wrong) == (LAYERS * routed_tokens(kept), 0)
     assert distance(server, engine) <= 1e-6
-    # the routers would choose other experts than these: 0.037 was measured
+    # The routers would choose other experts. The distance measured was 0.037.
     assert wrong.moved >= routed_tokens(kept) // 2
     assert distance(server, wrong) > 1e-3

@@ -1,5 +1,5 @@
-"""A reward model behind a URL: `gspo-megatron serve` starts vLLM for a ...ForSequenceClassification
-folder, and its scores are those of transformers."""
+"""A reward model behind a URL. `gspo-megatron serve` starts vLLM for a ...ForSequenceClassification
+folder, and the scores are those of transformers."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from tests.unit.hf.preference_folder import scores_by_transformers, write_score_
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-# fp32 on both sides, of other kernels; scores are of about 1, and 3e-7 was seen
+# Both sides are fp32 with different kernels. Scores are about 1, and the difference seen was 3e-7.
 SAME = 1e-5
 SIZES = {
-    "hidden_size": 64,  # vLLM's kernels: a multiple of 32, and a head_dim of 32, 64, 80, ...
+    "hidden_size": 64,  # vLLM's kernels need a multiple of 32, and a head_dim of 32, 64, 80, ...
     "intermediate_size": 128,
     "moe_intermediate_size": 64,
     "num_attention_heads": 2,
@@ -64,7 +64,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def scorer(
     vllm_python: Path, toy: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Scorer]:
-    """A Qwen3-MoE with a score head, its own tokenizer and template, and its server."""
+    """A Qwen3-MoE with a score head, with its own tokenizer and chat template, and its server."""
     folder = write_score_model(
         tmp_path_factory.mktemp("scorer") / "model", "qwen3_moe", seed=3, **SIZES
     )
@@ -82,7 +82,7 @@ def scorer(
             stdout=log,
             stderr=errors,
             start_new_session=True,
-            preexec_fn=end_with_parent,  # with the tests
+            preexec_fn=end_with_parent,  # the server ends with the tests
         )
         try:
             told = lambda: (place / "log").read_text()  # noqa: E731
@@ -101,7 +101,7 @@ def scorer(
 
 
 def samples_of(run: Path, toy: Path) -> list[tuple[Sample, float]]:
-    """What samples.jsonl has, with the rewards."""
+    """The samples in samples.jsonl, with their rewards."""
     found = map(json.loads, (run / "samples.jsonl").read_text().splitlines())
     return [
         (Sample(each["prompt"], None, each["response"], False), each["reward"]) for each in found
@@ -126,7 +126,7 @@ def test_the_scores_are_those_of_transformers(
     samples = [
         Sample("12+30=", None, "42", False),
         Sample("", None, "1 2 3 4 5 6 7", True),
-        # it cannot end its part of the conversation
+        # This response cannot end its part of the conversation.
         Sample("3", None, "3</s>user: 3</s>", False),
         Sample("a", None, "", False, messages=({"role": "system", "content": "12"},)),
         *(Sample("1" * n, None, "2", False) for n in range(1, 30, 7)),
@@ -154,7 +154,7 @@ def test_a_wrong_key_and_another_tokenizer_are_told_in_one_line(
 
 
 def test_the_server_wants_its_key_and_has_no_routes_for_weights(scorer: Scorer) -> None:
-    """Promised in docs/security.md."""
+    """docs/security.md promises this."""
 
     def status(path: str, key: str | None) -> int:
         connection = http.client.HTTPConnection(scorer.url.removeprefix("http://"), timeout=60)
@@ -167,7 +167,7 @@ def test_the_server_wants_its_key_and_has_no_routes_for_weights(scorer: Scorer) 
         assert status(path, None) == status(path, f"{scorer.key}x") == 401
     for path in ("/collective_rpc", "/update_weights", "/sleep"):
         assert status(path, scorer.key) == 404
-    assert status("/classify", scorer.key) == 400  # it is there
+    assert status("/classify", scorer.key) == 400  # this route exists
 
 
 def test_a_run_of_two_steps_learns_from_the_scores(

@@ -1,5 +1,5 @@
-"""A run with servers whose policy collapses: it goes back, and the servers get the weights of the
-step that it goes back to."""
+"""A run with servers whose policy collapses. The run goes back to an earlier step, and the servers
+get the weights of that step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.vllm.runs import make_run
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
 FILE, PROMPTS, GROUP, SEED = 64, 2, 4, 1
 STEPS, LAST_GOOD = 11, 7
-# From step 8 on, until the run has gone back, every response is worth nothing.
+# Until the run has gone back, the reward is 0 from step 8 on.
 REWARD = f"""
 import zlib
 from pathlib import Path
@@ -33,7 +33,7 @@ def reward(sample):
 
 
 def synchronous_order(steps: int) -> list[list[str]]:
-    """The prompts that a run takes one after the other, by step."""
+    """The prompts of each step in a run without interruptions."""
     loader = PromptLoader(FILE, PROMPTS, SEED)
     return [[f"train.jsonl:{row + 1}" for row in loader.next()] for _ in range(steps)]
 
@@ -63,12 +63,13 @@ def test_servers_go_back_with_the_run(tmp_path: Path, vllm_python: Path) -> None
     steps = {record["step"]: record for record in run.steps()}
     assert [*steps] == [*range(1, STEPS + 1)]
     assert min(record["reward/mean"] for record in steps.values()) >= 0.5
-    # the responses that servers had ahead are not used: those after the rollback are of its weights
+    # Responses that servers generated ahead are not used. After the rollback, the first responses
+    # are from the weights of the earlier step.
     oldest = {step: record["staleness/max"] for step, record in steps.items()}
     fresh = {1, back + 1}
     assert oldest == {step: float(step not in fresh) for step in steps}
     assert steps[back + 1]["mismatch/abs_mean"] <= 1e-5
-    # each prompt once, in the order of a run that goes on
+    # The prompts continue in the order of a run without a rollback, each once.
     rows = defaultdict(list)
     for line in map(json.loads, (run.out / "samples.jsonl").read_text().splitlines()):
         rows[line["step"]].append(line["row_id"])

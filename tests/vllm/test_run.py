@@ -1,5 +1,4 @@
-"""RL runs whose responses come from real vLLM servers, compared with what the trainer computes
-itself."""
+"""RL runs with responses from real vLLM servers, compared with what the trainer itself computes."""
 
 from __future__ import annotations
 
@@ -47,9 +46,9 @@ def test_servers_sample_from_the_policy_at_every_step(vllm_python: Path, tmp_pat
     steps = run.steps()
     assert [record["step"] for record in steps] == list(range(1, 7))
     for record in steps:
-        # float32 on both sides with other kernels; 1.5e-7 was measured
+        # Both sides are float32 with different kernels. The difference measured was 1.5e-7.
         assert record["mismatch/abs_mean"] <= 1e-5, record["step"]
-        # the second mini-batch is trained after one update of the policy
+        # The second mini-batch is trained after one update of the policy.
         assert record["ratio/token/p99"] - record["ratio/token/p01"] > 1e-2, record["step"]
         assert record["sync/version"] == record["step"] and record["sync/bytes"] > 1e6
     assert run.records()[0]["step"] == 0 and "evaluation/accuracy" in run.records()[0]
@@ -58,10 +57,10 @@ def test_servers_sample_from_the_policy_at_every_step(vllm_python: Path, tmp_pat
     assert len(drawn) - len(of_suite) == 3 * 8 and len(of_suite) == 3 * 8 * 2
     assert max(response["num_tokens"] for response in of_suite) == 4
     assert all(record["evaluation/near/problems"] == 8 for record in (steps[2], steps[5]))
-    assert not list((run.out / "rollouts").glob("*.groups"))  # nobody needs the groups any more
+    assert not list((run.out / "rollouts").glob("*.groups"))  # the groups are not needed any more
 
 
-# The environment repeats a part of each turn, and records what it has got.
+# The environment repeats a part of each turn, and records the turns that it got.
 ENVIRONMENT = """
 import json
 from pathlib import Path
@@ -77,7 +76,7 @@ class Echo:
 
 
 def sampled_tokens(bank: Path) -> list[list[int]]:
-    """The tokens that the policy wrote in each episode, in any order."""
+    """The tokens that the policy wrote in each episode. The order of episodes is arbitrary."""
     found = []
     for group in read_groups(bank).values():
         lengths = group.prompt_lengths + group.response_lengths
@@ -91,9 +90,9 @@ def sampled_tokens(bank: Path) -> list[list[int]]:
 def test_the_servers_experts_are_those_of_training(
     vllm_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Episodes of several turns. The update follows the servers' experts; other experts would give
-    other log-probs than the servers'."""
-    monkeypatch.syspath_prepend(tmp_path)  # for the modules of the reward and the environment
+    """Episodes have several turns. The update uses the servers' experts, because other experts
+    would give other log-probs."""
+    monkeypatch.syspath_prepend(tmp_path)  # the modules of the reward and the environment are there
     (tmp_path / "vllm_test_environment.py").write_text(ENVIRONMENT)
     run = make_run(
         tmp_path,
@@ -108,7 +107,7 @@ def test_the_servers_experts_are_those_of_training(
     )
     bank, kept = run.out / "rollouts" / "step_00000001_0.groups", tmp_path / "kept.groups"
     process = run.start()
-    # the file is removed when the run has been saved
+    # The file is removed once the run has been saved.
     run.wait(process, lambda: bank.exists() and len(read_groups(bank)) == 6)
     shutil.copy(bank, kept)
     run.finish(process)
@@ -121,4 +120,5 @@ def test_the_servers_experts_are_those_of_training(
     assert record["replay/missing_rows"] == 0 and record["replay/bytes"] > 0
     assert record.keys() >= SERVED
     busy, idle = (record[k] for k in ("engine/busy_share", "perf/engines_idle_share"))
-    assert busy > 0 and idle > 0 and busy + idle < 1  # the rest is the update of the weights
+    # updates of the weights take the rest of the time
+    assert busy > 0 and idle > 0 and busy + idle < 1

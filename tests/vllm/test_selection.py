@@ -1,5 +1,5 @@
-"""A run that chooses its prompts by pass rates while servers generate ahead: what each step draws
-follows from the records, also after kills."""
+"""A run that chooses its prompts by pass rates while servers generate ahead. The prompts of each
+step follow from the records, also after kills."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SELECTION = {
     "retire_after": 1,
     "revive_after": 3,
 }
-# 0 or 1, so that groups without spread are refilled
+# The reward is 0 or 1, so some groups have no spread and are refilled.
 REWARD = """
 import zlib
 def reward(sample):
@@ -34,14 +34,14 @@ def reward(sample):
 
 
 def draws(run: Run) -> list[dict[str, Any]]:
-    """The whole lines of draws.jsonl."""
+    """The complete lines of draws.jsonl."""
     path = run.out / "draws.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def works_ahead(run: Run, step: int) -> bool:
-    """Whether `step` has its records, and a group of the next one is finished."""
+    """Whether `step` has its records, and a group of the next step is finished."""
     ahead = run.out / "rollouts" / f"step_{step + 1:08d}_0.groups"
     done = any(each["step"] == step for each in draws(run))
     return done and ahead.exists() and bool(read_groups(ahead))
@@ -50,8 +50,8 @@ def works_ahead(run: Run, step: int) -> bool:
 def test_draws_ahead_follow_from_the_records_of_finished_steps(
     tmp_path: Path, vllm_python: Path
 ) -> None:
-    """They use the same code as in process, with figures that are a step older. The run is killed
-    twice, while servers generate the next step's responses."""
+    """The choice uses the same code as without servers, but with pass rates that are a step older.
+    The run is killed twice, while servers generate responses of the next step."""
     run = make_run(
         tmp_path,
         vllm_python,
@@ -84,7 +84,7 @@ def test_draws_ahead_follow_from_the_records_of_finished_steps(
     run.finish(run.start())
 
     found = draws(run)
-    assert found[: len(before)] == before  # what was saved stays
+    assert found[: len(before)] == before  # the saved records stay
     config = load_config(tmp_path / "config.yaml")
     names = [*map(identity, read_inputs(config, []).train)]
     section = config.data.selection
@@ -98,13 +98,13 @@ def test_draws_ahead_follow_from_the_records_of_finished_steps(
             refills += 1
             rows = [*rows, *choice.refill(rows)]
         assert [names[row] for row in rows] == [each["prompt"] for each in mine], step
-        # no prompt twice, and none whose responses were still under way
+        # No prompt is chosen twice, and none whose responses were still being generated.
         assert len({*rows}) == len(rows) and not under_way & {*rows[:PROMPTS]}
         under_way = {*rows[:PROMPTS]}
         differ += in_process.next() != rows[:PROMPTS]
         for each in (choice, in_process):
             each.learn(mine)
-    assert refills > 0 and differ > 0  # the age of the figures matters
+    assert refills > 0 and differ > 0  # the older pass rates give another choice
     trained = [json.loads(line) for line in (run.out / "samples.jsonl").read_text().splitlines()]
     assert len(trained) == STEPS * PROMPTS * 4
     assert max(record["staleness/max"] for record in run.steps()) == 1

@@ -1,5 +1,5 @@
-"""`gspo-megatron serve` serves a run's newest checkpoint, and another run gets responses from
-it."""
+"""`gspo-megatron serve` starts a server with the newest checkpoint of a run. Another run gets
+responses from it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NONE = {"servers": 0, "python": None}
 
 
 def status(url: str, token: str | None) -> int:
-    """The status of an HTTP answer."""
+    """The HTTP status of an answer."""
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers)) as answer:

@@ -1,4 +1,4 @@
-"""New weights while responses are in progress: each token has the version of the weights that
+"""New weights while responses are in progress. Each token must have the version of the weights that
 generated it. transformers computes the log-probs with each version."""
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tests.vllm.servers import Sample, Server
 from tests.vllm.test_facts import SAME, TEMPERATURE, WRONG, reference_logprobs
 from tests.vllm.test_weights import VOCABULARY, served, weights
 
-# `full`: responses must last for two updates, which they do not on a busy machine
+# `full`, because responses must last for two updates, which they do not on a busy machine.
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(1800)]
 LENGTHS = (3, 20, 60, 300)  # the numbers of tokens of the prompts
-TOKENS = 1500  # tokens of a response: far more than are generated before the updates
+TOKENS = 1500  # far more tokens than are generated before the updates
 
 
 def prompts() -> list[list[int]]:
@@ -32,8 +32,8 @@ def prompts() -> list[list[int]]:
 def errors(
     prompt: Sequence[int], response: Response, folder: Path, replay_from: int = 0
 ) -> np.ndarray:
-    """The difference of each log-prob from transformers' with these weights, in nats: [tokens]. The
-    server's experts are used from this row on."""
+    """The difference of each log-prob from transformers' with these weights, in nats: [tokens].
+    From row `replay_from` on, the server's experts are used."""
     logprobs, routes = response.logprobs.tolist(), response.routes[:-1]
     sample = Sample(list(prompt), response.token_ids.tolist(), logprobs, routes)
     expected = reference_logprobs(folder, sample, replay_from)
@@ -52,7 +52,7 @@ async def draw(fleet: ScheduledFleet, version: int) -> list[Response]:
 async def have_begun(
     fleet: ScheduledFleet, drawing: asyncio.Task[list[Response]], tokens: int
 ) -> None:
-    """Wait until this number of further tokens is generated."""
+    """Wait until the server has generated this number of further tokens."""
     client = fleet.servers[0].client
     before = None
     while True:
@@ -68,7 +68,7 @@ def updated(
     server: Server, folders: Sequence[Path], *, keeps: bool = False, counts: bool = True
 ) -> tuple[list[Response], list[Response]]:
     """Responses during which the weights were updated, and later responses to the same prompts.
-    folders: the versions of the weights."""
+    folders: the folder of each version."""
 
     versions = [weights(version, folder) for version, folder in enumerate(folders)]
 
@@ -92,7 +92,8 @@ def updated(
 
 @pytest.fixture
 def folders(tiny_qwen3_moe: Callable[[int], Path]) -> list[Path]:
-    """The folders of three versions. Two successive versions disagree on every log-prob."""
+    """The folders of three versions. The first and the third have equal weights. Those of the
+    second give other log-probs for every token."""
     return [tiny_qwen3_moe(seed) for seed in (0, 1, 0)]
 
 
@@ -107,15 +108,18 @@ def test_each_token_has_the_version_that_drew_it(
         assert (np.diff(versions) >= 0).all() and set(versions) == {0, 1, 2}
         first, second = (int((versions < version).sum()) for version in (1, 2))
         old = errors(prompt, response, folders[0])
-        assert old[:first].max() < SAME  # all tokens before the first update
-        assert old[first] > 10 * SAME and old[first : first + 20].max() > WRONG  # and no later one
+        # all tokens before the first update are from the first weights
+        assert old[:first].max() < SAME
+        # and no later token is
+        assert old[first] > 10 * SAME and old[first : first + 20].max() > WRONG
         if not keeps:
-            # with keys and values of the second weights only; test_facts says why it is a median
+            # The keys and values are those of the second weights alone. test_facts explains the
+            # median.
             row = len(prompt) + first - 1
             new = errors(prompt, response, folders[1], row)[first:]
             assert np.median(new[: second - first]) < WRONG
             assert np.median(new[second - first :]) > WRONG
-    # the server does not use its cache of these prompts
+    # The server does not use its old cache of these prompts.
     for prompt, response in zip(prompts(), after, strict=True):
         assert set(response.versions) == {2}
         assert errors(prompt, response, folders[2]).max() < SAME

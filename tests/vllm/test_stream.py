@@ -31,12 +31,13 @@ def test_rank_0_sends_the_weights_and_a_server_that_dies_gets_them_in_a_folder(
     versions += [each.name for each in folder.iterdir()]
     run.wait(process, lambda: begun(run, 3))
     versions += [each.name for each in folder.iterdir()]
-    # the version at the start; nothing was written later
+    # The folder has only the version at the start, and nothing was written later.
     assert set(versions) <= {"version_00000000"}
-    run.servers()[0].kill()  # during generation
+    run.servers()[0].kill()  # while it generates
     run.wait(process, lambda: any(each.name > "version_00000000" for each in folder.iterdir()))
     run.wait(process, lambda: begun(run, 5))
-    run.services()[0].kill()  # its servers end, and new ones need the weights of step 4
+    # the service's servers end with it, and new ones need the weights of version 4
+    run.services()[0].kill()
     said = run.finish(process)
     assert "server 0: was killed by SIGKILL; restart 1" in said
     assert "the rollout service was killed by SIGKILL: starting it again" in said

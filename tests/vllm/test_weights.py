@@ -1,6 +1,6 @@
-"""The check of new weights: a server either serves the trainer's weights or serves nothing.
+"""The check of new weights. A server serves the trainer's weights, or it does not serve at all.
 
-Here transformers computes the trainer's side of the check, so that it shares no code with the
+The trainer's side of the check is computed by transformers here, so it shares no code with the
 servers.
 """
 
@@ -45,8 +45,8 @@ SETTINGS = FleetSettings(
     update_seconds=60,
     silence_seconds=60,
 )
-# How far one policy update moves the weights, relative to their size. The log-probs of sampled
-# tokens move by about 1e-2 (asserted below).
+# The relative size of one policy update. It changes the log-probs of sampled tokens by about 1e-2,
+# which is asserted below.
 STEP = 3e-3
 
 
@@ -67,7 +67,7 @@ def old(tiny_qwen3_moe: Callable[[int], Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def new(old: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The weights after one more update."""
+    """A folder with the weights after one more update."""
     generator = torch.Generator().manual_seed(3)
     return changed(
         old,
@@ -79,7 +79,7 @@ def new(old: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(folder: Path, to: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:
-    """A copy of a Hugging Face folder with other tensors."""
+    """A copy of a Hugging Face folder with changed tensors."""
     shutil.copytree(folder, to)
     tensors = load_file(to / "model.safetensors")
     save_file(
@@ -93,8 +93,8 @@ def changed(folder: Path, to: Path, change: Callable[[str, torch.Tensor], torch.
 @functools.cache
 @torch.no_grad()
 def check_of(folder: Path) -> WeightCheck:
-    """The check's data: greedy responses of transformers to random prompts, token by token without
-    a cache."""
+    """The data of the check: greedy responses of transformers to random prompts, computed token by
+    token without a cache."""
     model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     found: list[list[Any]] = [[], [], []]
     asked = [(ids, count) for each, count in check_prompts(VOCABULARY, 1024) for ids in each]
@@ -115,7 +115,8 @@ def served(
     work: Callable[[ScheduledFleet], Awaitable[Any]],
     client: Callable[..., ServerClient] = ServerClient,
 ) -> Any:
-    """Work with a fleet of running servers. `client` talks to the last one."""
+    """Run `work` with a fleet of running servers. `client` is the class of the client for the last
+    one."""
 
     async def run() -> Any:
         async with connected_session() as session:
@@ -131,7 +132,7 @@ def served(
 
 
 def weights(version: int, folder: Path, like: Path | None = None) -> Weights:
-    """`folder` has the weights that are sent, `like` those of the trainer."""
+    """Weights in `folder`. The trainer has the weights of `like`."""
     return Weights(version, str(folder), check_of(like or folder))
 
 
@@ -141,7 +142,7 @@ def test_servers_with_the_trainers_weights_serve_and_each_update_moves_them(
     before, after = check_of(old), check_of(new)
     first = [np.array([each[0] for each in check.logprobs]) for check in (before, after)]
     moved = np.abs(first[0] - first[1])
-    assert moved.mean() > 1e-3  # of the first token, which both generated after the same prompt
+    assert moved.mean() > 1e-3  # the first token of each response, which follows the same prompt
 
     async def work(fleet: ScheduledFleet) -> None:
         for version, folder in enumerate([old, new, old, new]):
@@ -182,7 +183,7 @@ def test_weights_that_did_not_all_arrive_are_found(
         await fleet.update(weights(0, old))
         with pytest.raises(RolloutError, match="does not have the trainer's weights") as caught:
             await fleet.update(weights(1, sent, like=new))
-        # the server has the weights that it was told to load
+        # The server did load the weights that it was told to load.
         assert "its tensors have the folder's sums" in str(caught.value)
         with pytest.raises(RolloutError, match="no server is left"):
             await fleet.generate([1, 2], {"temperature": 1.0, "max_tokens": 2}, 1)
@@ -194,8 +195,8 @@ def test_weights_that_did_not_all_arrive_are_found(
 def test_tensors_that_are_not_the_folder_s_are_named_by_family_and_layer(
     vllm_server: Running, old: Path, new: Path, tmp_path: Path, at_start: bool
 ) -> None:
-    """During an update only responses can show them. At the start they are found even if no
-    log-prob would show them."""
+    """During an update, only responses can show wrong tensors. At the start the check finds them
+    even if no log-prob would show them."""
     step = 1e-6 if at_start else 1.0
     wrong = (".layers.1.mlp.experts.3.up_proj.", ".layers.1.mlp.experts.7.", ".3.input_layernorm.")
 
@@ -224,7 +225,7 @@ def test_tensors_that_are_not_the_folder_s_are_named_by_family_and_layer(
 
 
 class LeftBehind(ServerClient):
-    """A server that reports the new version without loading it."""
+    """A server that reports the new version but does not load it."""
 
     async def load_weights(self, folder: str, version: str, **options: Any) -> None:
         if version != "0":
@@ -234,8 +235,8 @@ class LeftBehind(ServerClient):
 
 
 class OldCache(ServerClient):
-    """A server that keeps its prefix cache during an update. It clears the cache for the first
-    weights, because a test before may have used others."""
+    """A server that keeps its prefix cache during an update. Before the first weights it clears the
+    cache, because an earlier test may have used others."""
 
     updates = False
 
@@ -273,7 +274,7 @@ def test_a_server_that_was_left_behind_serves_nothing_and_the_other_goes_on(
 
 
 def test_a_server_of_another_model_is_refused_at_the_start(vllm_server: Running, old: Path) -> None:
-    """The server is named, with everything that it lacks. Nothing is loaded into it."""
+    """The message names the server and everything that it lacks. No weights are loaded."""
 
     async def work(fleet: ScheduledFleet) -> None:
         other = Needs(max_model_len=4096, dtype="bfloat16", with_routes=True)

@@ -1,5 +1,5 @@
-"""A server that does not fit the run is refused before the first step, with all of its faults in
-one line."""
+"""A server that does not fit the run is refused before the first step. One line names all of its
+faults."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def faults(server: Server, folder: Path, **needs: Any) -> list[str]:
-    """The faults that the check of the server finds, for a trainer's folder of weights."""
+    """The faults that the check of the server finds. `folder` has the trainer's weights."""
     wanted = Needs(**{"max_model_len": 64, "dtype": "float32", "with_routes": False, **needs})
 
     async def check() -> None:
@@ -63,10 +63,11 @@ def test_a_server_of_another_model_is_refused_with_every_difference(
         line("megatron.hidden_size", 64, 128),
         line("megatron.moe_ffn_hidden_size", 64, 32),
     ]
-    # in the spelling of this version of transformers: both spellings would contradict each other
+    # Only the spelling of this version of transformers is changed, because two spellings would
+    # contradict each other.
     (spelling,) = {"num_experts", "num_local_experts"} & config.keys()
     assert found(**{spelling: 16}) == [line("megatron.num_moe_experts", 8, 16)]
-    # weights of the same shapes, but of a model with another function
+    # The weights have the same shapes, but the model computes another function.
     assert found(num_experts_per_tok=3) == [line("megatron.moe_router_topk", 2, 3)]
     rope = {"rope_type": "default", "rope_theta": 5e5}
     assert found(rope_parameters=rope) == [line("rotary_base", 10000.0, 500000.0)]
@@ -78,7 +79,8 @@ def wrong_server(
     tiny_qwen3_moe: Callable[[int], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[Server, Path]]:
-    """A server with vLLM's own settings, whose model has another tokenizer; and its folder."""
+    """A server that runs with vLLM's default settings and whose model has another tokenizer; and
+    the folder of the model."""
     folder = tmp_path_factory.mktemp("wrong")
     model = folder / "model"
     shutil.copytree(tiny_qwen3_moe(0), model)

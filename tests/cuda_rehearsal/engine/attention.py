@@ -57,15 +57,15 @@ class DotProductAttention(TransformerEngineBaseModule):
             bounds = starts.tolist()
             out = self._packed(layers, list(zip(bounds, bounds[1:])), is_causal)
             return out.flatten(1)
-        rows = range(query_layer.shape[1])  # sbhd
+        rows = range(query_layer.shape[1])  # the layout sbhd
         parts = [layer.transpose(0, 1).flatten(0, 1) for layer in layers]
         length = query_layer.shape[0] * (1 if self.cp_group is None else self.cp_group.size())
         out = self._packed(parts, [(i * length, (i + 1) * length) for i in rows], is_causal)
         return out.unflatten(0, (len(rows), -1)).transpose(0, 1).flatten(2)
 
     def _packed(self, layers: Any, bounds: list[tuple[int, int]], is_causal: bool) -> Tensor:
-        """Attention of packed [tokens, heads, dim]. With context parallelism each rank r has the
-        chunks r and 2 * ranks - 1 - r of every sequence."""
+        """Attention of packed [tokens, heads, dim]. With context parallelism, rank r has the chunks
+        r and 2 * ranks - 1 - r of every sequence."""
         query, key, value = layers
         ranks = 1 if self.cp_group is None else self.cp_group.size()
         rank = 0 if ranks == 1 else self.cp_group.rank()
@@ -87,7 +87,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             )
         assert sum(map(len, mine)) <= tokens
         joined = torch.cat(pieces) if pieces else out[:0]
-        # tokens after the last sequence are padding
+        # Tokens after the last sequence are padding.
         return torch.cat([joined, out[len(joined) :]])
 
     def _attend(
@@ -102,7 +102,7 @@ class DotProductAttention(TransformerEngineBaseModule):
 
 
 def _places(start: int, stop: int, ranks: int) -> list[Tensor]:
-    """The positions of a sequence's tokens, by rank."""
+    """The positions of a sequence's tokens, for each rank."""
     positions = torch.arange(stop - start)
     if ranks == 1:
         return [positions]

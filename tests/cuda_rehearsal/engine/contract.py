@@ -1,8 +1,9 @@
-"""Transformer Engine's requirements for the arguments of a call, from `contract.json`.
+"""The requirements of Transformer Engine for the arguments of a call, from `contract.json`.
 
-A requirement is a Python expression of the call's arguments, `self` and the names below. It names
-the argument that it is about, and for each version the place in Transformer Engine's source that
-requires it. A version that is not named does not require it.
+A requirement is a Python expression. It may use the call's arguments, `self`, and the names below.
+Each requirement names the argument that it is about. For each version it names the place in
+Transformer Engine's source that requires it. Versions that it does not name do not have the
+requirement.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class ContractError(TypeError):
-    """Transformer Engine would refuse the call, or read the wrong memory."""
+    """Raised if Transformer Engine would refuse the call, or read the wrong memory."""
 
 
 def _ranks(group: Any) -> int:
@@ -43,7 +44,8 @@ def _is_int(value: Any) -> bool:
 
 
 def _sums_of(tensor: Tensor) -> bool:
-    """Whether the values are running sums: the first is 0, and they never fall."""
+    """Whether the values are running sums: the first is 0, and none is smaller than the one
+    before."""
     values = tensor.tolist()
     return values[0] == 0 and values == sorted(values)
 
@@ -79,9 +81,10 @@ def demands() -> dict[str, list[dict[str, Any]]]:
 
 
 def contract_of(name: str, version: str) -> Callable[..., None]:
-    """check(arguments, self) raises ContractError if the version refuses them.
+    """Return check(arguments, self), which raises ContractError if the version refuses the call.
 
-    An argument that is left out is Unknown if the table does not have its default.
+    An argument that is left out has its default from the table, or Unknown if the table does not
+    have the default.
     """
     found = [
         (compile(d["demand"], name, "eval"), compile(d.get("when", "True"), name, "eval"), d)
@@ -94,7 +97,7 @@ def contract_of(name: str, version: str) -> Callable[..., None]:
         names = {**NAMES, "self": owner, **given, "__builtins__": {}}
         for code, when, demand in found:
             if arguments.get(demand["argument"]) is Unknown:
-                continue  # it was left out, so it is Transformer Engine's own default
+                continue  # the argument was left out, so Transformer Engine uses its own default
             if not eval(when, names):
                 continue
             try:

@@ -1,4 +1,4 @@
-"""Routing of tokens to experts: scores, permutations, and the loss that balances experts."""
+"""The routing of tokens to experts: scores, permutations, and the loss that balances experts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def moe_permute_with_probs(
 
 
 def _order(routing_map: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens by expert; for each token its new rows (-1 if none); and the experts of the
-    rows."""
+    """The token of each row, with rows ordered by expert; the rows of each token (-1 if none); and
+    the expert of each row."""
     tokens, experts = routing_map.shape
     by_expert = routing_map.bool().t().contiguous().view(-1).nonzero()[:, 0]
     rows, of_experts = by_expert % tokens, by_expert // tokens

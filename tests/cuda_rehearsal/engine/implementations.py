@@ -1,4 +1,4 @@
-"""The part of Transformer Engine that the stand-in computes, by its names there."""
+"""The functions and classes of Transformer Engine that the stand-in implements, by their names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.cuda_rehearsal.engine import attention, experts, layers, optimizers, 
 
 
 class QuantizedTensor(torch.Tensor):
-    """A class for weights that are stored in FP8, which no run of the package has."""
+    """The class of weights that are stored in FP8. No run of the package has such weights."""
 
 
 class Float8Tensor(QuantizedTensor):
@@ -82,7 +82,7 @@ IMPLEMENTATIONS: dict[str, Any] = {
     "pytorch.tensor.mxfp8_tensor.MXFP8Tensor": MXFP8Tensor,
     "pytorch.tensor.nvfp4_tensor.NVFP4Tensor": NVFP4Tensor,
 }
-# Names of the compiled part. It has no signatures in Python, so the tables do not have them.
+# Names of the compiled part, which has no signatures in Python. So the tables do not contain them.
 COMPILED: dict[str, Any] = {
     **_names(optimizers, "pytorch.optimizers", "multi_tensor_l2norm", "multi_tensor_scale"),
 }

@@ -1,4 +1,5 @@
-"""Linear layers and norms: weights have Transformer Engine's names, products are torch's."""
+"""Linear layers and norms. Their weights have Transformer Engine's names, and torch computes the
+products."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from tests.cuda_rehearsal.engine.precision import (
 
 
 class TransformerEngineBaseModule(torch.nn.Module):
-    """The common part of its modules: where FP8 keeps its scales, and the extra state of
+    """The common base of all modules. It has the place for FP8's scales, and the extra state of
     checkpoints."""
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
             self.fp8_meta[key] = State(recipe, count, recipe.fp8_format.value[number])
 
     def get_extra_state(self) -> Tensor:
-        """The extra state is empty, because the package stores scales itself (see
+        """Return an empty state, because the package stores scales itself (see
         checkpoint/model_pieces.py)."""
         return torch.empty(0, dtype=torch.uint8)
 
@@ -53,7 +54,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         assert state is None or not state.numel()
 
     def backward_dw(self) -> None:
-        # only with Megatron-Core's delay_wgrad_compute, which no run of ours sets
+        # Only Megatron-Core's delay_wgrad_compute needs this, which no run of the package sets.
         raise NotImplementedError("delay_wgrad_compute")
 
     def _add(
@@ -342,7 +343,8 @@ def general_gemm(
     layout: str,
     bias: Tensor | None,
 ) -> list[Tensor | None]:
-    """A product of matrices that are stored by columns: "TN" is B times A transposed."""
+    """A product of matrices that are stored column by column. "TN" is B times the transpose of
+    A."""
     left = B.t() if layout[1] == "T" else B
     right = A.t() if layout[0] == "T" else A
     out = left.float() @ right.float()

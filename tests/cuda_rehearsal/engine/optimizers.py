@@ -1,4 +1,4 @@
-"""AdamW over lists of tensors, and the two functions over lists that clip gradients."""
+"""AdamW on lists of tensors, and the two functions on lists that clip gradients."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Like Transformer Engine's, it counts steps in the parameter group, not in the state of a
-    parameter."""
+    """An optimizer that, like Transformer Engine's, counts steps in the parameter group and not in
+    the state of a parameter."""
 
     def __init__(
         self,

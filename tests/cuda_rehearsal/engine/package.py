@@ -1,8 +1,8 @@
-"""Build the modules of the stand-in from a table of signatures and the implementations.
+"""Builds the modules of the stand-in from a table of signatures and the implementations.
 
-A name that the table lacks does not exist. A function without an implementation says so when it is
-called. The arguments of every call are bound to the table's parameters, checked by the contract,
-and recorded.
+A name that the table lacks does not exist. A function without an implementation raises an error
+when it is called. The arguments of every call are bound to the parameters in the table, checked by
+the contract, and recorded.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tests.cuda_rehearsal.engine.tables import Table, Unknown, with_defaults
 
 VERSION = "CUDA_REHEARSAL_ENGINE"  # the version of Transformer Engine whose table is used
 ROOT = "transformer_engine"
-ANYTHING = "(*args, **kwargs)"  # the signature of a class of torch
-reached: set[str] = set()  # names of the table that this process has called
+ANYTHING = "(*args, **kwargs)"  # the signature of classes that are torch's own
+reached: set[str] = set()  # names in the table that this process has called
 
 
 def fill() -> None:
-    """Make the package, whose folder has been found and which is being imported."""
+    """Fill the package while it is being imported."""
     from tests.cuda_rehearsal.engine.implementations import COMPILED, IMPLEMENTATIONS
 
     version = os.environ[VERSION]
@@ -37,9 +37,9 @@ def fill() -> None:
         path = f"{ROOT}.{path}"
         names = [name for name in known if name == path or name.startswith(f"{path}.")]
         if not names and path.removeprefix(f"{ROOT}.") not in COMPILED:
-            continue  # this version lacks it, or nobody needs it
+            continue  # this version lacks the name
         if isinstance(implementation, types.FunctionType):
-            text = known.get(path, "value")  # a value that is not a function in Python
+            text = known.get(path, "value")  # "value": it is not a function in Python
             own = inspect.signature(implementation)
             signature = with_defaults(text) if text.startswith("(") else own
             implementation = _call(path, signature, implementation)
@@ -56,7 +56,7 @@ def fill() -> None:
 
 
 def _wrap(path: str, text: str, implementation: type, member: str) -> None:
-    """For a class: the method that the name stands for."""
+    """Wrap the method of a class to which this name refers."""
     if not text.startswith("(") or text == ANYTHING:
         return
     member, signature = member or "__init__", with_defaults(text)
@@ -64,7 +64,8 @@ def _wrap(path: str, text: str, implementation: type, member: str) -> None:
     if isinstance(function, staticmethod):
         setattr(implementation, member, staticmethod(_call(path, signature, function.__func__)))
     elif isinstance(function, types.FunctionType):
-        function = getattr(function, "__wrapped__", function)  # the method of a base class
+        # the method of a base class may already be wrapped
+        function = getattr(function, "__wrapped__", function)
         setattr(implementation, member, _call(path, signature, function, is_method=True))
 
 
@@ -92,7 +93,7 @@ def _call(
         values = {n: v for n, v in bound.arguments.items() if v is not Unknown}
         plain = values.pop(stars[0], ()) if stars else ()
         more = values.pop(rest[0], {}) if rest else {}
-        if stars:  # arguments before these must be positional
+        if stars:  # the arguments before *args must be positional
             before = list(signature.parameters)[: list(signature.parameters).index(stars[0])]
             first = [values.pop(n) for n in before]
             return function(*owner, *first, *plain, **more)
@@ -126,7 +127,7 @@ def _module(path: str) -> types.ModuleType:
 
 
 def _owner(path: str) -> Any:
-    """The module or class that owns a name."""
+    """The module or class that contains a name."""
     above, _, name = path.rpartition(".")
     if path not in sys.modules and above and name[:1].isupper():
         return getattr(_owner(above), name)

@@ -1,4 +1,4 @@
-"""Calls that Transformer Engine would refuse: each a right call with one mistake."""
+"""Calls that Transformer Engine would refuse. Each is a right call with one planted mistake."""
 
 from __future__ import annotations
 
@@ -190,9 +190,9 @@ def recipe(kind: str = "DelayedScaling", fp8_format: str = "HYBRID") -> None:
 @dataclass(frozen=True)
 class Plant:
     call: Callable[..., None]
-    argument: str  # the argument in the message
-    changes: Callable[[], dict[str, Any]]  # made on the rank
-    only: str | None = None  # the only version that refuses it; None: all do
+    argument: str  # the argument that the message must name
+    changes: Callable[[], dict[str, Any]]  # changes of the arguments, made on the rank
+    only: str | None = None  # the only version that refuses the call; None: all versions
 
 
 def _of(call: Callable[..., None], argument: str, value: Callable[[], Any], **more: Any) -> Plant:
@@ -284,8 +284,8 @@ PLANTS = {
 
 
 def refusals() -> dict[str, str]:
-    """The message that refuses each mistake ("": it is not refused). Also checks that the calls
-    without the mistake are accepted."""
+    """The message that refuses each mistake; "" if it is not refused. Also checks that the same
+    calls without mistakes are accepted."""
     for call in {plant.call for plant in PLANTS.values()}:
         call()
     found = {}

@@ -1,4 +1,4 @@
-"""Recipes of FP8, the region in which they apply, and how a module rounds its operands."""
+"""Recipes of FP8, the region in which a recipe applies, and the rounding of a module's operands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import Tensor
 
 
 class Format(enum.Enum):
-    """The formats: (largest value of activations and weights, largest value of gradients)"""
+    """The formats as pairs: the largest value of activations and weights, and the largest value of
+    gradients."""
 
     E2M1 = (6.0, 6.0)
     E4M3 = (448.0, 448.0)
@@ -22,14 +23,14 @@ class Format(enum.Enum):
 
 
 class Recipe:
-    """The arguments of a call, as attributes."""
+    """A recipe, with the arguments of its call as attributes."""
 
     def __init__(self, **fields: Any) -> None:
         self.__dict__ |= fields
 
 
 class DelayedScaling(Recipe):
-    """Scales from the largest values of earlier steps."""
+    """A recipe with scales from the largest values in earlier steps."""
 
     def __init__(self, **fields: Any) -> None:
         fields.setdefault("fp8_format", Format.HYBRID)
@@ -37,7 +38,7 @@ class DelayedScaling(Recipe):
 
 
 class Float8CurrentScaling(Recipe):
-    """Scales from the largest value of the whole tensor."""
+    """A recipe with scales from the largest value of the whole tensor."""
 
     block = None
 
@@ -51,7 +52,7 @@ class MXFP8BlockScaling(Recipe):
 
 
 class State:
-    """The scales and histories of a module's tensors, in one direction."""
+    """The scales and histories of a module's tensors, for the forward or the backward pass."""
 
     def __init__(self, recipe: DelayedScaling, tensors: int, largest: float) -> None:
         device = torch.cuda.current_device()
@@ -61,7 +62,7 @@ class State:
 
     @torch.no_grad()
     def update(self, group: Any) -> None:
-        """Take the largest values of this step into the scales, and begin a new row."""
+        """Set the scales by the largest values of this step, and begin a new row of the history."""
         if self.recipe.reduce_amax and group is not None and dist.get_world_size(group) > 1:
             dist.all_reduce(self.amax_history[0], op=dist.ReduceOp.MAX, group=group)
         rows = self.amax_history[:1] if self.recipe.amax_compute_algo != "max" else None
@@ -73,18 +74,18 @@ class State:
 
 
 class _Region:
-    """The state of the process: the innermost region, and the states to update."""
+    """The state of the process: the innermost region, and the states that must be updated."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Start as a new process does: forget the groups and modules of an earlier task."""
+        """Forget the groups and modules of an earlier task, as if the process was new."""
         self.enabled = self.recomputing = self.is_first_module = False
         self.recipe: Any = None
         self.group: Any = None
         self.depth = 0
-        # in the order of the model, which is the same on all ranks
+        # The order is that of the model, which is the same on all ranks.
         self.states: dict[bool, dict[State, None]] = {True: {}, False: {}}
 
 
@@ -112,7 +113,7 @@ class FP8GlobalStateManager:
 
 
 def update_scales(forward: bool) -> None:
-    """Update the scales of all modules that have computed in FP8 since the last time."""
+    """Update the scales of all modules that have computed in FP8 since the last update."""
     for state in list(region.states[forward]):
         state.update(region.group)
     region.states[forward].clear()
@@ -137,12 +138,13 @@ def fp8_autocast(enabled: bool, fp8_recipe: Any, fp8_group: Any) -> Iterator[Non
 def autocast(
     enabled: bool, recipe: Any, amax_reduction_group: Any
 ) -> contextlib.AbstractContextManager[None]:
-    """The newer name of the function above."""
+    """A newer name for the function above."""
     return fp8_autocast(enabled, recipe, amax_reduction_group)
 
 
 def quantized(tensor: Tensor, recipe: Any, state: State | None, index: int, largest: float) -> Any:
-    """The tensor rounded to FP8, in its own dtype. `index`: the tensor's number in the module."""
+    """Round a tensor to FP8 and return it in its own dtype. `index`: the number of the tensor in
+    the module."""
     if state is not None:
         scale = state.scale[index]
         if not region.recomputing and tensor.numel():

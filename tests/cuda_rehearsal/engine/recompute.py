@@ -1,4 +1,4 @@
-"""Recomputation of activations in the backward pass, and the generators of ranks."""
+"""Recomputation of activations in the backward pass, and the ranks' random number generators."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class CudaRNGStatesTracker:
-    """Named states of the device's generator."""
+    """Keeps named states of the device's random number generator."""
 
     def __init__(self) -> None:
         self.states_: dict[str, torch.Tensor] = {}
@@ -48,6 +48,6 @@ class CudaRNGStatesTracker:
 
 
 def get_cpu_offload_context(enabled: bool) -> tuple[Any, Any]:
-    """Megatron-Core always calls this, and uses the result if `enabled`."""
+    """Megatron-Core always calls this, but uses the result only if `enabled`."""
     assert not enabled, "the stand-in does not offload"
     return contextlib.nullcontext(), lambda tensor: tensor

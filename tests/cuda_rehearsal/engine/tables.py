@@ -1,7 +1,7 @@
 """The recorded signatures of Transformer Engine.
 
-An entry is "(parameters)" for a function, a class or a method, without self; "module" or "value"
-for other things; null if there is no such name.
+The entry of a function, a class or a method is "(parameters)", without self. The entry of another
+object is "module" or "value". The entry is null if the name does not exist.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SITE = Path(str(importlib.metadata.distribution("megatron-core").locate_file("")
 
 
 class Table:
-    """The entry of each dotted name, in one version."""
+    """The entries of all dotted names in one version."""
 
     def __init__(self, version: str) -> None:
         content = json.loads(TABLES[version].read_text())
@@ -37,8 +37,8 @@ class Table:
 
 
 def versions() -> list[str]:
-    """The versions of the tables: the one that we install with this Megatron-Core, and later
-    ones."""
+    """The versions that have a table: the version that is installed with this Megatron-Core, and
+    later ones."""
     found = importlib.metadata.version("megatron-core")
     pins = (ROOT / "requirements" / f"gpu-megatron-{found}.txt").read_text().splitlines()
     (pin,) = (line.partition("==")[2] for line in pins if line.startswith("transformer-engine=="))
@@ -49,8 +49,8 @@ def versions() -> list[str]:
 def signature_of(
     text: str, default: Callable[[ast.expr], Any] = lambda node: None
 ) -> inspect.Signature:
-    """The signature of "(parameters)" in Python's notation, without annotations. `default`: makes a
-    default from a node."""
+    """Parse "(parameters)" in Python's notation, without annotations, into a signature. `default`:
+    a function that makes a default from a syntax node."""
     (function,) = ast.parse(f"def f{text}: pass").body
     assert isinstance(function, ast.FunctionDef)
     given, kinds = function.args, inspect.Parameter
@@ -70,7 +70,7 @@ def signature_of(
 
 
 class Unknown:
-    """A default that is not a literal."""
+    """Stands for a default that is not a literal."""
 
 
 def literal(node: ast.expr) -> object:

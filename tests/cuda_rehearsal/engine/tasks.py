@@ -1,4 +1,4 @@
-"""Functions that ranks run with the stand-in."""
+"""Functions that ranks run with the stand-in for Transformer Engine."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from tests.cuda_rehearsal.engine.precision import region
 from tests.cuda_rehearsal.tasks import train
 from tests.gpu import one_step
 
-CAPABILITIES = {"mxfp8": (10, 0)}  # of the GPU that the device stands for; all others have (9, 0)
-CUDA = (12, 9)  # the version that torch would be built for
+# the compute capability of the GPU that the device represents; (9, 0) for all other precisions
+CAPABILITIES = {"mxfp8": (10, 0)}
+CUDA = (12, 9)  # the CUDA version for which torch would be built
 
 
 def with_calls(task: Callable[..., Any], **arguments: Any) -> tuple[Any, set[str]]:
-    """The task's result, and the names of Transformer Engine that it has called."""
+    """Run a task. Returns its result, and the names of Transformer Engine that it has called."""
     package.reached.clear()
     region.reset()
     return task(**arguments), set(package.reached)
@@ -31,7 +32,7 @@ def with_calls(task: Callable[..., Any], **arguments: Any) -> tuple[Any, set[str
 
 @contextlib.contextmanager
 def _gpu_for(precision: str) -> Iterator[None]:
-    """Let the device stand for a GPU that supports the precision."""
+    """Let the device represent a GPU that supports the precision."""
     capability = CAPABILITIES.get(precision, (9, 0))
     with (
         mock.patch.object(transformer_config, "built_for_cuda", return_value=CUDA),
@@ -41,13 +42,13 @@ def _gpu_for(precision: str) -> Iterator[None]:
 
 
 def train_on_a_gpu(config: Config) -> list[dict[str, float]]:
-    """See tasks.train."""
+    """Run tasks.train on such a GPU."""
     with _gpu_for(config.training.precision):
         return train(config)
 
 
 def gpu_task(name: str, folder: Path, precision: str = "fp32", **arguments: Any) -> Any:
-    """A task of tests/gpu, on this rank's own group."""
+    """Run a task of tests/gpu in this rank's own process group."""
     alone = one_step.config_of("fp32", "torch_native")
     set_up_model_parallel(resolve_parallel(alone, 1), seed=1)
     if name != "make":

@@ -1,5 +1,6 @@
-"""Load the rehearsed device into a process whose PYTHONPATH names this folder, just before its
-first import of torch. So a launcher or a service that needs no torch pays nothing."""
+"""Loads the rehearsed device into a process whose PYTHONPATH contains this folder. This happens
+just before the first import of torch, so a launcher or a service that needs no torch loses no
+time."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.a
 
 
 class _BeforeTorch:
-    """A finder of modules that has the device loaded before torch and completed after it."""
+    """A finder of modules. It loads the device before torch, and completes it after torch."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != "torch":

@@ -1,4 +1,5 @@
-"""Packing against plain lists: rows that predict, padding, and the context-parallel cut."""
+"""Packing compared with plain lists: the rows that predict, the padding, and the cut for context
+parallelism."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ PAD = 7
 class Batch:
     tokens: list[Tensor]
     response_lengths: list[int]
-    # with gaps, because not all of a rank's sequences are packed together
+    # A rank's sequences are not all packed together, so the offsets of a pack can have gaps.
     response_offsets: list[int]
     flat_responses: list[int]
 
@@ -63,9 +64,11 @@ def random_batch(seed: int, count: int = 7, longest: int = 23) -> Batch:
 
 
 def predictions_of(packed: PackedBatch) -> list[tuple[int, int, int, int, int]]:
-    """The predictions of one rank's shard, packed or with a row for each sequence."""
+    """The predictions of one rank's shard. The batch is packed, or has one row for each
+    sequence."""
     rows = packed.input_ids.shape[0]
-    step, row = packed.token_rows // rows, packed.token_rows % rows  # of [tokens / CP, rows]
+    # Each index is into [tokens / CP, rows].
+    step, row = packed.token_rows // rows, packed.token_rows % rows
     assert rows == 1 or torch.equal(row, packed.sequence_index)
     columns = (
         packed.sequence_index,
@@ -131,7 +134,7 @@ def test_context_parallel_shards_hold_everything_once(cp: int, multiple: int, se
     assert together == sorted(batch.predictions(members))
 
     padded = [math.ceil(len(batch.tokens[i]) / (2 * cp)) * 2 * cp for i in members]
-    # each rank gets a multiple of `multiple`, and whole chunks
+    # The number of a rank's tokens is a multiple of `multiple`, and consists of whole chunks.
     unit = math.lcm(multiple * cp, 2 * cp)
     total = math.ceil(sum(padded) / unit) * unit
     held = [
@@ -279,10 +282,12 @@ def test_a_batch_without_sequences_is_padding_of_the_common_shape(padded: bool) 
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize(("cp", "rank"), [(1, 0), (2, 0), (2, 1)])
 def test_branches_are_packed_as_sequences_of_their_own(padded: bool, cp: int, rank: int) -> None:
-    """Only the loss differs: it has one number for all branches of an episode."""
+    """A branch is packed like a separate sequence. Only `sequence_index` names the episode, because
+    the loss has one number for all its branches."""
     place = {"padded": padded, "context_parallel_size": cp, "context_parallel_rank": rank}
     apart = random_batch(7)
-    owners = [1, 1, 1, 0, 2, 2, 0]  # the owners of the branches, which are in this order
+    # The owner of each branch. An owner's branches are in this order.
+    owners = [1, 1, 1, 0, 2, 2, 0]
     order = sorted(range(7), key=lambda number: owners[number])
     expected = apart.pack(order, **place)
     tokens, branches, offsets, responses = [], [], [], []
@@ -302,7 +307,7 @@ def test_branches_are_packed_as_sequences_of_their_own(padded: bool, cp: int, ra
     assert found.response_lengths.tolist() == responses
     of_branch = torch.tensor([owners[number] for number in order])
     assert torch.equal(found.sequence_index, of_branch[expected.sequence_index])
-    # joined, as the response vectors of an episode are
+    # The responses of an owner's branches are joined into one vector.
     starts = torch.tensor([apart.response_lengths[n] for n in order]).cumsum(0)
     starts -= torch.tensor([apart.response_lengths[n] for n in order])
     within = (

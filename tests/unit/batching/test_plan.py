@@ -1,4 +1,5 @@
-"""The plan of which rank trains on which sequence, and when: budgets and balance."""
+"""The plan of a step: which rank trains on which sequences, and in which micro-batch. Token budgets
+and balance."""
 
 from __future__ import annotations
 
@@ -107,8 +108,8 @@ def test_levelling_the_number_of_micro_batches_keeps_to_the_token_budget() -> No
 
 
 def test_a_rank_with_fewer_micro_batches_splits_rather_than_idles() -> None:
-    # Rank 0 has sequences of 59 and 2 tokens, one token too many for the budget. The two of 30 on
-    # rank 1 would fit together.
+    # Rank 0 has sequences of 59 and 2 tokens, which are together one token over the budget. The two
+    # sequences of 30 tokens on rank 1 would fit into one micro-batch.
     (mini_batch,) = plan_step(
         [59, 30, 30, 2], [1] * 4, mini_batches=1, data_parallel_size=2, token_budget=60
     )
@@ -143,8 +144,8 @@ def random_lengths(seed: int) -> list[int]:
 
 
 def first_fit(lengths: list[int], budget: int) -> list[list[int]]:
-    """Put the longest sequence first, each into the first bin with room. The bins are searched one
-    by one."""
+    """First fit, longest sequence first: put each sequence into the first bin that has room, by a
+    search of all bins in order."""
     bins: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         for members in bins:

@@ -1,4 +1,4 @@
-"""What a conversion of files refuses and what it notices."""
+"""Mistakes that a conversion of files refuses, and faults that it notices."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_tied_copies_must_be_the_same(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "hf", config, tensors | {"lm_head.weight": copy})
     hf_to_megatron(source, tmp_path / "ours")
     megatron_to_hf(tmp_path / "ours", tmp_path / "back")
-    assert_same_bits(read_folder(tmp_path / "back"), tensors)  # the published folder lacks the copy
+    assert_same_bits(read_folder(tmp_path / "back"), tensors)  # without the copy
     other = write_folder(tmp_path / "other", config, tensors | {"lm_head.weight": copy + 1})
     (line,) = lines_of(lambda: hf_to_megatron(other, tmp_path / "no"))
     assert "tie_word_embeddings, and lm_head.weight differs from model.embed_tokens.weight" in line
@@ -111,8 +111,8 @@ def make_trained(checkpoint: Path, tokenizer: Path) -> None:
 
 
 def test_the_export_of_a_run_says_where_its_answers_end(ours: Path, tmp_path: Path) -> None:
-    """The run's tokenizer says it, wherever the training began. A folder that was only converted is
-    exported as it was."""
+    """The export of a run has the end-of-sequence tokens of the run's tokenizer, wherever its
+    weights came from. A folder that was only converted gets no such file."""
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()
     write_tokenizer(tokenizer, 37)

@@ -62,7 +62,7 @@ def test_it_works_without_megatron_core() -> None:
 @pytest.mark.parametrize("variant", VARIANTS, ids=variant_name)
 def test_there_and_back_is_bit_for_bit(tmp_path: Path, variant: Variant) -> None:
     family, changes = variant
-    ends = {"eos_token_id": [5, 7]}  # the ends of responses and of turns
+    ends = {"eos_token_id": [5, 7]}  # the tokens that end a response and a turn
     source = write_model(tmp_path / "hf", family, seed=3, **changes | ends)
     (source / "generation_config.json").write_text(json.dumps(ends | {"top_k": 3}))
     assert_same_bits(there_and_back(source, max_shard_bytes=30_000), read_folder(source))
@@ -80,8 +80,8 @@ def test_there_and_back_is_bit_for_bit(tmp_path: Path, variant: Variant) -> None
 def test_any_block_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, limit: int
 ) -> None:
-    """Blocks may end in the middle of an expert, a query group, a matrix or a row, also where
-    queries, keys and values come from one matrix."""
+    """Blocks may end in the middle of an expert, a query group, a matrix or a row. In one of the
+    families, queries, keys and values come from one matrix."""
     monkeypatch.setattr(convert, "_BLOCK_BYTES", limit)
     source = write_model(tmp_path / "hf", family, seed=4, num_hidden_layers=2)
     assert_same_bits(there_and_back(source), read_folder(source))
@@ -147,8 +147,8 @@ def test_biases_of_routers_keep_their_dtype(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("variant", VARIANTS, ids=variant_name)
 def test_a_model_loads_what_was_converted(tmp_path: Path, variant: Variant) -> None:
-    """The result has the tensors that a model of this shape saves, and the weights that the model
-    reads itself."""
+    """The result has the tensors that a model of this shape saves. Its weights equal those that the
+    model reads from the folder."""
     family, changes = variant
     source = write_model(tmp_path / "hf", family, seed=7, **changes)
     hf_to_megatron(source, tmp_path / "ours")
@@ -168,7 +168,7 @@ def test_a_model_loads_what_was_converted(tmp_path: Path, variant: Variant) -> N
 
 
 def emptied(policy: Policy) -> dict[str, Tensor]:
-    """The weights of a model on one rank. The model then loses them."""
+    """Copy the weights of a model on one rank, then overwrite those in the model."""
     (model,) = policy.models
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     with torch.no_grad():
@@ -209,7 +209,7 @@ def test_export_of_what_a_model_saved(tmp_path: Path, family: str) -> None:
 
 
 def in_processes(count: int, work: Callable[[WorkerShard], object]) -> list[BaseException]:
-    """Do `work` in threads that stand for processes which convert together. Returns their
+    """Run `work` in threads that take the place of processes which convert together. Returns their
     errors."""
     barrier = threading.Barrier(count, timeout=60)
     values: list[Any] = [None] * count
@@ -252,7 +252,7 @@ def test_several_processes_write_one_folder(tmp_path: Path) -> None:
 def test_several_processes_take_one_checkpoint_of_a_run_that_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run publishes another checkpoint when the first process has just looked."""
+    """The run publishes another checkpoint just after the first process has listed them."""
     sources = [write_model(tmp_path / f"hf{seed}", "qwen3", seed=seed) for seed in (11, 12)]
     checkpoints, lock = tmp_path / "run/checkpoints", threading.Lock()
     names = ["rl_00000001", "rl_00000002"]

@@ -1,4 +1,4 @@
-"""An earlier run is in the folder of a new run."""
+"""A new run starts in a folder that contains an earlier run."""
 
 from __future__ import annotations
 

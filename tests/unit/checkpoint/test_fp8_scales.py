@@ -1,4 +1,4 @@
-"""The places of FP8 scales in a checkpoint: the scales of every expert move with the expert."""
+"""The places of FP8 scales in a checkpoint. The scales of an expert always stay with the expert."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ HISTORY = 4
 
 
 def module_of(experts: range) -> SimpleNamespace:
-    """The contents of Transformer Engine's linear module for these experts. Value e.k is the k-th
-    tensor of expert e; in the history there is 100 more for each row."""
+    """The FP8 state of Transformer Engine's linear module for these experts. Scale k of expert e is
+    e + k / 10. Row r of the amax history is the scales plus 100 * r."""
 
     def state(tensors: int) -> SimpleNamespace:
         scale = torch.tensor([e + k / 10 for e in experts for k in range(tensors)])

@@ -1,4 +1,5 @@
-"""The checkpoint manager: the metric of the best checkpoint, disk space, and what is removed."""
+"""The checkpoint manager: the metric of the best checkpoint, disk space, and the checkpoints that
+are removed."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ MISSED = "warning: checkpoint.best_metric = 'evaluation/accuracy': step 9 has no
 
 @pytest.mark.parametrize(
     ("section", "ends", "warning"),
-    # the metrics at the end of a step, and how many values were noted so far; step 1 is not saved
+    # For each step: its metrics, and the number of warnings up to then. Step 1 is not saved.
     [
         ({"best_metric": "reward/maen"}, {1: (REWARDED, 0), 2: (REWARDED, 1), 4: (REWARDED, 1)},
          MISTYPED),
@@ -75,7 +76,8 @@ def test_a_missing_metric_is_warned_of_once_in_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: Any, ends: Any, warning: str | None
 ) -> None:
     notes: list[str] = []
-    saved: list[str] = []  # a run that is resumed from there does not warn again
+    # The checkpoint records the warnings, so a resumed run does not repeat them.
+    saved: list[str] = []
     monkeypatch.setattr(Checkpoints, "_prepare", lambda _: (0, None))
     monkeypatch.setattr(Checkpoints, "_save", lambda self, *_, **__: saved.extend(self.warned))
     monkeypatch.setattr(Checkpoints, "_state", lambda *_: SimpleNamespace())
@@ -96,7 +98,7 @@ def test_a_missing_metric_is_warned_of_once_in_a_run(
         (RolloutError("wrong"), "once servers answer"),
         (EpisodeError("wrong"), "once the environment works"),
         (error_of("UnplayableError", "wrong"), "once the environment works"),
-        # an error of the service
+        # an error that the rollout service reports
         (error_of("EpisodeError", "wrong"), "once the environment works"),
         (DataError("wrong"), "once that is mended"),
     ],

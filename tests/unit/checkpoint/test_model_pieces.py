@@ -1,4 +1,4 @@
-"""A rank's parameters as boxes of global tensors, for any cut by an optimizer."""
+"""A rank's parameters as boxes of global tensors, however an optimizer cuts them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def place_all(piece: ModelPiece, flat: Tensor, cuts: list[int]) -> Tensor:
 
 
 def test_expert_of_a_stack_that_axes_before_it_number() -> None:
-    """Transformer Engine's and Megatron-Core's own experts describe their places in this way."""
+    """Experts of Transformer Engine and of Megatron-Core have their number on an additional first
+    axis."""
     parameter = torch.arange(6.0).view(2, 3)
     shard = ShardedTensor.from_rank_offsets(
         "experts.weight", parameter, (0, 3, 5), (1, 1, 2), replica_id=(0, 0, 7), prepend_axis_num=1
@@ -39,7 +40,7 @@ def test_expert_of_a_stack_that_axes_before_it_number() -> None:
 
 
 def test_half_of_a_parameter() -> None:
-    """Gate and up projection are together in one parameter, and separate in the global tensor."""
+    """Gate and up projection are together in one parameter, but separate in the global tensor."""
     parameter = torch.arange(20.0).view(10, 2)
     gate, up = (
         _piece(ShardedTensor.from_rank_offsets("fc1", half, (0, 1 + 3 * number, 6)), parameter, 45)
@@ -97,7 +98,8 @@ def test_copies_of_tensor_parallel_ranks_are_no_originals() -> None:
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (1, 4), (4, 1), (3, 2, 4), (2, 1, 3, 2)])
 def test_every_run_in_order(shape: tuple[int, ...]) -> None:
-    """For all runs of all these shapes, the boxes hold the run's elements in its order."""
+    """A run here is a range of the flattened tensor. For every run of these shapes, the boxes hold
+    its elements in order."""
     count = math.prod(shape)
     whole = torch.arange(count).view(shape)
     for start in range(count + 1):

@@ -20,7 +20,7 @@ from tests.unit.models.one_rank import tiny_config
 def restart(
     folder: Path, number: int, step: int | None, *, job: str = "7", allowed: int = 2
 ) -> None:
-    """Start the job, with the newest checkpoint after `step`."""
+    """Start the job after `number` restarts. Its newest checkpoint is that of `step`."""
     training = SimpleNamespace(max_restarts_without_progress=allowed)
     config = SimpleNamespace(training=training, logging=SimpleNamespace(dir=str(folder)))
     state = None if step is None else SimpleNamespace(position=Position("rl", step))
@@ -35,12 +35,12 @@ BEGUN = "restarted 3 times before its first checkpoint"
     ("starts", "refusal"),
     [
         ([(number + again, number) for number in range(20) for again in (0, 1)], None),
-        # the first start may have written the checkpoint
+        # The checkpoint may come from the first start, so three restarts are counted and not four.
         (
             [(n, 5) for n in (1, 2, 3, 4)],
             "restarted 3 times at rl_00000005.*max_restarts_without_progress = 2",
         ),
-        ([(n, None) for n in (0, 1, 2, 3)], BEGUN),  # before that, the first start counts
+        ([(n, None) for n in (0, 1, 2, 3)], BEGUN),  # without a checkpoint, the first start counts
     ],
     ids=["they get further", "at the same point", "before the first checkpoint"],
 )

@@ -1,4 +1,5 @@
-"""What a run starts from: the checkpoints in its folder, or weights that a new run is given."""
+"""The start of a run: it continues from the checkpoints in its folder, or begins with given
+weights."""
 
 from __future__ import annotations
 
@@ -146,8 +147,8 @@ def test_when_a_run_is_finished(
 def test_a_run_whose_last_step_was_not_evaluated_is_not_finished(
     config: Config, unevaluated: dict[str, float] | None, finished: bool
 ) -> None:
-    """After a resume the run evaluates that step. If it counted as finished, the metrics would
-    never be written."""
+    """The resumed run evaluates its last step. If it counted as finished, these metrics would never
+    be written."""
     add(config, Position("rl", 9), unevaluated=unevaluated)
     start = preview(config, fresh=False)
     assert start.is_finished == finished
@@ -204,7 +205,7 @@ def test_other_versions_are_told_of(config: Config, monkeypatch: pytest.MonkeyPa
 def test_an_own_function_whose_file_has_changed_is_told_of(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    """The file is found in the way of an import, also below the current directory."""
+    """The file is searched for as Python searches for a module, the current directory included."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_package").mkdir()
     (tmp_path / "own_package" / "__init__.py").touch()
@@ -219,7 +220,8 @@ def test_an_own_function_whose_file_has_changed_is_told_of(
         f"resuming from {path} at step 4 of 9",
         f"changed since then, and may change results: {told}",
     ]
-    module.unlink()  # the code that loads it reports that
+    # A missing file gets no note, because the code that loads the function reports it.
+    module.unlink()
     assert preview(config, fresh=False).notes == [f"resuming from {path} at step 4 of 9"]
 
 
@@ -239,7 +241,7 @@ def test_given_weights_are_looked_at(config: Config) -> None:
     path = add(config, Position("rl", 4))
     new = changed(config, f"model.checkpoint_path={path}", "model.max_sequence_length=64")
     check_given(new, 48)
-    (path / STATE_FILE).unlink()  # nothing of the run is needed
+    (path / STATE_FILE).unlink()  # only the weights are needed
     check_given(new, 48)
     with pytest.raises(ConfigError, match="model.vocab_size = 64: .* has 48"):
         check_given(new, 64)

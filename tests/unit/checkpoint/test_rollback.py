@@ -38,8 +38,8 @@ def a_record(**changed: object) -> Rollbacks:
 def test_a_healthy_checkpoint_follows_the_run_however_few_are_kept(
     interval: int, keep_last: int
 ) -> None:
-    """A run that is always healthy. Its last healthy checkpoint is at most two intervals and two
-    windows old, and at most two are kept for it."""
+    """The run is always healthy. At most two checkpoints are kept for a rollback. The newest one
+    that is surely healthy is at most two intervals and two windows old."""
     kept: list[Position] = []
     for step in range(interval, 200, interval):
         kept.append(Position("rl", step))
@@ -53,8 +53,8 @@ def test_a_healthy_checkpoint_follows_the_run_however_few_are_kept(
 
 
 def test_a_healthy_checkpoint_stays_while_the_run_is_not() -> None:
-    """The run is certainly healthy until step 20, and seems healthy until 25. Later checkpoints do
-    not count."""
+    """The run is surely healthy up to step 20, and seems healthy up to step 25. Checkpoints after
+    step 25 are useless for a rollback."""
     found = [Position("rl", step) for step in range(5, 200, 5)]
     random.Random(1).shuffle(found)
     needed = to_go_back_to(found, healthy_step=20, healthy=25)
@@ -72,7 +72,7 @@ def test_what_is_taken_back_is_no_checkpoint_at_once(tmp_path: Path) -> None:
     finish_rollback(tmp_path)
     record = read_rollbacks(tmp_path)
     assert record is not None and record.undone == []
-    # steps that are done again may use these names
+    # The run repeats these steps, and may save checkpoints of the same names.
     (tmp_path / "rl_00000004").mkdir()
     finish_rollback(tmp_path)
     assert [position.name for position in positions(tmp_path)] == names[1::-1]

@@ -27,7 +27,7 @@ time.sleep(600)
 
 @pytest.fixture
 def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds the folder, in Slurm job 7."""
+    """Start another process that holds the folder, in Slurm job 7."""
     monkeypatch.setattr(run_lock, "_PATIENCE", 0.3)
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path)],
@@ -85,7 +85,8 @@ def test_a_run_may_hold_its_folder_twice_and_another_beside_it(tmp_path: Path) -
     lock = RunLock()
     lock.hold(tmp_path)
     lock.hold(tmp_path)
-    moved = tmp_path.rename(tmp_path.with_name("moved"))  # as a new start moves an earlier run
+    # as a new start moves an earlier run aside
+    moved = tmp_path.rename(tmp_path.with_name("moved"))
     tmp_path.mkdir()
     lock.hold(tmp_path)
     assert (moved / LOCK_FILE).exists()

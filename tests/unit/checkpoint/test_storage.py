@@ -79,8 +79,7 @@ def test_a_folder_that_another_rank_made_and_this_node_sees_late(
 def test_large_pieces_are_stored_in_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
-    """With blocks, a reader can hold one at a time. Single rows are cut, too, if they are too
-    large."""
+    """A reader holds only one block at a time. A row that is larger than a block is cut, too."""
     monkeypatch.setattr(storage, "BLOCK_BYTES", limit)
     whole, empty = torch.randn(7, 3, 2), torch.zeros(0, 3)
     write_pieces(tmp_path, [*halves("a", whole, 2), Piece("b", empty, (0, 3), (0, 0))])
@@ -168,7 +167,7 @@ def test_foreign_index(folder: Path, change: Callable[[Any], Any], message: str)
 
 
 def _shift(index: Any) -> None:
-    """Change the pieces so that the number of elements is right, but some come twice."""
+    """Change the pieces so that some elements come twice while their total number stays right."""
     [second] = [place for place in index.storage_data if place.offset[0] == 2]
     info = index.storage_data.pop(second)
     moved = torch.Size((1, 0))
@@ -211,7 +210,8 @@ class _Attribute:
 
 
 def test_members_of_enums_in_any_pythons_pickles(folder: Path) -> None:
-    """Python 3.11.2 pickles them as attributes of their class, other versions by their value."""
+    """Python 3.11.2 pickles members of enums as attributes of their class, other versions by their
+    value."""
     path = folder / ".metadata"
     content = io.BytesIO()
     _AsAttributes(content).dump(pickle.loads(path.read_bytes()))
@@ -229,7 +229,7 @@ def test_members_of_enums_in_any_pythons_pickles(folder: Path) -> None:
 
 
 def test_common_file_is_never_read(folder: Path) -> None:
-    """Stock Megatron-Core reads it. Here there is nothing in it."""
+    """Stock Megatron-Core unpickles common.pt. The package stores nothing in it."""
     (folder / "common.pt").write_bytes(pickle.dumps(_Runs(folder / "intruded")))
     read_pieces(folder, halves("a", torch.zeros(5, 3), 2))
     assert not (folder / "intruded").exists()

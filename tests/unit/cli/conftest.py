@@ -19,15 +19,16 @@ Command = Callable[..., tuple[object, str, str]]
 
 @pytest.fixture(autouse=True)
 def _environment_as_before() -> Iterator[None]:
-    """Restore the environment: a command derives variables of torchrun from those of srun."""
+    """Restore the environment afterwards. A command sets torchrun's variables from those of
+    srun."""
     with mock.patch.dict(os.environ):
         yield
 
 
 @pytest.fixture
 def gspo(capsys: pytest.CaptureFixture[str]) -> Command:
-    """A function that runs `gspo-megatron` with these words. Returns exit code, stdout and
-    stderr."""
+    """A function that runs `gspo-megatron` with the given arguments. It returns exit code, stdout
+    and stderr."""
 
     def run(*words: object) -> tuple[object, str, str]:
         capsys.readouterr()

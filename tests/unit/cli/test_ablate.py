@@ -1,5 +1,5 @@
-"""Variants, planned runs, and what `ablate` does with them. Stand-ins take the place of the
-runs."""
+"""The command `ablate`: variants, planned runs, and what it does with their results. Stand-ins take
+the place of real runs."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ Ablate = Callable[..., tuple[object, str]]
 
 @pytest.fixture
 def choose(write_config: ConfigWriter) -> Choose:
-    """The variants that these words name, for a configuration with overrides."""
+    """A function that returns the variants with these names, for a configuration with overrides."""
     path = write_config()
     return lambda words, *given: choose_variants(words, load_config(path, given))
 
 
 @pytest.fixture
 def plan(write_config: ConfigWriter, choose: Choose, tmp_path: Path) -> Plan:
-    """The runs of these variants, in tmp_path."""
+    """A function that plans the runs of these variants in tmp_path."""
     path = str(write_config())
 
     def runs(words: Sequence[str], *given: str, seeds: Sequence[int] = (1,)) -> list[PlannedRun]:
@@ -59,10 +59,10 @@ class Trainer:
 
     def __init__(self) -> None:
         self.made: list[tuple[str, int]] = []  # (folder, number of ranks)
-        self.codes: dict[str, int] = {}  # exit codes, by a part of the folder's name
+        self.codes: dict[str, int] = {}  # exit codes by a part of the folder's name
 
     def __call__(self, command: Sequence[str], world_size: int) -> int:
-        words = parse(command[3:])  # without python -m gspo_megatron
+        words = parse(command[3:])  # without `python -m gspo_megatron`
         config = load_config(words.config, words.overrides)
         folder = Path(str(config.logging.dir))
         self.made.append((f"{folder.parent.name}/{folder.name}", world_size))
@@ -84,7 +84,8 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
 
 @pytest.fixture
 def ablate(write_config: ConfigWriter, tmp_path: Path, trainer: Trainer, gspo: Command) -> Ablate:
-    """Run the command with these words, into tmp_path/out. Returns its exit code and output."""
+    """Run the command with these arguments and the output folder tmp_path/out. Returns its exit
+    code and output."""
     first = ("ablate", write_config(), f"training.steps={STEPS}", "-o", tmp_path / "out")
 
     def call(*words: str) -> tuple[object, str]:
@@ -98,7 +99,7 @@ def ablate(write_config: ConfigWriter, tmp_path: Path, trainer: Trainer, gspo: C
 
 
 def test_the_default_variants_are_both_objectives_by_replay(plan: Plan) -> None:
-    """The configured clip range applies to the configured objective only."""
+    """Only the variants of the configured objective use the configured clip range."""
     runs = plan([], "objective.clip_low=0.01", "objective.clip_high=0.02")
     assert names([run.variant for run in runs]) == USUAL
     for run in runs:
@@ -154,7 +155,7 @@ def test_without_replay_nothing_is_set_that_would_not_be_read(choose: Choose) ->
 
 def test_the_reference_replays_in_every_variant_what_the_configuration_says(plan: Plan) -> None:
     given = ["objective.kl=k3", "objective.kl_coefficient=0.1", "routing.reference_replay=r2"]
-    # every variant needs it for the routes of the reference
+    # Every variant needs this key for the routes of the reference.
     given.append("routing.store_on_host=true")
     runs = plan([], *given)
     assert all(run.config.routing.reference_replay == "r2" for run in runs)
@@ -328,7 +329,7 @@ def test_a_finished_run_of_another_configuration_is_not_taken_for_this_one(
 ) -> None:
     words = ["--variants", "gspo", "--seeds", "1"]
     assert ablate(*words)[0] == 0
-    # with another value of this key, it is still the same run
+    # this key may change between starts of one run
     assert ablate(*words, "logging.samples_per_step=1")[0] == 0
     code, said = ablate(*words, "training.steps=2", "optimizer.learning_rate=1e-5")
     assert code == 2 and "gspo/seed_1: holds a finished run of another configuration" in said
@@ -346,7 +347,7 @@ def test_the_errors_of_all_variants_come_at_once_before_anything_runs(
     code, said = ablate("rollout.group_size=1", *wrong)
     assert code == 2 and trainer.made == []
     for start in (
-        "rollout.group_size = 1",  # for all variants, but listed once
+        "rollout.group_size = 1",  # wrong in all variants, but reported once
         "variant gspo, gspo+r2, gspo+r3: objective.clip_low = 0.5",
         "variant grpo+r2, gspo+r2: routing.replay",
         "variant grpo+r3, gspo+r3: routing.replay",

@@ -1,4 +1,5 @@
-"""What `check` finds in a configuration and its files, and what it prints."""
+"""The command `check`: the problems that it finds in a configuration and its files, and its
+output."""
 
 from __future__ import annotations
 
@@ -165,7 +166,7 @@ def test_parameters_beyond_the_formula_are_not_guessed(write_config: ConfigWrite
 
 
 def told(gspo: Command, *words: object) -> list[str]:
-    """The lines with which a configuration is refused."""
+    """The lines of the refusal of a configuration."""
     code, _, err = gspo(*words)
     assert code == 2
     return err.splitlines()
@@ -200,7 +201,7 @@ def test_illegal_values_hide_no_other_mistake(write_config: ConfigWriter, gspo: 
 @pytest.mark.parametrize(
     ("words", "count"),
     [
-        # each of them could have caused errors of rules, of files, or of the run folder
+        # Each of these could cause more errors: of the rules, of the files, or of the run folder.
         (("data.tokenizer=5",), 1),
         (("data.tokenizer=5", "data.eval_prompts=none.jsonl"), 2),
         (("data.prompts=[]", "data.prompt=a.jsonl"), 1),

@@ -1,5 +1,5 @@
-"""What `check` says about an environment or a reward that cannot work: exit code 2, and all
-problems at once."""
+"""The messages of `check` about an environment or a reward that cannot work. It reports all
+problems at once, with exit code 2."""
 
 from __future__ import annotations
 

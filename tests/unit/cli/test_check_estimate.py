@@ -1,4 +1,4 @@
-"""The dry run of `check` on request: its output and its exit codes."""
+"""The memory estimate that `check` makes on request: its output and its exit codes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def test_phases_are_listed_each_with_its_memory(write_config: ConfigWriter, gspo
     table = lines[lines.index(next(line for line in lines if line.startswith("phases: "))) :]
     rows = [line.split() for line in table if line.split()[:1] in (["1"], ["2"])]
     assert [row[1] for row in rows] == ["1", "5"] and rows[1][3] == "40"
-    # the longer responses need more; the last line is about the phase that needs most
+    # The longer responses of phase 2 need more memory. The last line of the output is about the
+    # phase that needs most.
     assert float(rows[0][4]) < float(rows[1][4])
     assert int(pairs(out)["worst_rank_bytes"]) / 1e9 == pytest.approx(float(rows[1][4]), abs=1e-5)
 
@@ -89,7 +90,8 @@ def test_every_size_is_in_gb_and_says_what_it_is(
 def test_selective_recompute_that_saves_nothing_is_told_with_the_reason(
     write_config: ConfigWriter, gspo: Command
 ) -> None:
-    """Selective recompute recomputes attention by default, which keeps no scores here."""
+    """By default, selective recompute repeats the computation of attention. Here attention keeps no
+    scores, so nothing is saved."""
     words = ("check", write_config(), "--memory", "model.vocab_size=80")
     _, out, _ = gspo(*words)
     assert "selective saves little or nothing here: it recomputes attention" in out
@@ -170,8 +172,8 @@ def test_the_dry_run_sees_no_gpu_and_leaves_the_environment_as_it_was(
 
 
 def test_suggestions_pass_the_rules_and_fit(write_config: ConfigWriter, gspo: Command) -> None:
-    """Each line is an override that `check` itself accepts and finds small enough. The present
-    layout need not be allowed."""
+    """Each suggested line of overrides passes `check`, and the run fits into the memory. The layout
+    in the configuration may be illegal."""
     sizes = ["model.vocab_size=80", "rollout.prompts_per_step=4", "model.max_sequence_length=64"]
     words = ["check", write_config(), "--no-files", "--world-size=4", "--gpu-memory=0.15", *sizes]
     code, out, err = gspo(*words, "--suggest", "parallel.layout=pp=3")
@@ -215,7 +217,7 @@ def test_suggestions_pass_the_rules_and_fit(write_config: ConfigWriter, gspo: Co
 def test_the_large_examples_fit(
     example: str, world_size: int, precision: str, parameters: int, quoted: str, gspo: Command
 ) -> None:
-    """The figures are those that their pages quote."""
+    """The sizes are those in the README of each example."""
     folder = ROOT / "examples" / example
     shape = f"model.preset={example.replace('_', '-')}"
     if (folder / "config.json").exists():

@@ -1,4 +1,4 @@
-"""Optional packages that a run needs are looked for before it starts."""
+"""`check` and `train` look for the optional packages that a run needs, before the run starts."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_packages_of_trackers_that_are_missing_are_named_all_at_once(
 
 
 def fake_python(folder: Path, packages: str | None) -> Path:
-    """An interpreter that finds packages in a folder of its own. None: a program that is not an
-    interpreter."""
+    """Write an interpreter that finds only the packages of the folder `packages`. If that is None,
+    the file is not an interpreter."""
     path = folder / "python"
     path.write_text(
         "#!/bin/sh\nexit 1\n"

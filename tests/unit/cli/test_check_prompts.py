@@ -1,4 +1,5 @@
-"""What `check` says about prompts that cannot be used: exit code 2 and one clear line each."""
+"""The messages of `check` about prompts that cannot be used: exit code 2 and one clear line
+each."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import pytest
 
 from tests.unit.cli.conftest import Command
 
-# A template that refuses a role, reads an option in several ways, and opens the response.
+# This template refuses unknown roles. It reads an option, which may be set or not, and writes the
+# beginning of the response.
 TEMPLATE = (
     "{%- set thinking = enable_thinking if enable_thinking is defined else true -%}"
     "{%- for message in messages -%}"
@@ -182,12 +184,12 @@ def test_prompts_of_all_kinds_together_are_sound(folder: Path, gspo: Command) ->
     assert code == 0, err
     lines = dict(line.split(maxsplit=1) for line in out.splitlines()[:8])
     assert lines["prompts"] == "3 in data.prompts"
-    # abcd, a, a, and bb of the option
+    # the longest is abcd + a + a, and the template adds bb because of the option
     assert lines["lengths"].startswith("prompts of at most 8 tokens (96 allowed)")
 
 
 def test_rewards_take_the_answers_that_they_say(folder: Path, gspo: Command) -> None:
-    """`math` takes numbers, a user's function takes what the row has, or nothing."""
+    """`math` takes numbers. A user's function takes whatever the row has, or no answer."""
     (folder / "own_reward.py").write_text("def reward(sample): return float(sample.answer is None)")
     path = write(folder, [row("abc", 82), row("abc", 0.5)], [row("a", "1/2")])
     answers = ["data.answer_field=", "reward.import_path=own_reward:reward"]

@@ -15,7 +15,8 @@ from tests.unit.cli.test_check_estimate import pairs
 from tests.unit.families.test_published_sizes import PUBLISHED
 
 RANKS = 1024
-# The command's options for most models, and for those that need others or have unequal stages.
+# The options of `check`: two layouts for most models, and a table for models that need another
+# layout or unequal stages.
 EXPERTS = ("parallel.layout=tp=2,ep=4",)
 DENSE = ("parallel.layout=tp=2",)
 LAST = "model.megatron.num_layers_in_last_pipeline_stage"
@@ -111,8 +112,8 @@ def test_each_family_has_three_published_models() -> None:
 
 
 def test_layers_that_no_number_of_stages_divides(tmp_path: Path, gspo: Command) -> None:
-    """DeepSeek-V3 has 61 layers. `check` names the field that splits them, and accepts its
-    value."""
+    """DeepSeek-V3 has 61 layers. `check` names the field that sets the layers of a stage, and
+    accepts its value."""
     path, *words = words_of("DeepSeek-V3", tmp_path)
     words = ["check", path, "--no-files", f"--world-size={RANKS}", *words[:-1]]
     code, _, err = gspo(*words)

@@ -1,4 +1,4 @@
-"""What `check` and `score` know about a reward model: its folder, tokenizer and memory."""
+"""A reward model in `check` and `score`: its folder, its tokenizer and its memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def test_its_weights_are_in_the_memory_of_each_rank(
     assert "\n reward model " not in out and without["scorer_bytes"] == "0"
     held = int(with_model["scorer_bytes"])
     assert int(with_model["worst_rank_bytes"]) == int(without["worst_rank_bytes"]) + held
-    # bf16: about a quarter of the weights, as two stages and two shards of each have them
+    # A rank holds about a quarter of the weights in bf16: there are two stages, and two shards of
+    # each.
     weights = sum(each.numel() for each in load_file(folder / "model.safetensors").values())
     assert 0.2 * 2 * weights < held < 0.4 * 2 * weights
 

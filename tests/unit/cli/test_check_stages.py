@@ -1,4 +1,4 @@
-"""`check` of configurations of pre-training and fine-tuning."""
+"""`check` on configurations of pre-training and fine-tuning."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def sft(tmp_path: Path, tokenizer: Path) -> Path:
-    """Four examples of 2 to 9 tokens, each with an end-of-sequence token."""
+    """Examples for SFT: four of 2 to 9 tokens, each with an end-of-sequence token."""
     pairs = [("a", ""), ("ab", "c"), ("abcd", "efgh"), ("h", "g")]
     rows = [json.dumps({"prompt": question, "answer": answer}) for question, answer in pairs]
     (tmp_path / "examples.jsonl").write_text("\n".join(rows) + "\n")
@@ -66,19 +66,19 @@ def test_each_stage_is_summed_up(sft: Path, pretrain: Path, gspo: Command) -> No
     assert rows["examples"] == "4 in data.examples"
     assert rows["lengths"] == "examples of at most 9 tokens (128 allowed)"
     assert (rows["step"], rows["weights"]) == ("3 examples", "random")
-    assert rows["run"] == "3 steps into runs/tuned"  # 2 epochs of 4, in threes
+    assert rows["run"] == "3 steps into runs/tuned"  # 2 epochs of 4 examples, 3 examples in a step
     rows = summary(gspo("check", sft, "data.max_tokens=4", "data.too_long=drop")[1])
     assert rows["examples"] == "3 in data.examples; 1 of data.examples left out, too long"
     rows = summary(gspo("check", pretrain)[1])
     assert rows["corpora"] == "120 tokens in 1 corpus of data.train"
     assert rows["lengths"] == "samples of 16 tokens"
-    # 1000 tokens are 6 steps of 192
+    # The target of 1000 tokens takes 6 steps of 192.
     assert rows["step"] == "12 samples = 192 tokens; 1,152 tokens in all, 9.6 passes over the data"
     assert rows["run"] == "6 steps into runs/corpus"
 
 
 def test_the_dry_run_has_what_the_stage_has(sft: Path, pretrain: Path, gspo: Command) -> None:
-    """There is no rollout, cache, reference or replay."""
+    """The estimate of a stage before RL has no rollout, cache, reference or replay."""
     for path, batch in (
         (sft, "examples of 9, all learned but the first token); an update accumulates 1"),
         (pretrain, "(3 samples of 16); an update accumulates 2"),
@@ -118,7 +118,7 @@ def test_problems_of_all_parts_of_a_stage_are_told_at_once(
     absent, template = err.splitlines()
     assert (code, absent) == (2, f"model.checkpoint_path = '{nothing}': no such folder")
     assert template.startswith("data.chat_template = true")
-    # with the model's shape, the lengths are known too
+    # The shape sets the maximum length, so data.max_tokens is checked, too.
     lines = gspo("check", sft, *words, "model.preset=tiny")[2].splitlines()
     assert [line.split(" = ")[0] for line in lines[:2]] == ["data.chat_template", "data.max_tokens"]
     assert len(lines) == 4 and "chat template" in lines[2]  # the tokenizer has no chat template
@@ -147,7 +147,8 @@ def test_what_does_not_fit_the_stage_is_told(sft: Path, pretrain: Path, gspo: Co
 def test_the_configurations_on_the_page_about_slurm_are_sound(
     stage: str, tmp_path: Path, gspo: Command
 ) -> None:
-    """The one whose memory is quoted there has that memory."""
+    """The page also quotes the memory of the pre-training run. The estimate gives the same
+    figure."""
     page = (ROOT / "slurm" / "README.md").read_text(encoding="utf-8")
     (text,) = re.findall(rf"(?ms)cat > {stage}_30b.yaml <<'END'\n(.*?)^END$", page)
     path = tmp_path / f"{stage}_30b.yaml"

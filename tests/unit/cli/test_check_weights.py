@@ -1,5 +1,5 @@
-"""What `check` finds out about the start of a run of any stage: its run folder, and the weights
-that it names."""
+"""The start of a run of any stage, as `check` reports it: from its run folder, or from the weights
+that the configuration names."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_checkpoint_that_is_not_there_or_not_of_this_model(
     config: Path, tmp_path: Path, gspo: Command
 ) -> None:
     nothing = f"model.checkpoint_path={tmp_path / 'nothing'}"
-    # together with all other problems
+    # this problem is reported together with all others
     absent, size = sorted(refused(gspo, config, nothing, "rollout.group_size=1"))
     assert size.startswith("rollout.group_size = 1")
     assert absent == f"model.checkpoint_path = '{tmp_path / 'nothing'}': no such folder"
@@ -77,10 +77,11 @@ def test_a_run_that_goes_on_and_one_that_cannot(
 ) -> None:
     path = add(load_any_config(config, [SIZE]), Position("rl", 3))
     assert weights(gspo, config, SIZE) == f"{path}: the run is resumed"
-    # these weights are not read in this case
+    # a run that is resumed does not read these weights
     nothing = f"model.checkpoint_path={tmp_path / 'nothing'}"
     words = (SIZE, nothing, "training.seed=7", "objective.clip_low=0.1")
-    lines = refused(gspo, config, *words)  # problems of the rules hide no changed key
+    # the changed keys are listed beside the problems of rules
+    lines = refused(gspo, config, *words)
     changed = [line for line in lines if ": was " in line]
     assert [line.split(" = ")[0] for line in changed] == [
         "model.checkpoint_path",
@@ -104,7 +105,8 @@ def test_a_hugging_face_folder_without_weights(config: Path, hf: Path, gspo: Com
 def test_the_advice_on_a_refused_change_can_be_followed(
     config: Path, hf: Path, gspo: Command
 ) -> None:
-    """Also for a run that began with a Hugging Face folder: its checkpoint gives the shape."""
+    """The advice also holds for a run that began with a Hugging Face folder: its checkpoint
+    contains the shape."""
     (hf / "config.json").write_text(json.dumps(SMALL | {"vocab_size": VOCAB}))
     words = [f"model.hf_path={hf}", "rollout.temperature=0.7"]
     begun = load_any_config(config, words[:1])

@@ -64,7 +64,8 @@ def test_damaged_newer_checkpoints_and_the_one_taken_are_named(
 def test_altered_contents_end_the_command_and_are_named(
     run: Path, tmp_path: Path, gspo: Command
 ) -> None:
-    """The command notices them while reading. It does not silently use an older checkpoint."""
+    """The command notices altered contents while it reads them. It does not silently use an older
+    checkpoint."""
     os.truncate(weights(run, 3), 9)
     alter(weights(run, 2))
     code, _, err = gspo(*EXPORT, run, tmp_path / "out")

@@ -1,4 +1,4 @@
-"""What `doctor` says about packages and processors."""
+"""The report of `doctor` about packages and processors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ GPU = {"names": ["H200", "H200"], "memory_bytes": [139 * 2**30, 140 * 2**30], "c
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The modules that can be found, which the test fills."""
+    """The names of the modules that can be found. Tests add to this set."""
     present: set[str] = set()
 
     def find_spec(name: str) -> importlib.machinery.ModuleSpec | None:
         return importlib.machinery.ModuleSpec(name, None) if name in present else None
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-    # it would use it to look for bubblewrap, and remember the result
+    # The real function would look for bubblewrap with `find_spec`, and cache the result.
     monkeypatch.setattr("gspo_megatron.process.sandbox_facts.protections", list)
     return present
 
@@ -40,7 +40,7 @@ def described(gpu: object = None, **versions: str | None) -> dict[str, object]:
 def table(
     gpu: object = None, trouble: str | None = None, **versions: str | None
 ) -> dict[str, tuple[str, str]]:
-    """The lines of the table by name: what was found, and what to do."""
+    """The lines of the table by name. Each has the text about what was found, and the advice."""
     rows = doctor.findings(described(gpu, **versions), trouble)
     return {name: (text, remedy) for name, text, remedy in rows}
 
@@ -83,7 +83,7 @@ def to_be_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this process and its children find the modules in a folder."""
     monkeypatch.setenv("PYTHONPATH", str(folder))
     monkeypatch.syspath_prepend(folder)
-    # hidden where a test before this one has imported Megatron-Core on a CPU
+    # an earlier test may have imported Megatron-Core on a CPU, which puts a stand-in here
     monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
 
 
@@ -127,7 +127,7 @@ def test_the_command_tries_the_import(
     code, out, _ = gspo("doctor")
     assert code == 0 and "import fails: ImportError: undefined_symbol" in out
     [python] = [line.split() for line in out.splitlines() if line.startswith(" python")]
-    assert python[1:] == ["3.12.1", "nothing"]  # nothing to do
+    assert python[1:] == ["3.12.1", "nothing"]  # no advice
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""How `evaluate` changes the configurations that it finds."""
+"""The changes that `evaluate` makes to the configuration of a run or a file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-# A preference model gives no responses; tests/e2e/test_reward_model.py holds its refusal.
+# A preference model gives no responses. tests/e2e/test_reward_model.py tests that `evaluate`
+# refuses it.
 assert RUNS.keys() == STAGES.keys() - {"reward_model"}
 
 
@@ -27,7 +28,8 @@ assert RUNS.keys() == STAGES.keys() - {"reward_model"}
 def test_a_run_of_any_stage_is_evaluated_with_its_model_and_tokenizer(
     stage: str, tmp_path: Path
 ) -> None:
-    """The suites are the given ones, and every key of the stage is written down."""
+    """The configuration of the run has every key of its stage. The evaluation's has the keys that
+    it shares with the run, and the given suites."""
     values = {
         "model": {"preset": "tiny", "megatron": {"num_layers": 2}},
         "parallel": {"layout": "tp=2"},
@@ -52,7 +54,8 @@ def test_a_run_of_any_stage_is_evaluated_with_its_model_and_tokenizer(
 def test_a_run_is_evaluated_from_another_folder_with_the_tokenizer_of_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The path in its configuration is relative to the folder in which it was started."""
+    """The configuration has a path of the tokenizer relative to the folder in which the run was
+    started."""
     started, run = tmp_path / "started", tmp_path / "started" / "run"
     checkpoint = run / "checkpoints" / "sft_00000008"
     checkpoint.mkdir(parents=True)
@@ -84,6 +87,7 @@ def test_a_run_that_learns_from_a_teacher_alone_is_evaluated_without_it(tmp_path
         "evaluation": {"interval": 5, "suites": SUITES},
     }
     path.write_text(to_yaml(parse_config(values)))
-    evaluated = parse_config(_values(path, {})[0])  # the suites are those of the file
+    # no suites are given, so the file's own are used
+    evaluated = parse_config(_values(path, {})[0])
     assert [*evaluated.evaluation.suites] == ["near"] and evaluated.reward.name != "none"
     assert not evaluated.objective.distillation.is_on

@@ -1,4 +1,5 @@
-"""The commands that take names of the Hub: what they download, and a mistake in one line."""
+"""Commands with names of the Hub: the files that they download, and one line of message for each
+mistake."""
 
 from __future__ import annotations
 

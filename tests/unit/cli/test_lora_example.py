@@ -1,4 +1,4 @@
-"""examples/lora: `check` finds what its README says."""
+"""examples/lora: `check` prints what the README of the example says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.programs import ROOT
 from tests.unit.cli.conftest import Command
 
 FOLDER = ROOT / "examples" / "lora"
-PRESET = "model.preset=qwen3-30b-a3b"  # instead of the published folder
+PRESET = "model.preset=qwen3-30b-a3b"  # in place of the published folder
 TEXT = (FOLDER / "README.md").read_text(encoding="utf-8")
 
 

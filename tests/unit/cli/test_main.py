@@ -1,4 +1,5 @@
-"""The command line: what it accepts, and the exit code and message of each mistake."""
+"""The command line: the arguments that it accepts, and the exit code and message of
+each mistake."""
 
 from __future__ import annotations
 
@@ -93,8 +94,8 @@ def test_how_a_command_that_raises_ends(
     first: str,
     last: str,
 ) -> None:
-    """A user's error ends with its message alone. Any other error ends with its traceback, and the
-    cause last."""
+    """A user's error ends the command with its message alone. Any other error ends it with the
+    traceback, and the original cause last."""
     monkeypatch.setattr(report, "run", mock.Mock(side_effect=error))
     ended, out, err = gspo("report", "run", "-o", "out")
     lines = err.splitlines() or [""]
@@ -115,8 +116,8 @@ def test_report_prints_the_path_of_what_it_wrote(
 def test_without_docstrings_and_asserts_commands_and_checks_of_files_are_the_same(
     tmp_path: Path,
 ) -> None:
-    """This is the behaviour under `python -OO`: the help of all commands, and a damaged file of a
-    checkpoint."""
+    """Under `python -OO`, the help of all commands and the check of a damaged checkpoint file stay
+    the same."""
     (tmp_path / "optimizer.json").write_text('{"step": "3", "groups": []}')
     program = f"""
 import pathlib, sys

@@ -1,4 +1,5 @@
-"""What `gspo-megatron new` writes and what it refuses. tests/e2e/test_new.py uses the folder."""
+"""The files that `gspo-megatron new` writes, and the folders that it refuses. tests/e2e/test_new.py
+starts runs from such a folder."""
 
 from __future__ import annotations
 

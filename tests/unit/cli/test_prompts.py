@@ -1,4 +1,4 @@
-"""What `prompts` shows of a run, and which rows it writes."""
+"""The command `prompts`: its report about a run, and the rows that it writes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ PROMPTS = ("ab", "ba", "cd", "dc", "ef")
 
 @pytest.fixture
 def run(write_config: ConfigWriter, tmp_path: Path) -> Path:
-    """A run folder with five prompts: the first was never solved, the second always, the third in
-    half of its responses, the fourth better and better. The fifth was never sampled."""
+    """A run folder with five prompts. The first was never solved, the second always, the third in
+    half of its responses, and the fourth more and more often. The fifth was never sampled."""
     config, folder = write_config(PROMPTS), tmp_path / "run"
     folder.mkdir()
     (folder / "config.resolved.yaml").write_text(config.read_text())
@@ -43,7 +43,7 @@ def run(write_config: ConfigWriter, tmp_path: Path) -> Path:
 
 
 def sections(out: str) -> dict[str, list[list[str]]]:
-    """The words of each line below a title, by the first words of the title."""
+    """The words of each line below a title. The key is the beginning of the title."""
     blocks = [block.splitlines() for block in out.strip().split("\n\n")]
     return {block[0].partition(":")[0]: [line.split() for line in block[1:]] for block in blocks}
 
@@ -77,7 +77,8 @@ def test_what_is_told(gspo: Command, run: Path) -> None:
 
 
 def test_how_many_responses_are_saved(gspo: Command, run: Path) -> None:
-    """Two of the ten random groups have a spread, and all of the selected groups have one."""
+    """In a group with a spread, the rewards differ. Two of the ten groups that were drawn uniformly
+    have a spread, and all groups that the selection chose."""
     known = json.loads((run / "draws.jsonl").read_text().splitlines()[0])
     records = [known | {"step": 1, "spread": True}] * 7  # before the selection began
     records += [known | {"step": 2, "spread": n < 2, "explored": True} for n in range(10)]
@@ -86,7 +87,7 @@ def test_how_many_responses_are_saved(gspo: Command, run: Path) -> None:
     _, out, _ = gspo("prompts", run)
     assert "from step 2: rewards differ in 80.0% of 40 groups, and in 20.0% of the 10 chosen" in out
     assert "uniform draws would take about 160 groups, so 75% of the responses are saved" in out
-    # all prompts have the same rate, so there is none
+    # With equal rates for all prompts, the selection saves nothing.
     records = [each | {"spread": True} for each in records]
     (run / "draws.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
     _, out, _ = gspo("prompts", run)
@@ -114,7 +115,7 @@ def test_rows_are_kept_by_their_last_pass_rate(
         in told
     )
     assert [prompt.text for prompt in load_prompts(out)] == [PROMPTS[row] for row in kept]
-    # for the next run they are the same prompts
+    # The identity of a prompt is unchanged, so a next run knows it again.
     before = [*map(identity, load_prompts(tmp_path / "prompts.jsonl"))]
     assert [*map(identity, load_prompts(out))] == [before[row] for row in kept]
 

@@ -1,4 +1,4 @@
-"""`check --rollout-plan`: what it prints, and what it refuses."""
+"""`check --rollout-plan`: its output, and the options that it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `score` says about a response."""
+"""The output of `score` for a response."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_response_is_scored_with_the_first_prompt_or_that_of_a_row(
     ("name", "workers", "told"),
     [
         ("why", 0, [["reward", "0.5"], ["reason", "3 tokens for abc"]]),
-        # also if the reward runs in a worker
+        # the same from a reward worker
         ("why", 1, [["reward", "0.5"], ["reason", "3 tokens for abc"]]),
         ("parts", 0, [["reward", "2.5"], ["part", "long 2"], ["part", "right 0"]]),
         ("turns", 0, [["reward", "0.75"], ["turns", "0.5 0.25"]]),
@@ -80,7 +80,7 @@ def test_parts_turns_and_reasons_are_shown(
 
 
 def test_why_a_program_failed(gspo: Command, tmp_path: Path, config: Path) -> None:
-    """The prompts and the reward are those of the suite."""
+    """`score --suite` takes the prompts and the reward from the suite."""
     tests = {"inputs": ["1", "2"], "outputs": ["1", "3"]}
     (tmp_path / "code.jsonl").write_text(json.dumps({"prompt": "p", **tests}) + "\n")
     suite = f"{{prompts: {tmp_path}/code.jsonl, answer_field: , reward: {{name: code}}}}"

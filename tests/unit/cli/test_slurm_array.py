@@ -1,5 +1,5 @@
-"""What `ablate --slurm` passes to sbatch, which a stand-in records. tests/slurm has the real
-one."""
+"""The arguments that `ablate --slurm` passes to sbatch. A stand-in for sbatch records them;
+tests/slurm uses the real program."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ print(f"{{100 + len(lines)}};somewhere")
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
-    """The arguments that sbatch got so far."""
+    """Install the stand-in. Returns a function that lists the arguments of all its calls."""
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "sbatch").write_text(_SBATCH)
@@ -57,7 +57,7 @@ def test_an_array_and_a_report_that_waits_for_it(tmp_path: Path, asked: Asked) -
     written = [(folder / str(n)).read_text().splitlines() for n in range(3)]
     assert written == runs
     *_, again = submit(tmp_path / "out", runs, ["c.yaml"], options, [4, 4, 4])
-    assert again != folder  # the tasks of the first array may still have to read their files
+    assert again != folder  # the tasks of the first array may still need their own files
 
 
 @pytest.mark.parametrize("said", ["--account=lab -pgpu", "--account lab -p gpu", "-A lab -p gpu"])
@@ -104,7 +104,8 @@ def test_what_a_killed_submission_left_is_not_used(tmp_path: Path, asked: Asked)
     assert folder == tmp_path / ".slurm" / "2"
     assert all(str(left) not in " ".join(words) for words in asked())
     assert (folder / "0").read_text() == "new.yaml\n"
-    assert (left / "0").read_text() == "old.yaml\n"  # the old array may be running
+    # the tasks of the old array may still be running
+    assert (left / "0").read_text() == "old.yaml\n"
 
 
 def test_without_slurm_the_command_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""How `train` decides whether this process is a rank, the only rank, or the launcher."""
+"""`train` decides whether its process is a rank, the only rank, or the launcher of ranks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from gspo_megatron.process.ranks import decide_world_size
 from tests.unit.cli.conftest import Command, ConfigWriter
 
 Calls = list[tuple[object, ...]]
-TOLD_TO_STOP = 77  # steps of a run that was told to stop
+# a value of training.steps with which the stand-in's run ends early, as if told to stop
+TOLD_TO_STOP = 77
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """What `train` did: ("train", config) in this process, or ("launch", command, world size)."""
+    """The actions of `train`: ("train", config) in this process, or ("launch", command, world
+    size)."""
     made: Calls = []
     run = types.ModuleType("gspo_megatron.rl.run")
 
@@ -83,7 +85,9 @@ def test_what_a_command_line_does(
         options = [word.removeprefix("--") for word in given if word.startswith("--")]
         overrides = [word for word in given if not word.startswith("--")]
         assert calls == [("train", load_config(path, overrides), *options)]
-    else:  # a rank gets the same arguments, and the launcher is told whether it saves
+    else:
+        # The launcher passes the same arguments to the ranks, and knows whether the run saves
+        # checkpoints.
         command = [sys.executable, "-m", "gspo_megatron", "train", str(path), *given]
         saves = ("saves",) if "checkpoint.interval=5" in given else ()
         assert calls == [("launch", command, world_size, *saves)]

@@ -1,4 +1,4 @@
-"""What `verify` refuses before it starts a rank."""
+"""The mistakes that `verify` refuses before it starts a rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NO_NUMBER = "is not a number of 0 or more"
             (("--tolerance=" + text,), f"{text!r} {NO_NUMBER}")
             for text in ("nan", "-1", "inf", "x")
         ),
-        # a cluster's layout is not started here without being asked for
+        # the layout of a cluster starts on one machine only if the user asks for it
         (("parallel.layout=dp=4096",), "layout dp=4096: takes 4096 ranks, which are many"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Configurations of an RL run, and the problems that they have."""
+"""Helpers that make configurations of an RL run, and list their problems."""
 
 from __future__ import annotations
 

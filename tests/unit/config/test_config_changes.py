@@ -1,4 +1,4 @@
-"""Keys that may change when a run continues, and the messages about those that may not."""
+"""The keys that may change when a run continues, and the messages about all other changes."""
 
 from __future__ import annotations
 
@@ -98,15 +98,17 @@ def test_more_steps_are_harmless_where_no_decay_ends_with_them() -> None:
 
 
 def test_keys_of_another_version() -> None:
-    """A key that did not exist yet had its default. A key that no longer exists cannot be
-    followed."""
+    """A key that the earlier version lacked counts with its default. A key that this version lacks
+    is refused, because the run cannot follow it."""
     before = config().model_dump()
     del before["rollout"]["top_k"], before["checkpoint"]
     before["rollout"]["beam_width"] = 3
-    before["training"]["warm_start"] = {"steps": 2}  # it was over before the first RL step
+    # this section ended before the first RL step, so it is ignored
+    before["training"]["warm_start"] = {"steps": 2}
     found = find_changes(before, config(), SAME)
     assert found == Changes(["rollout.beam_width: was 3 and is no key now"])
-    weights = config("model.hf_path=folder")  # its preset was recorded as tiny, and is null now
+    # the earlier version recorded the preset as tiny; today it is null
+    weights = config("model.hf_path=folder")
     older = weights.model_dump()
     older["model"]["preset"] = "tiny"
     assert find_changes(older, weights, SAME) == Changes()

@@ -1,4 +1,5 @@
-"""Names of the Hub in a configuration: folders when loaded, names with commits when written."""
+"""Names of the Hub in a configuration. Loading replaces them by folders; a written configuration
+has the names with commits."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def test_loaded_are_folders_and_written_are_names_with_commits(server: SmallHub)
     model, rows = add_both(server)
     config = parse_config(values())
     assert Path(str(config.model.hf_path), "config.json").is_file()
-    assert Path(config.data.tokenizer).read_bytes() == b"pieces"  # of sentencepiece: the file
+    # for a sentencepiece model, the path is the file and not its folder
+    assert Path(config.data.tokenizer).read_bytes() == b"pieces"
     texts = [next(Path(path).glob("*.jsonl")).read_text() for path in config.data.prompts or ()]
     assert texts == ['{"prompt": "a"}', '{"prompt": "b"}']
     written = yaml.safe_load(to_yaml(config))
@@ -129,17 +131,18 @@ def test_a_run_holds_its_commits(server: SmallHub, tmp_path: Path) -> None:
     config_hub.hold_commits(parse_config(values()))
     held = json.loads((tmp_path / "run/hub.json").read_text())
     server.repositories[f"models/{MODEL}"].commit({**FILES, "config.json": b"{}"})
-    os.environ[hub.COMMITS] = ""  # as in a later process
+    os.environ[hub.COMMITS] = ""  # as in a process that starts later
     assert hub.written(str(parse_config(values()).model.hf_path)) == f"{MODEL}@{model}"
     other = parse_config(values(logging={"dir": "other"}))
-    assert hub.known_commits()[f"models/{MODEL}@main"] == model  # found for the run above
+    # this commit is known from the first run
+    assert hub.known_commits()[f"models/{MODEL}@main"] == model
     assert held[f"models/{MODEL}@main"] == model and other.model.hf_path is not None
 
 
 def test_ranks_of_other_nodes_take_the_commits_of_rank_0(
     server: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 comes first and waits; meanwhile the branch moves."""
+    """Rank 1 starts first and waits for rank 0. Meanwhile the branch gets a new commit."""
     first, _ = add_both(server)
     rank_0 = parse_config(values())
     server.repositories[f"models/{MODEL}"].commit({**FILES, "config.json": b"{}"})

@@ -1,4 +1,5 @@
-"""Loading: file, overrides, schema problems, YAML round trip."""
+"""Loading of configurations: files, overrides, problems of the schema, and a round trip through
+YAML."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def test_a_file_with_only_a_tokenizer_gets_all_defaults(tmp_path: Path) -> None:
     assert config.objective.old_logprobs == "auto" and recomputes_old_logprobs(config)  # bf16
     assert (config.rollout.group_size, config.rollout.prompts_per_step) == (8, 16)
     assert config.training.precision == "bf16"
-    # so do sections whose keys are all commented out
+    # a section whose keys are all commented out has its defaults, too
     assert config == load_config(write(tmp_path, MINIMAL + "training:\nparallel:\n"))
 
 
@@ -88,7 +89,7 @@ def test_missing_file_folder_and_binary_file_are_refused(tmp_path: Path) -> None
     assert "cannot be read" in problems_of(tmp_path)[0]
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\xd0")
     assert "not a text file" in problems_of(tmp_path / "binary")[0]
-    # together with problems of overrides
+    # problems of overrides are reported together with the missing file
     assert len(problems_of(tmp_path / "absent.yaml", "nonsense", "a.b=[1")) == 3
 
 
@@ -109,7 +110,7 @@ def test_anchors_and_merge_keys_work_and_are_no_duplicates(tmp_path: Path) -> No
 
 
 def _laughs(first: str, each: str, levels: int) -> str:
-    """A document in which each level names the one before it nine times."""
+    """A document of many levels. Each level refers nine times to the level before it."""
     rows = [f"    x0: &a0 {first}"]
     for level in range(1, levels):
         rows.append(f"    x{level}: &a{level} " + each.replace("*", f"*a{level - 1}"))
@@ -296,7 +297,8 @@ def test_missing_keys_keys_that_are_no_text_and_long_values(tmp_path: Path) -> N
     assert lines == ["model[2]: a key must be text", "1: a key must be text"]
     (line,) = problems_of(write(tmp_path, MINIMAL), "training.steps=" + "x" * 500)
     assert line.startswith("training.steps = 'xxx") and "xxx...: " in line
-    # a path is shown whole, but not a file that was passed as a path by mistake
+    # A long path is shown whole. Other long values are cut, such as the contents of a file in place
+    # of its path.
     assert len(line) < 280
 
 
@@ -368,7 +370,8 @@ def test_one_chunk_a_stage_is_no_interleaving() -> None:
         assert config.parallel.virtual_pipeline_model_parallel_size is config.layout().vpp is None
 
 
-# How the stage of a file is found.
+# --- The stage that a file belongs to
+# --------------------------------------------------------------
 TOKENIZER = {"tokenizer": "t"}
 
 
@@ -378,7 +381,7 @@ TOKENIZER = {"tokenizer": "t"}
         ({"data": {"prompts": "p", **TOKENIZER}}, "rl"),
         ({"data": {"examples": "e", **TOKENIZER}}, "sft"),
         ({"data": {"train": ["c"], **TOKENIZER}}, "pretrain"),
-        # the kind of data decides; other keys that do not fit are reported by the schema
+        # The kind of data decides. The schema then reports the keys that do not fit.
         ({"data": {"examples": "e"}, "rollout": {"group_size": 4}}, "sft"),
         ({"data": {"train": ["c"], "prompts": None}}, "pretrain"),
         # without data, the other keys decide
@@ -458,7 +461,7 @@ def test_a_stage_that_is_said_is_what_the_file_is_read_as(tmp_path: Path) -> Non
     [
         ((), False),
         (("training.precision=bf16",), True),
-        (("training.precision=fp64",), True),  # the engine has fp32
+        (("training.precision=fp64",), True),  # the rollout engine computes in fp32, not in fp64
         (("rollout.engine=vllm",), True),
         (("routing.replay=r3",), True),
         (("routing.volatility=true",), True),
@@ -478,7 +481,8 @@ def test_old_logprobs_are_computed_again_where_the_engines_may_differ(
 
 
 def test_every_character_comes_back_from_yaml_and_from_overrides() -> None:
-    """Also characters that YAML takes for the end of a line, and characters beyond 16 bits."""
+    """The characters include those that YAML reads as the end of a line, and some beyond 16
+    bits."""
     points = [*range(0x100), 0x3000, *range(0x2026, 0x202B), 0xFEFF, 0xFFFE, 0xFFFF, 0x1F600]
     texts = [text for c in map(chr, points) for text in (c, f"a{c}b", f"{c} ", f"word {c}\n x")]
     values = {"stop": texts, **{f"k{chr(c)}": c for c in points}}
@@ -531,7 +535,7 @@ def test_names_of_suites_and_dates_that_are_none_are_told(
 
 
 def test_dates_without_quotes_are_dates(tmp_path: Path) -> None:
-    """In YAML a year is a number. Other readers of YAML make a date of a day."""
+    """YAML reads a year as a number. Other YAML readers turn a full date into a date object."""
     window = "{field: d, first: 2024, last: 2024-05-31}"
     path = write(
         tmp_path, MINIMAL + f"evaluation: {{suites: {{a: {{prompts: p, filter: {window}}}}}}}"

@@ -1,4 +1,4 @@
-"""Fields of Megatron-Core's classes: which may be set, and to which values."""
+"""Fields of Megatron-Core's classes: those that a configuration may set, and their legal values."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TransformerConfig(ModelParallelConfig):
 
 @pytest.fixture
 def fields(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Any]:
-    """Use the fields of the class above in place of the installed one's."""
+    """Replace the fields of the installed Megatron-Core by those of the class above."""
     found = fields_of(TransformerConfig)
     monkeypatch.setattr(megatron_fields, "installed_fields", lambda _: found)
     return found
@@ -116,7 +116,7 @@ def test_each_wrong_field_is_one_line(name: str, value: Any, line: str) -> None:
 
 
 def test_a_machine_without_megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That is reported only if fields are given."""
+    """A missing Megatron-Core is reported only if the configuration sets fields of it."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     installed_fields.cache_clear()
     assert list(megatron_problems("parallel.ddp", {})) == []

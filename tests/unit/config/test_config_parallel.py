@@ -1,5 +1,5 @@
-"""Layouts: their text form, the section `parallel`, resolved sizes, and the model's sizes after
-merging."""
+"""Layouts: their text form, the section `parallel`, the resolved sizes, and the sizes of the model
+after merging."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_layout_reports_all_its_problems() -> None:
         ("tp=2,pp=3,cp=5", 30),
         ("tp=2,pp=2,ep=2", 4),  # experts share the tensor-parallel ranks
         ("ep=4", 4),  # dense ranks are data-parallel, experts need four of them
-        ("tp=2,ep=3", 6),  # smallest number that both 2 and 3 divide
+        ("tp=2,ep=3", 6),  # the smallest number that both 2 and 3 divide
         ("tp=2,pp=2,ep=4,etp=2", 16),
         ("tp=2,pp=2,vpp=2", 4),
         ("tp=2,dp=3", 6),

@@ -1,4 +1,4 @@
-"""Rules about several keys: what each refuses and accepts, and its message."""
+"""Rules about several keys: the values that each rule refuses and accepts, and its message."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_defaults_pass_on_any_world_size(world_size: int) -> None:
         (1024, ["model.preset=qwen3-235b-a22b", "parallel.layout=tp=4,pp=2,ep=16,cp=2"]),
         (2, ["parallel.layout=tp=2", "model.megatron.num_moe_experts=null",
              "parallel.sequence_parallel=false"]),
-        # there is no dense layer
+        # the model has no dense layer, so this width is never used
         (2, ["parallel.layout=tp=2", "model.megatron.ffn_hidden_size=255"]),
         (3, ["parallel.layout=pp=3", "model.megatron.num_layers_in_first_pipeline_stage=2"]),
         (1, ["objective.mini_batches=128"]),
@@ -226,7 +226,7 @@ def test_each_rule_refuses_with_key_value_and_what_is_legal(
 def test_collapses_can_be_answered_where_checkpoints_are() -> None:
     for does in ("stop", "rollback"):
         assert problems_of(1, f"training.on_collapse={does}", "checkpoint.interval=1") == []
-        # nothing is trained, so nothing has to be saved
+        # with no steps, the run has nothing to save
         assert not any(
             "checkpoint" in line
             for line in problems_of(1, f"training.on_collapse={does}", "training.steps=0")
@@ -253,7 +253,7 @@ def test_the_best_checkpoints_may_be_known_by_some_evaluations() -> None:
         "training.steps=13",  # step 12 is saved and evaluated
         "checkpoint.keep_best=0",
         "checkpoint.best_metric=reward/mean",
-        "checkpoint.interval=0",  # nothing is kept in any case
+        "checkpoint.interval=0",  # no checkpoints are kept at all
     ):
         assert problems_of(1, *together, override) == []
 
@@ -296,7 +296,7 @@ def test_a_run_of_no_steps_needs_held_out_prompts_only() -> None:
 
 
 def test_every_layout_that_passes_resolves_and_multiplies_out() -> None:
-    """For all small layouts: the rules accept exactly those whose groups cover the world."""
+    """The rules accept a small layout exactly if its groups cover all ranks."""
     accepted = 0
     sizes = itertools.product((1, 2, 4), (1, 2, 3), (1, 2, 8), (1, 2), (1, 2), (1, 2, 4, 8, 12))
     for tp, pp, ep, etp, cp, world in sizes:
@@ -387,7 +387,8 @@ def test_a_slip_in_the_best_metric_is_told(name: str, meant: str) -> None:
 
 
 def test_other_metrics_are_left_to_the_run() -> None:
-    """Metrics of the page about metrics, of custom rewards and objectives, and of all suites."""
+    """The metrics of docs/metrics.md, of custom rewards and objectives, and of any suite are
+    accepted."""
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     cells = re.findall(r"^\| (`[^|]*) \|", page, re.MULTILINE)
     names = {name for name in re.findall(r"`([^`]+)`", " ".join(cells)) if "evaluation" not in name}

@@ -1,4 +1,4 @@
-"""The list of all keys, and the page that is made from it."""
+"""The list of all keys, and the page docs/configuration.md, which is made from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def test_the_page_is_made_from_the_schema_as_it_is() -> None:
-    """`python tools/make_configuration_doc.py` makes it again."""
+    """If the page is out of date, `python tools/make_configuration_doc.py` makes it again."""
     assert PAGE.read_text(encoding="utf-8") == markdown()
 
 

@@ -1,4 +1,4 @@
-"""Rules about model.lora together with other keys."""
+"""Rules about model.lora in combination with other keys."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.unit.hf.published import write_model
 def test_what_does_not_fit_is_told(overrides: list[str], told: str) -> None:
     try:
         lines = problems_of(4, *overrides)
-    except ConfigError as error:  # the value alone is wrong
+    except ConfigError as error:  # the schema already refuses the value
         lines = error.problems
     assert any(told in line for line in lines), lines
 

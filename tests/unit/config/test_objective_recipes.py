@@ -1,5 +1,4 @@
-"""The table of objectives: its names, its numbers, combinations that are refused, and the
-messages."""
+"""The table of objectives: names, numbers, refused combinations, and their messages."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ def problems(**keys: Any) -> list[str]:
 
 
 def numbers(**keys: Any) -> dict[str, float]:
-    """The numbers of the rule and of the only correction."""
+    """The numbers of the rule, and of the correction if there is one."""
     recipe = resolve_objective(ObjectiveSection(**keys))
     [bounds] = recipe.corrections.values() or [{}]
     return {**recipe.parameters, **bounds}
@@ -50,7 +49,7 @@ def test_every_rule_and_correction_has_its_function_with_the_declared_numbers():
     tensors = {"inputs", "ratio", "advantages", "log_k", "sums", "lengths"}
     declared = [(rule.function, rule.defaults) for rule in RULES.values()]
     for name, each in CORRECTIONS.items():
-        counts = each.summed == "is_outside"  # this sum needs the bounds
+        counts = each.summed == "is_outside"  # this function returns a sum that needs the bounds
         declared += [("is_outside", each.defaults)] if counts else []
         declared.append((name, {} if counts else each.defaults))
     for function, defaults in declared:
@@ -119,7 +118,7 @@ def test_numbers_of_the_papers_and_of_other_parts(keys, expected):
 @pytest.mark.parametrize(
     ("keys", "key_and_value", "reason", "legal"),
     [
-        # bug 1: a sequence ratio summed over tokens
+        # Bug 1 of test_known_bugs.py: a sequence ratio in a sum over tokens.
         *(
             ({"name": name, "aggregation": aggregation},
              f"objective.aggregation = '{aggregation}'", "by its length", "sequence_mean, or")
@@ -132,7 +131,7 @@ def test_numbers_of_the_papers_and_of_other_parts(keys, expected):
          "by its length", "sequence_mean"),
         ({"name": "luspo", "ratio": "sequence_token"}, "objective.aggregation = 'token_sum'",
          "by its length", "sequence_mean"),
-        # bug 2: numbers left over from a configuration for tokens
+        # Bug 2: clip bounds that were meant for token ratios.
         ({"name": "gspo", "clip_low": 0.2}, "objective.clip_low = 0.2", "vary much less",
          "below 0.05, or objective.allow_wide_clip = true"),
         ({"name": "gspo", "clip_high": 0.05}, "objective.clip_high = 0.05", "vary much less",
@@ -143,14 +142,14 @@ def test_numbers_of_the_papers_and_of_other_parts(keys, expected):
          "vary much less", "below 0.05"),
         ({"name": "grpo", "allow_wide_clip": True}, "objective.allow_wide_clip = true",
          "clips no ratios of whole sequences", "false"),
-        # bug 8: token weights on a sequence ratio
+        # Bug 8: token weights on a sequence ratio.
         *(
             ({"name": name, "correction": correction}, f"objective.correction = '{correction}'",
              "would vary within it", "sequence_tis, sequence_mask, k3_mask, worst_token_mask")
             for name in ("gspo", "gspo_token", "luspo", "gmpo", "reinforce_leave_one_out")
             for correction in TOKEN_CORRECTIONS
         ),
-        # bug 7: a product beside a geometric mean
+        # Bug 7: a correction that is a product, with a ratio that is a geometric mean.
         *(
             ({"name": name, "correction": "sequence_product_tis"},
              "objective.correction = 'sequence_product_tis'", "exponential in the length",
@@ -227,7 +226,7 @@ def test_numbers_of_the_papers_and_of_other_parts(keys, expected):
          "not defined on ratio sequence", "min_clip, dual_clip, soft_gate, geometric_clip"),
         ({"name": "grpo", "rule": "geometric_clip"}, "objective.rule = 'geometric_clip'",
          "not defined on ratio token", "min_clip, dual_clip, capped, soft_gate, masked"),
-        # bug 11: numbers that nothing reads
+        # Bug 11: numbers that nothing reads.
         *(
             ({"name": name, key: 0.2}, f"objective.{key} = 0.2", "nothing reads it", "null")
             for name, key in (("cispo", "clip_low"), ("sapo", "clip_high"),
@@ -289,7 +288,7 @@ def test_what_does_not_mix_is_refused_in_one_line(keys, key_and_value, reason, l
     [
         {"name": "gspo", "clip_low": 0.2, "clip_high": 0.2, "allow_wide_clip": True},
         {"name": "gspo", "clip_low": 0.049, "clip_high": 0.049},
-        # a product easily leaves the neighbourhood of 1
+        # A product of many ratios easily moves far away from 1.
         {"name": "reinforce_leave_one_out", "clip_low": 0.3},
         {"name": "reinforce_leave_one_out", "correction": "sequence_product_tis"},
         {"name": "grpo", "correction": "sequence_product_tis"},

@@ -1,4 +1,4 @@
-"""Paths relative to the configuration file, when the command runs in another folder."""
+"""Paths relative to the configuration file, while the command runs in another folder."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_they_are_read_from_its_folder_and_that_is_told(
         *(f"{suite}here.prompts", f"{suite}there", f"{suite}named", "a.prompts"),
     ]
     load_config("task/config.yaml")
-    assert capsys.readouterr().err == ""  # it was reported before
+    assert capsys.readouterr().err == ""  # the first load has reported it already
 
 
 def test_teachers_are_found_beside_it(task: Path) -> None:
@@ -99,7 +99,7 @@ def test_the_present_folder_comes_first_and_outputs_go_there(
     monkeypatch.chdir(task)
     capsys.readouterr()
     assert load_config("config.yaml").data.prompts == ["toy/train.jsonl"]
-    told = capsys.readouterr().err  # rows of a file of suites are looked for in that file's folder
+    told = capsys.readouterr().err  # a path in a file of suites is looked for beside that file
     assert told.count("\n") == 1 and "read beside more/suites.yaml: more/rows.jsonl" in told
 
 
@@ -169,7 +169,7 @@ def test_check_works_from_another_folder(task: Path) -> None:
 def test_what_a_phase_names_is_looked_for_beside_the_file_too(
     task: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Prompts, suites, and the module of a reward."""
+    """The same holds for prompts, suites, and the module of a reward."""
     (task / "reward_of_a_phase.py").write_text("def reward(sample):\n    return 1.0\n")
     phase = "{until_step: 5, data: {prompts: more/rows.jsonl}, evaluation: {suites: {a: {prompts: "
     phase += "toy/test.jsonl}}}, reward: {import_path: 'reward_of_a_phase:reward'}}"

@@ -1,4 +1,4 @@
-"""The phases of a run: the values that each step has, and the mistakes that are reported."""
+"""The phases of a run: the values of each step, and the mistakes that are reported."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_reference_is_that_of_the_last_phase_that_renewed_it() -> None:
     assert [reference_step(config, step) for step in (1, 4, 5, 7, 8, 10)] == [0, 0, 4, 4, 4, 4]
     kl = {"objective": {"kl": "k3", "kl_coefficient": 0.1}}
     assert later_phases_need_reference(campaign({"until_step": 4}, kl), 1)
-    # the reference is saved when a phase renews it
+    # The reference is saved if a phase renews it.
     own = campaign({"until_step": 4}, kl | {"reference": "renew"})
     assert not later_phases_need_reference(own, 1)
     assert not later_phases_need_reference(config, 1)
@@ -127,7 +127,7 @@ def test_phases_need_checkpoints_and_adapters_have_one_reference() -> None:
 
 
 def test_a_mistake_is_told_once_and_all_are() -> None:
-    """A phase keeps the values of the phase before, and so also its mistakes."""
+    """A phase keeps the values of the phase before, and with them its mistakes."""
     wrong = {"until_step": 5, "rollout": {"group_size": 0}}
     more = {"until_step": 7, "rollout": {"temperature": -1.0}}
     with pytest.raises(ConfigError) as caught:
@@ -155,6 +155,6 @@ def test_a_change_that_is_asked_for_is_no_refusal() -> None:
     ]
     assert [line.split(" ")[0] for line in asked.refused] == ["training.seed"]
     assert (plain.asked, asked.asked) == ([], ["rollout.temperature: 1.0 -> 0.5"])
-    fingerprint = {"data.prompts": False}  # the file has other contents under the same name
+    fingerprint = {"data.prompts": False}  # the file has the same name but other contents
     changes = find_changes(before, campaign(), fingerprint, change=True)
     assert not changes.refused and changes.asked == ["data.prompts: its contents"]

@@ -1,4 +1,5 @@
-"""training.precision: its fields, the keys that it needs, and the devices that support it."""
+"""training.precision: the fields that it sets, the keys that it needs, and the devices that support
+it."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ from tests.unit.config.configs import problems_of
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A function that pretends that a version of Transformer Engine is installed, or none."""
+    """A function that pretends that this version of Transformer Engine is installed. None: no
+    version."""
     real_spec, real_version = importlib.util.find_spec, importlib.metadata.version
 
     def pretend(version: str | None) -> None:
@@ -54,7 +56,7 @@ def test_recipes_are_those_of_the_installed_megatron_core(precision: str) -> Non
     for name, value in fields.items():
         TypeAdapter(types[name]).validate_python(value)
     assert base_precision(precision) == "bf16"
-    # one pads, the other multiplies
+    # The package pads tokens to the multiple that Megatron-Core aligns sizes to.
     assert tokens_multiple(precision) == get_fp8_align_size(Fp8Recipe(fields["fp8_recipe"]))
 
 

@@ -1,4 +1,4 @@
-"""Keys with a better name: the old name still works, and warns once."""
+"""Keys that were renamed. The old name still works, and warns once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ rollout: {vllm: {update_seconds: 70}}
 
 @pytest.fixture(autouse=True)
 def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget the messages that the tests before have printed."""
+    """Forget the warnings that earlier tests have printed."""
     monkeypatch.setenv("GSPO_TOLD_PATHS", "")
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("SLURM_PROCID", raising=False)

@@ -1,4 +1,4 @@
-"""The keys of a reward model: what each rule refuses and says."""
+"""The rules for the keys of a reward model, and their messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers on pipeline stages: what our rules refuse, Megatron-Core refuses, too."""
+"""The layers of pipeline stages: our rules accept the same divisions as Megatron-Core."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def problems(layers: int, layout: str, **megatron: Any) -> list[str]:
 
 
 def megatron_takes(layers: int, layout: Layout, megatron: dict[str, Any]) -> bool:
-    """Whether Megatron-Core accepts them. It checks evenly cut stages only when it builds them, so
-    those are not asked."""
+    """Whether Megatron-Core accepts these stages. It checks a division into equal stages only when
+    it builds the model, so no test asks about one."""
     with contextlib.suppress(ValueError, AssertionError, KeyError, ZeroDivisionError):
         TransformerConfig(
             num_layers=layers,
@@ -52,8 +52,7 @@ def test_first_and_last_stage_are_judged_as_by_megatron_core() -> None:
         names = source.choice([(FIRST,), (LAST,), (FIRST, LAST)])
         megatron = {name: source.randint(1, layers - 1) for name in names}
         found = list(stage_problems(layers, layout, megatron))
-        # Megatron-Core accepts more layers in two stages than the model has, so that fewer than
-        # none are left
+        # Megatron-Core accepts two stages that together have more layers than the model.
         takes = megatron_takes(layers, layout, megatron) and sum(megatron.values()) <= layers
         assert (not found) == takes, (layers, layout, megatron)
 
@@ -78,7 +77,8 @@ def test_written_out_stages_are_judged_as_by_megatron_core(text: str) -> None:
     layout = Layout.parse(text)
     for written in WRITTEN:
         if layout.vpp is None and len(written.split("|")) > layout.pp:
-            continue  # Megatron-Core reads more stages as virtual ones; here the layout must say so
+            # Megatron-Core takes the additional stages for virtual ones; our layout must name them
+            continue
         found = problems(4, text, **{WRITTEN_OUT: written})
         takes = megatron_takes(4, layout, {WRITTEN_OUT: written})
         assert (not found) == takes, written
@@ -90,7 +90,8 @@ def test_messages_name_key_value_and_what_is_legal() -> None:
     assert "leaves 2 of 4 layers for 0 other stages" in line
     [line] = problems(4, "pp=2", **{WRITTEN_OUT: "Et|tL"})
     assert line == f"model.megatron.{WRITTEN_OUT}: 2 layers; the model has 4"
-    [line] = problems(4, "pp=4", **{WRITTEN_OUT: "Ett||ttL|"})  # the last rank would lack the loss
+    # the last stage would not contain the loss
+    [line] = problems(4, "pp=4", **{WRITTEN_OUT: "Ett||ttL|"})
     assert "one L, at the end" in line
     [line] = problems(4, "pp=2", **{WRITTEN_OUT: "Ett|ttL", FIRST: 2})
     assert "another way to place layers" in line

@@ -1,4 +1,4 @@
-"""Configurations of pre-training and fine-tuning: what is refused, and what may change."""
+"""Configurations of pre-training and fine-tuning: refused values, and keys that may change."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_steps_and_epochs(steps: int | None, epochs: int | None, examples: int) 
     assert config.num_examples(100) == examples
     known = config.with_steps(100)
     assert known.training.steps == -(-examples // 8)
-    if epochs is not None:  # a configuration that is written and read again means the same
+    if epochs is not None:  # the result means the same when it is written and read again
         assert known.with_steps(100) == known and known.num_examples(100) == examples
 
 

@@ -1,4 +1,4 @@
-"""The key `failed` of a suite, which is read only by evaluations that survive a failed reward."""
+"""The key `failed` of a suite. Only evaluations that survive a failed reward use it."""
 
 from __future__ import annotations
 

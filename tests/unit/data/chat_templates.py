@@ -1,5 +1,5 @@
-"""Chat templates in the style of published models, reduced to what matters here, and a tokenizer
-that has the marks of all of them."""
+"""Chat templates that are reduced from those of published models, and a tokenizer that has the
+marks of all of them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-# This template drops the thoughts of earlier responses. It writes an empty block of thoughts only
-# for the last one.
+# This template drops the thoughts of earlier responses. Before the last response alone, it writes
+# an empty block of thoughts.
 QWEN3 = """
 {%- if tools %}{{- '<|im_start|>system\\n# Tools\\n<tools>' }}
 {%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}
@@ -117,7 +117,8 @@ SPECIAL = [
     "<|tool|>",
 ]
 WIDE = ["<｜User｜>", "<｜Assistant｜>"]
-WORDS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]  # text that a model writes
+# ordinary text for the model, but single tokens of the tokenizer
+WORDS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 
 
 def byte_level(folder: Path, template: str | None = None, **settings: Any) -> Path:

@@ -42,7 +42,7 @@ def write_jsonl(path: Path, texts: Sequence[str], field: str = "text") -> Path:
 
 
 def write_rows(path: Path, rows: Sequence[object]) -> Path:
-    """A JSON Lines file of these rows; bytes are written as they are."""
+    """Write a JSON Lines file of these rows. A row of bytes is written as it is."""
     lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
     path.write_bytes(b"".join(line + b"\n" for line in lines))
     return path
@@ -91,8 +91,8 @@ def make_tokenizer(
 
 
 def _merges(model: Path, user_symbols: Sequence[str]) -> list[tuple[str, str]]:
-    """The merges of pieces. Sentencepiece joins any two neighbours that form a piece, the best
-    piece first."""
+    """The merges of pieces, in the order of sentencepiece: any two neighbours that form a piece are
+    joined, and the best piece comes first."""
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.read_bytes())
     scores = {
         processor.id_to_piece(n): processor.get_score(n)
@@ -110,7 +110,7 @@ def _merges(model: Path, user_symbols: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def both(folder: Path) -> list[Tokenizer]:
-    """The two forms of a tokenizer."""
+    """Load both forms of a tokenizer: the sentencepiece model and the folder."""
     return [load_tokenizer(folder), load_tokenizer(folder / "tokenizer.model")]
 
 

@@ -1,4 +1,5 @@
-"""A tokenizer of characters in both forms, and how both forms of a BPE tokenizer are read."""
+"""A tokenizer of characters in both of its forms, and how both forms of a BPE tokenizer are
+read."""
 
 from __future__ import annotations
 
@@ -51,15 +52,17 @@ def test_transformers_gives_the_same_ids_and_text(folder: Path) -> None:
     ours = load_tokenizer(folder / "tokenizer.model")
     theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     source = random.Random(11)
-    # whole symbols, parts of them, runs of one character, and any character
+    # The parts are whole symbols, beginnings of symbols, repeated characters, and arbitrary
+    # characters.
     parts = [symbol[:n] for symbol in SYMBOLS for n in range(7)] + [*"|<>aklo▁", "▁" * 5, "-" * 9]
     parts += [chr(source.randint(*source.choice(PLANES))) for _ in range(300)]
     for text in random_texts([*SYMBOLS * 9, *parts], make_texts(9, seed=1, words=200), 1500):
-        # First as the text of a chat template, in which control symbols count …
+        # The first encoding is that of a rendered chat template, in which control symbols count.
         ids = ours.encode_rendered(text).ids
         assert theirs(text, add_special_tokens=False)["input_ids"] == ids, text
-        assert theirs(text)["input_ids"] == ids  # nothing is added
-        # … and then as plain text, in which they are ordinary characters.
+        assert theirs(text)["input_ids"] == ids  # transformers adds no special tokens
+        # The second encoding is that of plain text, in which control symbols are ordinary
+        # characters.
         plain = theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         assert plain == ours.encode(text), text
         assert theirs.decode(plain) == ours.decode(plain) == text.replace("▁", " "), text
@@ -91,7 +94,7 @@ def test_symbols_are_one_token_each(folder: Path) -> None:
     for symbol in SYMBOLS:
         assert tokenizer.encode_rendered(symbol).ids == [tokenizer.symbol_id(symbol)]
     assert tokenizer.encode("<sep>") == [tokenizer.symbol_id("<sep>")]
-    # Text with its symbols neither ends a sequence nor opens a turn.
+    # A control symbol in plain text neither ends a sequence nor opens a turn.
     for symbol in ("<|im_end|>", "<|im_start|>", "<|doc|>", "<pad>"):
         assert tokenizer.symbol_id(symbol) not in tokenizer.encode(f"a{symbol}b")
 

@@ -60,7 +60,8 @@ def conversation(source: random.Random) -> list[dict[str, str]]:
 
 
 def separable(source: random.Random) -> list[dict[str, str]]:
-    """A conversation without messages whose beginning forms a token with the line end before."""
+    """A conversation in which no message begins with a line break. At the start of a message, a
+    line break would form one token with the one before."""
     return [{**m, "content": m["content"].lstrip("\n") or "ka"} for m in conversation(source)]
 
 
@@ -99,7 +100,7 @@ def test_learned_text_is_what_the_assistant_says(folder: Path) -> None:
             ids, mask = encode_conversation(messages, tokenizer)
             assert (ids[mask] == tokenizer.eos_id).sum() == len(said)
             assert tokenizer.decode(ids[mask].tolist()) == "".join(said)
-            # Each response begins where a rollout's would: right after the opened conversation.
+            # A response begins at the same token as in a rollout: right after the rendered history.
             starts = np.flatnonzero(mask & ~np.roll(mask, 1))
             where = [n for n, m in enumerate(messages) if m["role"] == "assistant"]
             for start, number in zip(starts, where, strict=True):
@@ -121,7 +122,7 @@ def test_prefixes_find_the_same_tokens_as_marks(folder: Path, tmp_path: Path) ->
 
 
 def test_a_template_that_changes_earlier_messages_is_refused(folder: Path, tmp_path: Path) -> None:
-    # A template like those that drop the thoughts of earlier turns.
+    # Like some published templates, this one drops the thoughts of earlier turns.
     changing = UNMARKED.replace(
         "message['content'] ~", "(message['content'] if loop.last else '…') ~"
     )
@@ -134,7 +135,7 @@ def test_a_template_that_changes_earlier_messages_is_refused(folder: Path, tmp_p
 
 
 def test_a_boundary_inside_a_token_is_refused(tmp_path: Path) -> None:
-    # Only spaces separate the turns. The first word of the response takes the space before it.
+    # Only spaces separate the turns, and the first word of a response forms a token with its space.
     template = (
         "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}"
         "{% endif %}{% endfor %}"
@@ -184,7 +185,7 @@ def test_prompts_and_answers_by_hand(folder: Path, tmp_path: Path) -> None:
             assert example.token_ids.tolist() == ids and data.lengths[number] == len(ids)
             assert example.loss_mask.tolist() == [n >= len(question) for n in range(len(ids))]
             assert example.source == f"{path}:{number + 1}"
-        # in a chat template these are two messages
+        # with a chat template, question and answer become two messages
         section = form(50, prompt_field="q", answer_field="a", chat_template=True)
         example = load_supervised(path, tokenizer, section)[0]
         ids, mask = encode_conversation(exchange("kalo?", " mi"), tokenizer)
@@ -254,7 +255,7 @@ def test_too_long_examples(folder: Path, tmp_path: Path) -> None:
     assert [dropped[n].source for n in range(len(dropped))] == [f"{path}:1"]
     assert dropped.counts == Counts(dropped=2)
 
-    # Of the third example only the question would be left, from which nothing is learned.
+    # The limit would leave only the question of the third example, from which nothing is learned.
     cut = load_supervised(path, tokenizer, form(12, too_long="truncate"))
     assert cut.lengths.tolist() == [lengths[0], 12]
     whole = load_supervised(path, tokenizer, form(1000))

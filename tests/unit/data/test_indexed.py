@@ -1,4 +1,5 @@
-"""The checks of indexed datasets, compared with Megatron-Core's own reader and builder."""
+"""The checks of indexed datasets. The datasets are written and read by Megatron-Core's builder and
+reader."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def test_a_damaged_index_is_refused(dataset: Path) -> None:
         assert message.startswith(f"{path}: ") and "\n" not in message
     shifted = bytearray(whole)
     path.write_bytes(whole)
-    shifted[34 + 4 * len(read_index(path).lengths) + 8] ^= 2  # in the second pointer
+    shifted[34 + 4 * len(read_index(path).lengths) + 8] ^= 2  # changes the second pointer
     path.write_bytes(shifted)
     assert "sequences do not follow each other: damaged" in faults(dataset)
     # missing files

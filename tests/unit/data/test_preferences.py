@@ -1,4 +1,5 @@
-"""Preferences of published formats and of fields: the tokens, what is left out, bad rows."""
+"""Preferences in published formats and in plain fields: their tokens, the rows that are left out,
+and bad rows."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def text(tokenizer: Tokenizer, *parts: str) -> list[int]:
 
 
 def chat(tokenizer: Tokenizer, *contents: str, system: str = "") -> list[int]:
-    """User and assistant take turns."""
+    """The token ids of a conversation in which user and assistant take turns."""
     messages = [{"role": "system", "content": system}] if system else []
     messages += [
         {"role": ("user", "assistant")[n % 2], "content": content}

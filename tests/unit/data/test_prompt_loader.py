@@ -36,8 +36,8 @@ def test_prompts_are_drawn_equally_often(prompts: int, per_step: int) -> None:
     for step in draw(loader, 60):
         counts.update(step)
         seen = [counts[index] for index in range(prompts)]
-        # A prompt comes twice at most: once for the current epoch, once because a step has put it
-        # off.
+        # The counts differ by at most 2: by 1 within an epoch, and by 1 for a prompt that a step
+        # has put off.
         assert max(seen) - min(seen) <= 2
     assert sum(counts.values()) == 60 * per_step
 
@@ -53,7 +53,7 @@ def test_order_depends_on_seed_and_epoch_only() -> None:
 
 
 def test_order_is_fixed_for_good() -> None:
-    # This order is written down here, because a run must resume in the same order under any later
+    # The order is fixed in this test, because runs must resume in the same order under every later
     # version.
     steps = draw(PromptLoader(8, 8, seed=5), 2)
     assert steps == [[2, 7, 5, 0, 4, 3, 6, 1], [6, 4, 1, 2, 5, 7, 0, 3]]
@@ -129,7 +129,7 @@ def test_each_file_has_its_share_and_its_epochs(
         files = [counts[start:end] for start, end in zip(starts, starts[1:])]
         drawn = np.array([file.sum() for file in files])
         assert abs(drawn - wanted * step * per_step).max() < 2
-        # Every prompt of a file comes before any comes again; for `two` see above.
+        # Every prompt of a file comes once before any comes again. For the bound of 2 see above.
         assert all(np.ptp(file) <= 2 for file in files)
         if per_step == 1:
             assert all(np.ptp(file) <= 1 for file in files)
@@ -145,7 +145,7 @@ def test_files_of_equal_size_have_different_orders() -> None:
     step = PromptLoader((8, 8), 16, seed=5).next()
     first, second = ([n % 8 for n in step if n // 8 == file] for file in (0, 1))
     assert sorted(first) == sorted(second) == [*range(8)] and first != second
-    # the first file alone is read as in a run that has no other
+    # the first file has the order of a run with this file alone
     assert first == PromptLoader(8, 8, seed=5).next()
 
 
@@ -165,7 +165,7 @@ def test_resuming_several_files_continues_exactly(before: int, per_step: int) ->
     state = json.loads(json.dumps(loader.state_dict()))
     resumed = PromptLoader(SIZES, 2 * per_step, seed=6, weights=WEIGHTS)
     resumed.load_state_dict(state)
-    for count in (per_step, 1, 7):  # in the numbers in which dynamic sampling asks for prompts
+    for count in (per_step, 1, 7):  # dynamic sampling asks for any number of prompts at a time
         assert resumed.next(count) == loader.next(count)
     for other, named in (
         (PromptLoader((7, 30, 5), 1, seed=6, weights=WEIGHTS), r"num_prompts = \[7, 30, 4\]"),
@@ -209,7 +209,8 @@ def test_refills_depend_on_the_step_alone() -> None:
         first, again = loader.for_refills(step), other.for_refills(step)
         drawn[step] = [first.next() for _ in range(3)]
         assert drawn[step] == [again.next() for _ in range(3)]
-        assert all(sum(row < 40 for row in rows) == 2 for rows in drawn[step])  # the files' shares
+        # each file has its share
+        assert all(sum(row < 40 for row in rows) == 2 for rows in drawn[step])
     assert drawn[1] != drawn[2] != drawn[3]
     assert loader.state_dict() == PromptLoader([40, 80], 6, seed=3).state_dict()
     assert PromptLoader([40, 80], 6, seed=4).for_refills(1).next() != drawn[1][0]

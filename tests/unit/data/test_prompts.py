@@ -1,4 +1,4 @@
-"""Prompt files: rows, faults by file and line, token ids, unknown characters."""
+"""Prompt files: rows, faults with file and line, token ids, unknown characters."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_fields_can_be_named(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "p.jsonl", [{"question": "q", "solution": "s", "prompt": 1}])
     (prompt,) = load_prompts(path, FieldMap("question", "solution"))
     assert (prompt.text, prompt.answer, prompt.fields) == ("q", "s", {"prompt": 1})
-    # a byte-order mark and carriage returns do not belong to the text
+    # A byte-order mark and carriage returns are not part of the text.
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode() + b"\r\n")
     assert load_prompts(path)[0].text == "37+45="
 
@@ -179,7 +179,7 @@ CONVERSATION = [SYSTEM, ASKED, {"role": "assistant", "content": "c"}, {**ASKED, 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_a_prompt_may_be_a_conversation(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"p.{suffix}"
-    named = {**ASKED, "name": "Ann"}  # in Parquet the other messages have name = None
+    named = {**ASKED, "name": "Ann"}  # Parquet gives the other messages name = None
     prompts, answers = [CONVERSATION, [SYSTEM, named]], ["1", "2"]
     if suffix == "parquet":
         write_parquet(path, {"prompt": prompts, "answer": answers})
@@ -318,7 +318,7 @@ def test_published_rows_are_read_by_name(tmp_path: Path, name: str) -> None:
     path = write_rows(tmp_path / "p.jsonl", [row])
     (prompt,) = load_prompts(path, FORMATS[name])
     assert (prompt.text, prompt.answer) == expected
-    # the text from which the answer was taken is kept
+    # the field that contained the answer is kept, too
     assert {*row} - {*prompt.fields} == {FORMATS[name].prompt}
 
 
@@ -505,8 +505,8 @@ def test_unknown_characters_of_prompts(tmp_path: Path, letters: Path) -> None:
 
 
 def test_texts_that_spell_control_tokens_are_told(tmp_path: Path) -> None:
-    """In prompts (also those of suites) and in examples: text that was rendered beforehand, and its
-    BOS."""
+    """The control tokens come from text that was rendered beforehand, or from its BOS. Prompts,
+    prompts of evaluations and examples are searched."""
     folder = byte_level(tmp_path / "t")
     once = encode_text("hello", load_tokenizer(folder))
     texts = ("<s>hello", "a|b", "<s>[INST] hi [/INST]", "hello")
@@ -584,7 +584,7 @@ def test_a_token_with_another_meaning_is_not_the_unknown_one(tmp_path: Path) -> 
     folder = make_tokenizer(tmp_path / "t")
     assert load_tokenizer(folder).unk_id == load_tokenizer(folder / "tokenizer.model").unk_id == 0
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings["unk_token"] = settings["eos_token"]  # as in GPT-2
+    settings["unk_token"] = settings["eos_token"]  # GPT-2 has one token for both
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     assert load_tokenizer(folder).unk_id is None
 

@@ -1,4 +1,5 @@
-"""Text of data that spells control tokens remains text, whatever the chat template does with it."""
+"""Control tokens that are spelled in the data remain text, whatever the chat template does with the
+data."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def controls(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 
 
 def is_refused(tokenizer: Tokenizer, messages: Sequence[Message]) -> bool:
-    """Whether gpt-oss's template refuses its marks in the messages."""
+    """Whether the template, like gpt-oss's, refuses messages with its marks."""
     is_wrong = "<|channel|>analysis<|message|>" in messages[1]["content"]
     if is_wrong and "channel tags" in (tokenizer.chat_template or ""):
         assert "channel tags" in str(refusal(tokenizer.render, messages))
@@ -149,7 +150,7 @@ def test_tools_calls_and_names_are_data_too(tmp_path: Path) -> None:
         assert part in tokenizer._tokenizer.decode(quoted)  # type: ignore[union-attr]
 
 
-# Changes of the data by which templates turn parts of it into a mark.
+# Changes of the data that make templates turn a part of it into a mark.
 FORMS_MARKS = {
     "the middle is dropped": (
         "{{- '<s>' ~ messages[0]['content'].split('<think>')[0] "
@@ -178,7 +179,8 @@ def test_marks_that_a_template_makes_of_data_stay_text(tmp_path: Path, what: str
 
 
 def test_threads_do_not_change_each_other_s_tokens(tmp_path: Path) -> None:
-    """One thread encodes text, the other what the template wrote, with the same tokenizer."""
+    """One thread encodes text while another encodes a rendered template, both with the same
+    tokenizer."""
     tokenizer = load_tokenizer(byte_level(tmp_path / "t", TEMPLATES["chatml"]))
     text, rendered = "<|im_start|>" * 40, tokenizer.render(chat("x", "y", "z"))
     wanted = tokenizer.encode(text), tokenizer.encode_rendered(rendered.text, rendered.quoted).ids
@@ -217,7 +219,8 @@ def test_only_control_tokens_are_looked_for_in_the_data(
 )
 @pytest.mark.parametrize("written", ["", "ab", "｜", "\U000f0042", "\ud800"])
 def test_exchanged_letters_come_back(data: str, written: str) -> None:
-    """All letters of the data come back, and what the template writes is unchanged."""
+    """Letters of the data are exchanged before rendering. All of them come back, and the template's
+    own text is unchanged."""
     exchange = _Exchange({*data, *written})
     strange = exchange.strange(data)
     assert len(strange) == len(data)
@@ -232,7 +235,8 @@ def test_exchanged_letters_come_back(data: str, written: str) -> None:
 
 
 def test_long_texts_are_exchanged_by_codecs() -> None:
-    """Codecs are many times as fast as `str.translate`, which took most of the time of a render."""
+    """Codecs are many times faster than `str.translate`, which took most of the time of
+    rendering."""
     text = "The quick brown fox " * 9000
     exchange = _Exchange(set(text))
     strange, table = exchange.strange(text), str.maketrans(dict.fromkeys(text, "\U000f0000"))
@@ -251,7 +255,7 @@ def load(folder: Path, schema: type, **data: object) -> Any:
 
 
 def test_messages_that_spell_control_tokens_need_no_advice(tmp_path: Path) -> None:
-    """Prompts and examples that are conversations, also mixed with plain ones."""
+    """Conversations in prompts or examples get no warning, also if other rows are plain texts."""
     folder = byte_level(tmp_path / "t", TEMPLATES["chatml"], eos_token="<|im_end|>")
     said = {"role": "user", "content": "<s>what is <|im_start|>?"}
     answer = {"role": "assistant", "content": "<|im_start|> opens a turn"}
@@ -345,7 +349,7 @@ def test_both_forms_of_a_sentencepiece_model_keep_quotations(tmp_path: Path, kin
 
 
 def test_other_spellings_of_a_mark_stay_text(tmp_path: Path) -> None:
-    """The tokenizer also finds its special tokens in lower case, and includes the spaces around
+    """This tokenizer also finds its special tokens in lower case, and includes the spaces around
     them."""
     letters = sorted({*pre_tokenizers.ByteLevel.alphabet()})
     library = Library(models.BPE(vocab={c: n for n, c in enumerate(letters)}, merges=[]))
@@ -368,7 +372,7 @@ def test_other_spellings_of_a_mark_stay_text(tmp_path: Path) -> None:
 
 
 def metaspace(folder: Path, scheme: str) -> Path:
-    """A tokenizer like Llama 2's. A space is added before the first text, or before each. The
+    """A tokenizer like Llama 2's. It adds a space before the first text, or before each text. Its
     special tokens are also pieces of the model."""
     pieces = ["<unk>", "<s>", "</s>", "▁", *"abcdefgh</>s", "|"]
     vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}

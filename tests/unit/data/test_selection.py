@@ -1,4 +1,4 @@
-"""The prompts that data.selection takes, and what it knows about them."""
+"""data.selection: the prompts that it takes, and the statistics that it keeps about them."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ def record(step: int, row: int, solved: int, responses: int = RESPONSES) -> dict
 
 
 def outcome(step: int, row: int) -> int:
-    """The rewards of a prompt: a third of the prompts are never solved, a third always, and the
-    others vary."""
+    """The number of solved responses to a prompt. A third of the prompts are never solved, a third
+    always, and a third sometimes."""
     return (0, RESPONSES, 1 + (step + row) % (RESPONSES - 1))[row % 3]
 
 
 class Run:
-    """Samples and learns as the loop of a run does. `cut`: as after a resume from these records."""
+    """Draws prompts and records results as a run does. With `before`, it resumes that run after
+    step `done`."""
 
     def __init__(
         self,
@@ -95,7 +96,8 @@ def test_a_prompt_is_known_by_its_contents() -> None:
 
 def test_the_figures_of_a_prompt() -> None:
     drawn = [record(1, 0, 2), record(3, 0, 8), record(4, 0, 8), record(4, 1, 0)]
-    drawn += [{**record(9, 0, 0, responses=0), "length": 8.0}]  # its rewards failed
+    # the reward failed for all of its responses
+    drawn += [{**record(9, 0, 0, responses=0), "length": 8.0}]
     known = figures_of(drawn)
     assert known.keys() == {NAMES[0], NAMES[1]}
     one = known[NAMES[0]]
@@ -115,14 +117,14 @@ def test_each_prompt_is_drawn_once_before_any_is_chosen_by_its_rate() -> None:
 def test_later_only_those_in_the_band_the_longest_not_drawn_first() -> None:
     run = Run(30, floor=0.0)
     later = [row for step in range(9, 31) for row in run.rows[step]]
-    assert {row % 3 for row in later} == {2}  # ten prompts
-    # each comes again only after the other nine, that is, after two steps of four
+    assert {row % 3 for row in later} == {2}  # the prompts in the band, ten of them
+    # A prompt comes again only after the other nine, that is, not in the next step of four.
     assert all(len({*run.rows[step], *run.rows[step + 1]}) == 8 for step in range(10, 30))
     assert not any(run.explored.values())
 
 
 def test_the_band_has_both_its_bounds() -> None:
-    """A prompt is in the band if exactly the share of a bound was solved the last time."""
+    """A prompt is in the band, too, if its last pass rate is exactly one of the bounds."""
     known = [record(1, row, min(row, RESPONSES)) for row in range(SIZE)]
     for low, high, wanted in ((0.25, 0.5, {2, 3, 4}), (0.0, 0.25, {0, 1, 2})):
         values = section(low=low, high=high, floor=0.0)
@@ -136,15 +138,15 @@ def test_the_floor_is_the_share_of_prompts_chosen_at_random() -> None:
     explored = [row for step in range(9, 401) for row in run.explored[step]]
     assert len(explored) == pytest.approx(0.3 * 392 * STEP_SIZE, abs=1)
     counts = [sum(row % 3 == kind for row in explored) for kind in range(3)]
-    assert min(counts) > 100  # of about 157: all kinds come equally often
+    assert min(counts) > 100  # the mean is about 157: the three kinds are equally frequent
     others = [row for step in range(50, 401) for row in run.rows[step]]
     outside = sum(row % 3 != 2 for row in others) / len(others)
-    assert outside == pytest.approx(0.2, abs=0.05)  # two thirds of the floor
+    assert outside == pytest.approx(0.2, abs=0.05)  # two thirds of the floor of 0.3
     assert {len({*rows}) for rows in run.rows.values()} == {STEP_SIZE}
-    # a floor of 1 is uniform
+    # With a floor of 1, all prompts are drawn equally often.
     every = Run(300, floor=1.0)
     drawn = [row for rows in every.rows.values() for row in rows]
-    assert min(drawn.count(row) for row in range(SIZE)) > 20  # of 40
+    assert min(drawn.count(row) for row in range(SIZE)) > 20  # the mean is 40
 
 
 def test_a_prompt_is_retired_after_solved_draws_in_a_row_and_revived() -> None:
@@ -187,7 +189,7 @@ def test_a_resumed_run_draws_the_same(staleness: int, refills: int) -> None:
 
 
 def test_a_run_that_is_prolonged_draws_as_one_that_was_long_from_the_start() -> None:
-    """The last steps before the extension requested nothing ahead."""
+    """Near its end, the shorter run requested fewer prompts ahead than the longer one."""
     whole, shorter = Run(30, 2, floor=0.3), Run(17, 2, floor=0.3)
     assert shorter.rows == {step: whole.rows[step] for step in range(1, 18)}
     longer = Run(30, 2, floor=0.3, done=17, before=shorter)
@@ -196,8 +198,8 @@ def test_a_run_that_is_prolonged_draws_as_one_that_was_long_from_the_start() -> 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_a_draw_does_not_know_what_may_not_be_there_yet(staleness: int) -> None:
-    """A request may begin before the end of a step. Then a change of that step's rewards must not
-    change it."""
+    """A request may begin before a step has ended. If so, a change of that step's rewards must not
+    change the request."""
     whole = Run(30, staleness, floor=0.0)
     other = Run(14, staleness, floor=0.0)
     known = [{**each, "solved": 3} if each["step"] == 14 else each for each in other.records]
@@ -207,7 +209,7 @@ def test_a_draw_does_not_know_what_may_not_be_there_yet(staleness: int) -> None:
     changed.load_state_dict(other.states[14])
     drawn = changed.peek(staleness + 1)
     assert drawn[:-1] == [whole.rows[step] for step in range(15, 15 + staleness)]
-    # changes of what it knows (the ages or the rates of prompts) do show
+    # The requests differ, because each knows later ages and rates of the prompts.
     assert len({*map(tuple, drawn)}) == staleness + 1
 
 
@@ -221,7 +223,7 @@ def test_no_prompt_is_drawn_again_before_its_result_is_known() -> None:
 def test_refills_are_further_prompts_of_the_step() -> None:
     run = Run(30, refills=2, floor=0.25)
     assert {len({*rows}) for rows in run.rows.values()} == {3 * STEP_SIZE}
-    # the first request is the same, however many refills follow in its own step
+    # In step 1, the first request does not depend on the refills that follow.
     assert Run(1, refills=0, floor=0.25).rows[1] == run.rows[1][:STEP_SIZE]
 
 
@@ -245,7 +247,7 @@ def test_two_rows_of_the_same_contents_have_the_same_figures() -> None:
 
 
 def test_a_run_that_went_back_draws_others() -> None:
-    """A rollback takes steps back, and continues with the next requests."""
+    """After a rollback, the steps are repeated with later requests, so their prompts differ."""
     run = Run(25, floor=0.5)
     back = PromptSelection(NAMES, section(floor=0.5), STEP_SIZE, 5, step=11, records=run.until(10))
     back.load_state_dict(run.states[25])
@@ -261,7 +263,7 @@ def test_a_state_of_other_prompts_is_refused() -> None:
 
 
 def test_the_choice_is_fixed_for_good() -> None:
-    # This choice is written down here, because a run must resume with the same prompts under any
+    # The choice is fixed in this test, because runs must resume with the same prompts under every
     # later version.
     run = Run(10, 1, refills=1, floor=0.3)
     assert [run.rows[step] for step in (1, 9, 10)] == [

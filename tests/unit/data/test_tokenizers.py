@@ -38,7 +38,7 @@ def test_every_character_of_the_toy_alphabet_is_one_token(toy_model: Path) -> No
     assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.bos_id) == (1, 2, None)
     assert tokenizer.vocab_size == VOCAB_SIZE == 48
     assert tokenizer.name == str(toy_model)
-    # the round trip is exact, with spaces anywhere
+    # Encoding and decoding give the same text, with spaces anywhere.
     generator = random.Random(7)
     texts = ["", " ", "  ab  c ", "37+45=", "cabd>", " a", "a "]
     texts += ["".join(generator.choices(CHARACTERS + "    ", k=n)) for n in range(1, 60)]
@@ -46,9 +46,10 @@ def test_every_character_of_the_toy_alphabet_is_one_token(toy_model: Path) -> No
         ids = tokenizer.encode(text)
         assert len(ids) == len(text)
         assert tokenizer.decode(ids) == text
-        # Tokenizing in pieces gives the same: no prefix is added, and nothing is merged.
+        # Encoding character by character gives the same ids: no prefix is added, and nothing is
+        # merged.
         assert ids == [i for character in text for i in tokenizer.encode(character)]
-    # Special ids, and ids that the tokenizer lacks, decode to nothing.
+    # Special ids and unknown ids decode to nothing.
     a, size = tokenizer.encode("a")[0], tokenizer.vocab_size
     assert tokenizer.decode([a, tokenizer.eos_id, tokenizer.pad_id, size, a, size + 7]) == "aa"
 
@@ -73,7 +74,8 @@ def test_damaged_sentencepiece_file(
 
 
 def test_special_tokens_of_foreign_models(tmp_path: Path) -> None:
-    """The padding token defaults to the end-of-sequence token, which every model needs."""
+    """The padding token defaults to the end-of-sequence token. A model without an end-of-sequence
+    token is refused."""
     train_sentencepiece(["abc"], 8, tmp_path / "a", "char", pad_id=-1, eos_id=2, bos_id=1)
     tokenizer = load_tokenizer(tmp_path / "a.model")
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (1, 2, 2)
@@ -128,7 +130,8 @@ def test_folder_encodes_without_special_tokens_and_round_trips(
     assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.bos_id) == (3, 2, None)
     assert tokenizer.vocab_size == max(max(ids) + 1, 33) == 33
     captured = capfd.readouterr()
-    assert captured.out + captured.err == ""  # also for a text longer than model_max_length
+    # transformers prints no warning about a text longer than model_max_length
+    assert captured.out + captured.err == ""
 
 
 def test_special_tokens_of_folders(tmp_path: Path) -> None:
@@ -161,7 +164,7 @@ THINKS = (
 
 
 def test_options_are_variables_of_the_template(tmp_path: Path) -> None:
-    """The text is rendered as transformers does it."""
+    """The options become variables of the template. The text is the same as from transformers."""
     folder = build_folder(tmp_path / "hf", chat_template=THINKS)
     theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
     messages = [{"role": "user", "content": "ab"}, {"role": "user", "content": "cd"}]
@@ -246,7 +249,7 @@ def test_code_of_a_folder_is_never_run(tmp_path: Path) -> None:
     )
     marker = tmp_path / "ran"
     (folder / "code.py").write_text(f"open({str(marker)!r}, 'w')\n")
-    # transformers may use tokenizer.json or refuse.
+    # transformers may refuse the folder, or use tokenizer.json instead.
     with contextlib.suppress(DataError):
         load_tokenizer(folder)
     assert not marker.exists()
@@ -271,7 +274,7 @@ def test_the_generation_config_names_further_end_tokens(
 
 
 def test_a_tokenizer_that_names_no_family_is_read_without_torch(tmp_path: Path) -> None:
-    """It is the one that AutoTokenizer would have chosen, which imports torch."""
+    """The class is the one that AutoTokenizer would choose, but AutoTokenizer imports torch."""
     model = tokenizers.models.WordLevel({"<unk>": 0, "</s>": 1, "a": 2, "b": 3}, unk_token="<unk>")
     fast = tokenizers.Tokenizer(model)
     fast.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

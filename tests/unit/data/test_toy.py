@@ -28,7 +28,7 @@ ENDINGS = {"reversal": ">", "copy": "=", "sort": "<"}
 
 
 def solve(prompt: str) -> str:
-    """The right answer, computed from the prompt alone and in another way than the generator."""
+    """The right answer, computed from the prompt alone, in a different way than the generator's."""
     if match := re.fullmatch(r"(\d\d)\+(\d\d)=", prompt):
         assert min(map(int, match.groups())) >= 10
         return str(int(match[1]) + int(match[2]))
@@ -83,10 +83,10 @@ def test_lengths_are_even_as_long_as_strings_last() -> None:
     train, test = generate("copy", 100, 100, seed=3)
     assert Counter(len(row["answer"]) for row in train + test) == dict.fromkeys((3, 4), 100)
     train, test = generate("copy", 3900, 100, seed=3)
-    # There are only 8^3 = 512 strings of three letters. The other lengths share what is left.
+    # There are only 8^3 = 512 strings of three letters. The other rows are of the other lengths.
     counts = Counter(len(row["answer"]) for row in train + test)
     assert counts == {3: 512, 4: 3488}
-    train, test = generate("addition", 1500, 100, seed=1)  # all problems that exist
+    train, test = generate("addition", 1500, 100, seed=1)  # together as many as there are problems
     assert len({row["prompt"] for row in train + test}) == 40 * 40
 
 
@@ -139,7 +139,7 @@ WORDS = {"again": "=", "in order": "<", "backwards": ">"}
 
 
 def as_prompt(sentence: str) -> tuple[str, str]:
-    """The prompt and the answer that a sentence of the text contains."""
+    """The prompt and the answer in a sentence of the corpus."""
     if match := re.fullmatch(r"(\d+) plus (\d+) is (\d+)\.", sentence):
         return f"{match[1]}+{match[2]}=", match[3]
     if match := re.fullmatch(rf"([a-h]+) ({'|'.join(WORDS)}) is ([a-h]+)\.", sentence):
@@ -201,7 +201,7 @@ def test_a_key_or_a_reader_that_left_ends_the_command_quietly(
     with monkeypatch.context() as patch, os.fdopen(writer, "w") as unread:
         patch.setattr(sys, "stdout", unread)
         assert main(words) == 0
-        unread.flush()  # as the interpreter does at its end
+        unread.flush()  # the interpreter does this when it ends
     assert (tmp_path / "a" / "tokenizer.model").is_file()
 
     monkeypatch.setattr(toy, "write_toy_dataset", Mock(side_effect=KeyboardInterrupt))

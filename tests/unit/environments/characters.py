@@ -11,7 +11,10 @@ CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 \n!"
 
 
 def character_tokenizer(folder: Path, *symbols: str, template: str = CHATML) -> Tokenizer:
-    """symbols: control tokens in addition to those of the template. The files are in `folder`."""
+    """Make a tokenizer whose pieces are characters. Its files are in `folder`.
+
+    symbols: control tokens in addition to those of the template.
+    """
     lines = [CHARACTERS.replace("\n", " "), "a!b\nc"] * 9
     symbols = ("<|im_start|>", *symbols)
     train_sentencepiece(lines, 60, folder / "tokenizer", "char", control_symbols=list(symbols))

@@ -1,4 +1,4 @@
-"""What can be checked of an environment before a run: its command, its template, its messages."""
+"""The checks of an environment before a run: its command, its chat template, its messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEXT = [*CHAT, Prompt("p", "a", "f:2")]
 
 
 def check(environment: Any, prompts: list[Prompt], template: str | None = "{{ messages }}") -> str:
-    """The problems; "" if there are none."""
+    """The problems as text; "" if there are none."""
     tokenizer: Any = SimpleNamespace(name="t.model", chat_template=template)
     try:
         check_environment(environment, tokenizer, prompts)

@@ -1,4 +1,5 @@
-"""The text before each turn of an episode is what the chat template writes for its messages."""
+"""The text before each turn of an episode is the text that the chat template writes for its
+messages."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def play(
     between: list[Message],
     end: int | None = None,
 ) -> tuple[Client, list[TurnRequest]]:
-    """An episode with these turns of the policy, and a message after each turn except the last."""
+    """Play an episode with these turns of the policy, and one message after each turn except the
+    last."""
     messages = ({"role": "user", "content": "hello"},)
     prompts = [Prompt("hello", "x", "f:1", {}, messages=messages)]
     (task,) = encode_prompts(prompts, tokenizer, 1000)
@@ -72,12 +74,13 @@ def test_earlier_turns_stand_there_as_the_template_writes_them(
     for message, found in zip([None, *more], texts(tokenizer, asked), strict=True):
         history += [{"role": "assistant", "content": turn}, message] if message else []
         assert found == tokenizer.render(history, open_answer=True).text
-    # the template drops the empty block of thoughts, or the thoughts before a user's message
+    # In these cases the template changes the history: it drops the empty block of thoughts, or the
+    # thoughts before a user's message.
     drops = thinks is False or (turn == THOUGHT and role == "user")
     assert len(client.transcript.branches()) == (3 if drops else 1)
 
 
-# gpt-oss's responses begin with special tokens, which the text of a turn lacks.
+# A response of gpt-oss begins with special tokens, which the text of a turn does not contain.
 @pytest.mark.parametrize("name", sorted(TEMPLATES.keys() - {"qwen3", "deepseek", "gpt_oss"}))
 def test_templates_that_change_nothing_have_one_branch(tmp_path: Path, name: str) -> None:
     eos = {"llama3": "<|eot_id|>", "mistral": "</s>", "phi3": "<|end|>"}
@@ -108,7 +111,7 @@ def test_messages_between_turns_write_no_control_token(tmp_path: Path) -> None:
 
 
 def test_the_token_that_ended_a_turn_is_not_written_twice(tmp_path: Path) -> None:
-    """Llama 3 ends turns with another token than texts."""
+    """The token that ends a turn of Llama 3 is not the token that ends a text."""
     folder = byte_level(tmp_path / "t", TEMPLATES["llama3"], eos_token="</s>")
     tokenizer = load_tokenizer(folder)
     assert isinstance(tokenizer, HuggingFaceTokenizer)
@@ -121,6 +124,6 @@ def test_the_token_that_ended_a_turn_is_not_written_twice(tmp_path: Path) -> Non
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "ok"}]
     history = [*messages, {"role": "user", "content": "more"}]
     assert texts(tokenizer, asked)[1] == tokenizer.render(history, open_answer=True).text
-    # another token than the template's is kept, and the template adds its own
+    # If the turn ended with a different token, that token stays, and the template adds its own.
     _, asked = play(tokenizer, ["ok"] * 2, [{"role": "user", "content": "more"}])
     assert "ok</s><|eot_id|><|start_header_id|>user" in texts(tokenizer, asked)[1]

@@ -1,4 +1,4 @@
-"""Episodes: the text between turns, limits, and what an environment may return."""
+"""Episodes: the text between turns, limits, and the values that an environment may return."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def tokenizer(folder: Path) -> Tokenizer:
 def client_of(
     tokenizer: Tokenizer, turns: list[tuple[str, bool]], limits: EpisodeLimits | None = None
 ) -> tuple[Client, list[TurnRequest]]:
-    """A client whose turns are these texts, which the end-of-sequence token ends or which are cut
-    off."""
+    """A client whose policy writes these turns. The flag says whether a turn is cut off; otherwise
+    the end-of-sequence token follows."""
     messages: tuple[Message, ...] = ({"role": "user", "content": "hi"},)
     rendered = tokenizer.render(messages, open_answer=True)
     ids = tuple(tokenizer.encode_rendered(rendered.text).ids)
@@ -95,9 +95,9 @@ def test_a_turn_begins_with_all_that_stands_before_it(tokenizer: Tokenizer) -> N
     asyncio.run(play())
     before = [shown(tokenizer, each.token_ids) for each in asked]
     assert before[0] == opened
-    # the policy wrote its last token; the template's line break follows
+    # The last token of the turn is the policy's. The template adds the line break.
     assert before[1] == f"{opened}one</s>\n<|im_start|>user\nmore</s>\n<|im_start|>assistant\n"
-    # the template closes a turn that was cut off, and that token is not the policy's
+    # The template closes a turn that was cut off. The policy did not write that token.
     assert before[2] == (
         f"{before[1]}two</s>\n<|im_start|>tool\nx</s>\n<|im_start|>user\ny</s>\n"
         "<|im_start|>assistant\n"
@@ -152,7 +152,7 @@ def test_a_template_that_drops_earlier_words_begins_a_branch(folder: Path) -> No
     ids, in_response = episode.transcript.sequence
     assert shown(tokenizer, ids) == f"{before[1]}c!d</s>{before[3]}f!g</s>"
     assert ids[in_response].tolist() == episode.transcript.response.tolist()
-    # the prompt of a branch does not belong to the response, and every sampled token comes once
+    # The response contains no prompt of a branch, and contains every sampled token once.
     assert (
         shown(tokenizer, episode.transcript.response[episode.mask]) == "a b</s>c!d</s>e</s>f!g</s>"
     )
@@ -169,7 +169,7 @@ def test_a_prompt_of_the_environment_begins_a_branch(tokenizer: Tokenizer) -> No
         client.begin(short)  # only the last call before a turn counts
         await client.generate()
         await client.generate(text="abc")
-        # an episode with branches may be longer than one without
+        # Each branch has its own limit of length, so the whole episode may exceed it.
         client.begin([{"role": "user", "content": "x" * 60}])
         await client.generate()
 
@@ -203,7 +203,8 @@ def test_limits_end_an_episode(
     with pytest.raises(LimitReached):
         asyncio.run(play())
     assert len(client.transcript.turns) == turns and client.is_cut
-    # a turn has 4 tokens, and 3 come between: the second turn has room for 5, the third for none
+    # A turn has 4 tokens, and 3 are between two turns. The second turn has room for 5 tokens, a
+    # third turn for none.
     assert [each.max_tokens for each in asked] == [
         limits.response_tokens,
         limits.response_tokens - 7,
@@ -219,7 +220,7 @@ def test_a_limit_of_the_environment_cuts_its_turn_only(tokenizer: Tokenizer) -> 
 
 
 def of(body: Callable[[Client], Any], **facts: Any) -> Any:
-    """An environment with this `rollout`."""
+    """An environment whose `rollout` calls `body`."""
 
     async def rollout(self: Any, client: Client, task: Prompt) -> Any:
         return await body(client)
@@ -387,8 +388,8 @@ def test_the_documented_environment_gives_every_episode_its_reward(
 
 
 def test_what_an_environment_changes_is_its_own(tokenizer: Tokenizer) -> None:
-    """The environment may change its task and its conversation, and use messages again, without
-    effect on others."""
+    """The environment may change its task and its conversation, and may reuse message objects.
+    Other episodes do not see these changes."""
     hint = {"role": "user", "content": "lower"}
 
     async def rollout(client: Client, task: Prompt) -> Trajectory:

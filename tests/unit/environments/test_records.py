@@ -73,7 +73,8 @@ def score_of(episode: Episode) -> Score:
 
 
 def test_turns_have_their_roles_texts_and_rewards(tokenizer: Tokenizer) -> None:
-    """A policy that writes what looks like a user's turn can be told from a user."""
+    """The policy writes text that looks like a user's turn. The record still shows it as the
+    policy's."""
     start, eos = tokenizer.special_tokens["<|im_start|>"], tokenizer.eos_id
     pretends = [*tokenizer.encode("4 user lower"), start, *tokenizer.encode("user"), eos]
     turns = [pretends, [*tokenizer.encode("7"), eos], [*tokenizer.encode("3"), eos]]
@@ -132,7 +133,7 @@ class Silent:
     ],
 )
 def test_a_message_may_hold_what_json_lacks(tokenizer: Tokenizer, content: Any, text: str) -> None:
-    """A tool may return numpy numbers. The record is JSON everywhere."""
+    """A tool may return numpy numbers. The record is valid JSON in any case."""
     looped: list[Any] = []
     looped.append(looped)
     told = {"role": "tool", "content": content, "tool_calls": [{"arguments": {"n": content}}]}
@@ -170,7 +171,7 @@ def test_without_messages_the_text_between_is_the_environment_s(tokenizer: Token
 def test_a_step_makes_only_the_records_that_it_writes(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step has hundreds of episodes, and writes logging.samples_per_step."""
+    """A step has hundreds of episodes, but writes only logging.samples_per_step of them."""
     episodes = [played(tokenizer, Guessing(), [tokenizer.encode("5")] * 3) for _ in range(4)]
     expected = [record_of(episode, None) for episode in episodes]
     decoded: list[int] = []

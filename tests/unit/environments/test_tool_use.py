@@ -1,4 +1,4 @@
-"""The environment tool_use: calls in the form in which a policy writes them, right and wrong."""
+"""The environment `tool_use`: right and wrong calls, in the form in which a policy writes them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_policy_is_told_what_is_wrong(call: str, told: str) -> None:
 
 
 def test_python_runs_in_a_sandbox(tmp_path: Path) -> None:
-    """tests/unit/process/test_sandbox.py tests what a program can do."""
+    """The limits of such a program are tested in tests/unit/process/test_sandbox.py."""
     environment = ToolUse(["python"])
 
     def ask(code: str) -> str:

@@ -1,4 +1,4 @@
-"""The transcript of an episode: prompts, turns, and the text in between, as tokens."""
+"""The transcript of an episode: prompts, turns, and the text between the turns, as tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_each_turn_is_of_one_branch(transcript: Transcript) -> None:
 def test_a_branch_without_a_turn_is_what_comes_next(transcript: Transcript) -> None:
     before = transcript.branches()
     transcript.begin_branch((1,))
-    transcript.begin_branch((4, 4))  # instead of the branch before
+    transcript.begin_branch((4, 4))  # replaces the empty branch before
     assert transcript.branches() == before and transcript.context == (4, 4)
 
 
@@ -58,7 +58,8 @@ def test_the_policy_s_own_tokens_are_learnt_from(transcript: Transcript) -> None
 def test_a_column_has_a_value_for_what_stands_between(transcript: Transcript) -> None:
     filled = transcript.column(lambda turn: turn.source, filler=-1)
     assert filled.tolist() == [30, 40, -1, 60, 90, 90]
-    follows = transcript.column(lambda turn: turn.source)  # the source of the turn that follows
+    # without a filler, text in between gets the value of the next turn
+    follows = transcript.column(lambda turn: turn.source)
     assert follows.tolist() == [30, 40, 60, 60, 90, 90]
     with pytest.raises(AssertionError):
         transcript.column(lambda turn: turn.source[1:])

@@ -1,4 +1,4 @@
-"""The text after a turn that ended with one of several end-of-sequence tokens."""
+"""The text after a turn, when there are several end-of-sequence tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.environments.characters import character_tokenizer
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """The template ends a turn with </s>. Responses may also end with <|end|>."""
+    """A tokenizer whose template ends a turn with </s>. A response may also end with <|end|>."""
     folder = tmp_path_factory.mktemp("ends")
     plain = character_tokenizer(folder, "<|end|>")
     ends = [plain.eos_id, plain.special_tokens["<|end|>"]]
@@ -29,7 +29,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.mark.parametrize(
     ("last", "after"),
     [
-        ("</s>", ""),  # the policy has already written what the template writes
+        ("</s>", ""),  # the template does not repeat the policy's token
         ("<|end|>", "</s>"),  # the template still adds its own token
         (None, "</s>"),  # cut off
     ],
@@ -59,7 +59,7 @@ def test_the_template_closes_a_turn_that_has_not_its_token(
         await client.generate([{"role": "user", "content": "more"}])
         return turn.text
 
-    assert asyncio.run(play()) == "one"  # end tokens do not belong to the text
+    assert asyncio.run(play()) == "one"  # the text of a turn has no end token
     between = tokenizer.encode_rendered(
         f"{after}\n<|im_start|>user\nmore</s>\n<|im_start|>assistant\n"
     ).ids

@@ -1,5 +1,5 @@
-"""Tasksets of the package verifiers. They run in the interpreter that has the package, and talk to
-a scripted policy."""
+"""Tasksets of the package verifiers. They run in an interpreter that has the package, with a
+scripted policy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TURNS = 4
 
 @dataclass
 class Table:
-    """Plays episodes, all in one event loop, as a run does."""
+    """Plays all episodes in one event loop, as a run does."""
 
     tokenizer: Tokenizer
     loop: asyncio.AbstractEventLoop
@@ -41,7 +41,7 @@ class Table:
         tokens: int = 4000,
         before: Callable[[], None] = lambda: None,
     ) -> tuple[list[Episode], list[TurnRequest]]:
-        """Episodes of one task at the same time. The policy's turns come from a script."""
+        """Play several episodes of one task at the same time, with one script of turns for each."""
         asked: list[TurnRequest] = []
         runner = EpisodeRunner(environment, self.tokenizer, EpisodeLimits(TURNS, tokens, 4000))
 
@@ -73,10 +73,8 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Table]:
     left = asyncio.all_tasks(loop)
     for task in left:
         task.cancel()
-    for (
-        task
-        # not asyncio.gather, which would need the thread's loop; another test may have closed it
-    ) in left:
+    # asyncio.gather would need the thread's event loop, which another test may have closed.
+    for task in left:
         with contextlib.suppress(asyncio.CancelledError, Exception):
             loop.run_until_complete(task)
     loop.close()
@@ -110,7 +108,7 @@ def test_a_game_of_textarena_is_played_and_captured(
     assert said[:2] == [message["content"] for message in row["prompt"]]
     assert said[2::2] == ["[c]", "[t]", "[a]"] and "C   _   _" in said[3]
     for episode, script in ((won, scripts[0]), (lost, scripts[1])):
-        # the policy got the tokens that it is trained on
+        # each turn was requested after exactly the tokens that are trained
         played = (*episode.client.transcript.prompt, *episode.transcript.response.tolist())
         ends = len(episode.client.transcript.prompt) + episode.client.transcript.turn_ends()
         contexts = [each.token_ids for each in asked]
@@ -181,7 +179,7 @@ def test_a_taskset_of_the_scaffold_plays_as_it_is(
     (right, wrong, failing), _ = table.play(environment, rows[0]["task"], ["3"], ["4"], ["fail"])
     assert (right.given, wrong.given) == (1.0, 0.0)
     assert "TaskError" in str(failing.error) and "I cannot score this" in str(failing.error)
-    del environment  # this also ends everything that it has started
+    del environment  # deleting it ends all processes that it has started
     for each in bridges():
         if str(tmp_path) == each.cwd():
             each.wait(timeout=60)

@@ -1,4 +1,4 @@
-"""Parameters and bytes of the published models on layouts of hundreds of ranks."""
+"""The parameters and bytes of published models on layouts of hundreds of ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def estimate(config: Config, world_size: int) -> LayoutEstimate:
     [
         pytest.param("qwen3-30b-a3b", "tp=2,pp=2,ep=8", 32, marks=pytest.mark.full),
         pytest.param("qwen3-30b-a3b", "tp=4,ep=16,cp=2,etp=2", 64, marks=pytest.mark.full),
-        # `check` counts the example's parameters, too: tests/unit/cli/test_check_estimate.py
+        # tests/unit/cli/test_check_estimate.py counts the parameters of the example, too
         pytest.param("qwen3-235b-a22b", "tp=4,pp=8,ep=8", 256, marks=pytest.mark.full),
         ("qwen3-235b-a22b", "tp=4,pp=8,ep=16,cp=2,vpp=2", 1024),
     ],
@@ -67,8 +67,8 @@ def test_large_layouts_in_seconds_with_every_parameter_counted_once(
 
 
 def test_every_rank_of_a_layout_together_holds_the_model(make_config: ConfigMaker) -> None:
-    """The elements on all ranks, divided by the number of ranks with the same copy. The attributes
-    that the estimate uses are not used here."""
+    """Each parameter counts once, although several ranks hold a copy. The expected number is that
+    of the model on one rank."""
     megatron = {"moe_layer_freq": [0, 1, 1, 1]}
     model_section = {"tie_embeddings": True, "vocab_size": 45, "megatron": megatron}
     config = make_config("tiny", "tp=2,pp=2,ep=2,cp=2", model=dict(model_section))
@@ -102,8 +102,8 @@ def test_a_reference_policy_is_a_second_copy_of_the_weights(make_config: ConfigM
 
 
 def test_experts_are_sharded_over_their_own_data_parallel_ranks(make_config: ConfigMaker) -> None:
-    """The optimizer has 12 bytes for each weight, divided by dp for most weights and by dp / ep for
-    experts."""
+    """The optimizer has 12 bytes for each weight. They are divided by dp, for experts by dp /
+    ep."""
     config = make_config("tiny", "ep=4,dp=8", model={"vocab_size": 99})
     with rank_model(config, resolve_parallel(config, 8), 0, 99) as model:
         state = state_bytes(model)
@@ -135,7 +135,8 @@ def test_routes_take_a_byte_a_layer_and_expert(make_config: ConfigMaker) -> None
 
 HIDDEN, HEADS, GROUPS, CHANNELS, FFN, LAYERS = 64, 4, 2, 16, 64, 4
 TP, EP = 2, 2
-# qkv and output projection over tp; 8 experts of gate, up and down over ep
+# The weights of a tensor-parallel and expert-parallel rank: qkv and output projection are split
+# over tp, the experts' gate, up and down projections over ep.
 FP8_WEIGHTS = LAYERS * (
     HIDDEN * CHANNELS * (2 * HEADS + 2 * GROUPS) // TP + 8 // EP * 3 * HIDDEN * FFN
 )
@@ -148,7 +149,8 @@ def worst_rank(make_config: ConfigMaker, precision: str, **megatron: object) -> 
         model={"vocab_size": 99, "megatron": megatron},
         training={"precision": precision},
     )
-    return estimate_layout(config, 2, 99).worst  # without checks: this machine has no FP8
+    # The configuration is not checked, because this machine has no FP8.
+    return estimate_layout(config, 2, 99).worst
 
 
 @pytest.mark.parametrize("precision", list(FP8))
@@ -165,8 +167,9 @@ def test_fp8_adds_two_copies_of_the_weights_and_nothing_else(
 @pytest.mark.parametrize(
     ("megatron", "copies"),
     [
-        ({"disable_parameter_transpose_cache": True}, 0),  # they are computed again each time
-        # fields that only FP8 reads do not keep the model from being built
+        # the transposed copies are computed anew for each use
+        ({"disable_parameter_transpose_cache": True}, 0),
+        # The model can be built with fields that only FP8 reads.
         ({"moe_router_padding_for_quantization": True, "fp8_margin": 1}, 2 * FP8_WEIGHTS),
     ],
 )

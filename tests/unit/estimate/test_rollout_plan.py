@@ -1,4 +1,4 @@
-"""The simulation of a rollout plan, compared with formulas and with a second, naive simulation."""
+"""The simulation of a rollout plan, compared with formulas and with a second, simple simulation."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def constant(length: float, responses: int, draws: int = STEPS + 4) -> np.ndarra
 @pytest.mark.parametrize(
     ("slots", "speed", "rollout"),
     [
-        (8, 1000.0, 100 / 10),  # 8 responses of 100 tokens on each server, at 10 tokens/s each
-        (8, 40.0, 100 / 5),  # at 40 / 8
-        (4, 1000.0, 2 * 100 / 10),  # in two rounds
+        (8, 1000.0, 100 / 10),  # each server has 8 responses of 100 tokens, at 10 tokens/s each
+        (8, 40.0, 100 / 5),  # 8 responses share 40 tokens/s
+        (4, 1000.0, 2 * 100 / 10),  # two rounds of 4 responses
     ],
 )
 def test_without_staleness_a_step_is_the_sum_of_its_parts(
@@ -53,7 +53,7 @@ def test_without_staleness_a_step_is_the_sum_of_its_parts(
 def test_with_staleness_a_step_is_the_slower_side_and_the_update(
     train: float, max_staleness: int
 ) -> None:
-    """One request fills the servers, so its rollout takes 10 s."""
+    """All responses of a request run at the same time, so its rollout takes 10 s."""
     found = outcome(
         constant(100, 16), ServerSpeed(10, 1000, 8), Setting(2, max_staleness, train, 3)
     )
@@ -66,7 +66,8 @@ def test_with_staleness_a_step_is_the_slower_side_and_the_update(
 def test_one_server_with_one_slot_draws_token_after_token() -> None:
     lengths = np.random.default_rng(1).integers(1, 50, (STEPS + 3, 4))
     times, _ = simulate(lengths, ServerSpeed(10, 1000, 1), Setting(1, 3, 1e-3, 2), STEPS)
-    # the server never waits: all tokens so far, the updates so far, and the last training
+    # The server never waits. The time is that of all tokens and updates so far, plus the training
+    # of this step.
     expected = lengths[:STEPS].sum(1).cumsum() / 10 + 2 * np.arange(1, STEPS + 1) + 1e-3
     assert times[:, 2] == pytest.approx(expected)
 
@@ -74,7 +75,7 @@ def test_one_server_with_one_slot_draws_token_after_token() -> None:
 @pytest.mark.parametrize("max_staleness", range(5))
 def test_a_long_response_has_so_many_steps_as_the_bound_allows(max_staleness: int) -> None:
     """Request t starts with version t - 1 - max_staleness, and is trained max_staleness + 1 steps
-    later. This time contains max_staleness updates, its longest response, and its training."""
+    later. In this time fall its longest response, its training, and max_staleness updates."""
     lengths = constant(10, 8)
     lengths[:, 3] = 1200
     found = outcome(lengths, ServerSpeed(10, 1e6, 1000), Setting(1, max_staleness, 30, 2))
@@ -83,7 +84,8 @@ def test_a_long_response_has_so_many_steps_as_the_bound_allows(max_staleness: in
 
 
 def test_a_pass_takes_evenly_longer_with_more_responses() -> None:
-    """A single response has 10 tokens/s, and 13 together have 40: a pass takes 0.1 s or 0.325 s."""
+    """One response gets 10 tokens/s, and 13 responses share 40 tokens/s. So one pass takes 0.1 s or
+    0.325 s."""
     server, setting = ServerSpeed(10, 40, 13), Setting(1, 0, 0, 0)
     for responses, seconds in ((1, 0.1), (7, 0.2125), (13, 0.325), (26, 2 * 0.325)):
         found = outcome(constant(100, responses), server, setting)
@@ -96,16 +98,17 @@ def test_a_pass_takes_evenly_longer_with_more_responses() -> None:
 def naive(
     lengths: np.ndarray, server: ServerSpeed, setting: Setting, steps: int
 ) -> tuple[list[tuple[float, float, float]], np.ndarray]:
-    """A naive simulation. Returns the times (batch complete, trained, new version) of each step,
-    and tokens [version, request].
+    """Simulate without shortcuts. Returns the times (batch complete, trained, new version) of each
+    step, and tokens [version, request].
 
-    It computes in exact fractions, from one event to the next. Every response has its own count of
-    missing tokens, and the trainer's state is checked at each event.
+    The simulation computes in exact fractions, from one event to the next. Every response has its
+    own count of missing tokens, and the trainer's state is checked at each event.
     """
     alone, full = 1 / Fraction(server.sequence_speed), server.slots / Fraction(server.speed)
     growth = (full - alone) / (server.slots - 1) if server.slots > 1 and full > alone else 0
     waiting = [(t, Fraction(int(n))) for t, row in enumerate(lengths, 1) for n in row]
-    running: list[list[list]] = [[] for _ in range(setting.servers)]  # of [draw, missing tokens]
+    # for each server: [request, missing tokens] of its responses
+    running: list[list[list]] = [[] for _ in range(setting.servers)]
     missing = dict.fromkeys(range(1, len(lengths) + 1), lengths.shape[1])
     tokens = np.zeros((steps, len(lengths)))
     now, version, state, left = Fraction(0), 0, "waits", None
@@ -168,10 +171,11 @@ def test_no_token_is_lost_or_older_than_the_bound(max_staleness: int) -> None:
     drawn = tokens[:, :STEPS]
     assert drawn.sum(0) == pytest.approx(lengths[:STEPS].sum(1))
     versions, draws = np.nonzero(drawn > 1e-3)
-    staleness = draws - versions  # request t (from 1) is trained on version t - 1
+    # request t, counted from 1, is trained when the weights have version t - 1
+    staleness = draws - versions
     assert staleness.min() == 0 or max_staleness > 0
     assert staleness.max() == max_staleness
-    # no more than what saturated servers generate outside of updates
+    # The servers generate at most this many tokens between updates.
     seconds = times[:, 1] - np.concatenate([[0], times[:-1, 2]])
     assert (tokens.sum(1) <= 3 * 500 * seconds * (1 + 1e-12)).all()
     assert outcome(lengths, ServerSpeed(30, 500, 24), setting).staleness_max == max_staleness
@@ -191,7 +195,7 @@ def test_the_best_is_the_least_stale_of_those_that_are_as_fast() -> None:
     slow, near, fast = result(4, 0, 130), result(8, 1, 101), result(8, 3, 100)
     assert best([slow, near, fast]) is near
     assert best([slow, fast]) is fast
-    assert best([result(16, 1, 100), near, fast]) is near  # as good, but with fewer servers
+    assert best([result(16, 1, 100), near, fast]) is near  # as fast, with fewer servers
 
 
 def test_lengths_are_log_normal_and_cut() -> None:
@@ -204,8 +208,8 @@ def test_lengths_are_log_normal_and_cut() -> None:
 
 @pytest.mark.parametrize("max_staleness", [0, 4, 6, 12])
 def test_whole_bunches_of_steps_count(max_staleness: int) -> None:
-    """One slow draw in each bunch of max_staleness + 1, whose place in the bunch does not matter:
-    the mean step is the same, also where 60 steps are no whole number of bunches."""
+    """Each bunch of max_staleness + 1 requests has one slow request. Its place in the bunch does
+    not change the mean step, also if 60 is not a multiple of the bunch."""
     steps, first = steps_of(max_staleness)
     bunch = max_staleness + 1
     assert steps >= STEPS and first >= bunch and (steps - first) % bunch == 0
@@ -213,7 +217,7 @@ def test_whole_bunches_of_steps_count(max_staleness: int) -> None:
     for slow in range(bunch):
         lengths = constant(10, 4, steps + max_staleness)
         lengths[slow::bunch] = 100
-        # training and updates take no time
+        # Training and updates take almost no time.
         setting = Setting(1, max_staleness, 1e-9, 1e-9)
         means.append(outcome(lengths, ServerSpeed(10, 40, 4), setting).step_seconds)
     assert means == pytest.approx([(100 + 10 * max_staleness) / 10 / bunch] * bunch, rel=1e-3)

@@ -1,4 +1,4 @@
-"""Steps of pre-training and fine-tuning, and the memory that a rank keeps for them."""
+"""The steps of pre-training and fine-tuning, and the memory that a rank needs for them."""
 
 from __future__ import annotations
 
@@ -45,11 +45,12 @@ def work_of(config: Any, world_size: int, longest: int | None = None) -> Workloa
 @pytest.mark.parametrize(
     ("layout", "world_size", "budget", "samples", "micro_batches"),
     [
-        ("tp=1", 1, 5 * LENGTH + 3, 4, 6),  # five do not divide 24
+        ("tp=1", 1, 5 * LENGTH + 3, 4, 6),  # 4 samples and not 5, because 5 does not divide 24
         ("dp=2", 2, 5 * LENGTH, 4, 3),
-        ("dp=2", 2, LENGTH // 2, 1, 12),  # at least one
-        ("cp=2", 2, 3 * LENGTH, 6, 4),  # the budgets of two ranks together
-        ("pp=2,vpp=2", 2, 100 * LENGTH, 12, 2),  # a multiple of the number of stages
+        ("dp=2", 2, LENGTH // 2, 1, 12),  # at least one sample
+        ("cp=2", 2, 3 * LENGTH, 6, 4),  # two ranks have twice the budget
+        # the number of micro-batches is a multiple of the number of stages
+        ("pp=2,vpp=2", 2, 100 * LENGTH, 12, 2),
         ("tp=1", 1, 100 * LENGTH, 24, 1),
     ],
 )
@@ -79,15 +80,16 @@ def test_examples_are_as_long_as_the_longest_and_learned_but_for_a_token() -> No
     config = stage_config(FineTuningConfig, "dp=2", micro_batch_tokens=250)
     work = work_of(config, 2)
     assert work.lengths == ((1, 99), (1, 99), (1, 49))
-    assert (work.micro_batches, work.forward_only, work.rollout_rows) == (6, 0, 0)  # 12, in twos
+    # 12 examples, two in a micro-batch
+    assert (work.micro_batches, work.forward_only, work.rollout_rows) == (6, 0, 0)
     assert work_of(config, 2, longest=40).lengths == ((1, 39),) * 6 + ((1, 9),)
     padded = stage_config(FineTuningConfig, "dp=2", micro_batch_tokens=250, packing=False)
     assert work_of(padded, 2).lengths == ((1, 99), (1, 99))
 
 
 def test_a_step_is_three_passes_of_its_tokens() -> None:
-    """A step is a forward pass, and a backward pass that costs two. An RL step also computes the
-    old policy's log-probs, for its other mini-batches."""
+    """The backward pass costs as much as two forward passes. RL has a further forward pass for the
+    old policy's log-probs."""
     config = stage_config(PretrainingConfig, "tp=1", micro_batch_tokens=LENGTH)
     parallel = resolve_parallel(config, 1)
     work, none = work_of(config, 1), dict.fromkeys(("tp", "ep", "etp", "cp", "dp", "edp", "pp"), 0)
@@ -99,12 +101,12 @@ def test_a_step_is_three_passes_of_its_tokens() -> None:
 
 @pytest.mark.parametrize("budget", [100, 199, 250, 317, 5000])
 def test_room_in_micro_batches_costs_no_time(budget: int) -> None:
-    """24 examples of 100 tokens, however they fall into micro-batches. For memory a micro-batch is
-    full: a shorter example fills the room beside the longest."""
+    """The time is that of 24 examples of 100 tokens, however they are divided into micro-batches.
+    Only for memory do all micro-batches count as full."""
     config = stage_config(FineTuningConfig, "tp=1", micro_batch_tokens=budget)
     parallel, work = resolve_parallel(config, 1), work_of(config, 1)
     traffic = dict.fromkeys(("tp", "ep", "etp", "cp", "dp", "edp", "pp"), 0)
-    # all-to-alls send the same number of bytes for each token of a micro-batch
+    # Every token of every micro-batch sends the same number of bytes.
     traffic["ep"] = 10**6 * work.tokens * work.micro_batches
     cost = step_cost(config, parallel, work, 10**6, traffic)
     shape = config.resolved_model()
@@ -114,8 +116,9 @@ def test_room_in_micro_batches_costs_no_time(budget: int) -> None:
 
 
 def test_pretraining_keeps_what_autograd_keeps() -> None:
-    """Compared with a micro-batch that the trainer builds on a rank. The difference is masks, which
-    the reference attention keeps, and experts with different numbers of tokens."""
+    """The estimate is compared with a real micro-batch on one rank. The difference comes from
+    masks, which the reference attention keeps, and from experts with different numbers of
+    tokens."""
     count, config = 4, stage_config(PretrainingConfig, "tp=1", micro_batch_tokens=4 * LENGTH)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(VOCAB, (count, LENGTH), generator=generator)

@@ -1,4 +1,4 @@
-"""The layouts that the search for fitting ones tries."""
+"""The layouts that the search for a fitting layout tries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from tests.unit.estimate.conftest import ConfigMaker
 
 
 def test_layers_that_no_number_of_stages_divides(make_config: ConfigMaker) -> None:
-    """5 layers, or 7 with embedding and loss: 3 and 2 layers on two stages."""
+    """The model has 5 layers, or 7 with embedding and loss. Two stages get 3 and 2 of the
+    layers."""
     model = {"vocab_size": 80, "megatron": {"num_layers": 5}}
     rollout = {"prompts_per_step": 4, "group_size": 2, "max_response_tokens": 16}
     config = make_config("tiny", "tp=1", model=model, rollout=rollout)

@@ -1,4 +1,5 @@
-"""Bytes that are sent, and the key/value cache, computed by hand for a layer of known sizes."""
+"""The bytes that ranks send, and the size of the key/value cache, computed by hand for a layer of
+known sizes."""
 
 from __future__ import annotations
 
@@ -40,9 +41,9 @@ DELTA_NETS = {
 
 
 def test_all_to_alls_of_the_experts(make_config: ConfigMaker) -> None:
-    """Tokens go to the experts and back, in the forward and the backward pass, together with the
-    router's weights (fp32). 32 sequences are 8 micro-batches a rank; for the last 3 of 4
-    mini-batches there is also a forward-only pass."""
+    """Tokens go to the experts and back, in the forward and in the backward pass. The router's
+    weights (fp32) go with them. A rank has 32 sequences in 8 micro-batches. The last 3 of 4
+    mini-batches have a further forward pass."""
     traffic, found = sent(make_config("tiny", "ep=4,dp=4", **STEP), 4)
     assert found.work.micro_batches_per_step == 8
     rows = TOKENS * TOPK
@@ -63,8 +64,8 @@ def test_hidden_states_between_stages(make_config: ConfigMaker) -> None:
 
 
 def test_gradients_and_weights_over_data_parallel_ranks(make_config: ConfigMaker) -> None:
-    """For each element and update, 4 bytes of gradient and 2 of weight; half of the elements go to
-    the other rank."""
+    """Each element sends 4 bytes of gradient and 2 bytes of weight in an update. Half of the
+    elements go to the other rank."""
     traffic, found = sent(make_config("tiny", "dp=2", **STEP), 2)
     elements = found.parameters.total() + (112 - 99) * 2 * HIDDEN  # the padded vocabulary
     both = traffic["dp"] + traffic["edp"]
@@ -91,9 +92,9 @@ def test_groups_within_a_node_use_its_links(make_config: ConfigMaker) -> None:
 def test_the_cache_is_the_rollout_engines(
     make_config: ConfigMaker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str
 ) -> None:
-    """Half as much is added for the moment at which the cache shrinks. Keys and values of latent
-    attention have different widths. Layers with windows have no more keys than the window, and
-    delta nets have a state of fixed size."""
+    """The estimate adds one half of the cache, for the moment at which the cache shrinks. Keys and
+    values of latent attention have different widths. Layers with windows keep no more keys than the
+    window, and delta nets have a state of fixed size."""
     sizes = {"vocab_size": 99, "max_position_embeddings": 96}
     folder = write_model(tmp_path / "model", family, seed=1, **sizes)
     largest = 0

@@ -1,4 +1,5 @@
-"""The size of a step, and micro-batches in flight against Megatron-Core's own schedules."""
+"""The size of a step, and the micro-batches in flight compared with Megatron-Core's own
+schedules."""
 
 from __future__ import annotations
 
@@ -41,16 +42,18 @@ def work_of(make_config: ConfigMaker) -> Any:
 FILLED = ((30, 70), (30, 70), (1, 49))
 
 
-# 40 sequences in 2 mini-batches
+# The step has 40 sequences in 2 mini-batches.
 @pytest.mark.parametrize(
     ("layout", "keys", "lengths", "micro_batches"),
     [
-        ("tp=1", {}, FILLED, 10),  # filled to the budget, with 2 whole sequences
-        ("tp=1", {"budget": 64}, ((30, 70),), 20),  # a sequence that exceeds the budget
-        ("tp=1", {"packing": False}, ((30, 70), (30, 70)), 10),  # all rows have the same length
-        ("cp=2", {}, ((30, 70),) * 5, 4),  # the ranks' budgets together
-        ("pp=4,vpp=2", {}, FILLED, 12),  # a multiple of the number of stages
-        # the prompts' own lengths
+        ("tp=1", {}, FILLED, 10),  # two whole sequences, and a part of a third up to the budget
+        ("tp=1", {"budget": 64}, ((30, 70),), 20),  # one sequence exceeds the budget
+        # without packing, all rows have the same length
+        ("tp=1", {"packing": False}, ((30, 70), (30, 70)), 10),
+        ("cp=2", {}, ((30, 70),) * 5, 4),  # two ranks have twice the budget
+        # the number of micro-batches is a multiple of the number of stages
+        ("pp=4,vpp=2", {}, FILLED, 12),
+        # The longest prompt is shorter than data.max_prompt_tokens.
         ("tp=1", {"longest_prompt": 12}, ((12, 70),) * 3 + ((1, 3),), 7),
     ],
 )
@@ -66,7 +69,7 @@ def test_a_micro_batch_is_filled_to_its_budget(
 
 def test_ranks_share_sequences_and_prompts(work_of: Any) -> None:
     work = work_of("dp=3", 3)
-    assert work.micro_batches == 4  # 7 of 20 sequences, two at a time
+    assert work.micro_batches == 4  # a rank has 7 of 20 sequences, two in a micro-batch
     assert (work.rollout_prompts, work.rollout_rows) == (4, 16)
     work = work_of("dp=3", 3, batch_size=9)
     assert (work.rollout_prompts, work.rollout_rows) == (3, 9)
@@ -75,8 +78,8 @@ def test_ranks_share_sequences_and_prompts(work_of: Any) -> None:
 
 
 def held_by_the_schedule(stages: int, stage: int, chunks: int, micro_batches: int) -> list[int]:
-    """The forward passes that a stage starts before its first backward pass, for each chunk, as
-    Megatron-Core counts and orders them."""
+    """For each chunk, the number of forward passes that a stage starts before its first backward
+    pass, as Megatron-Core orders them."""
     vpp = f",vpp={chunks}" if chunks > 1 else ""
     config = parse_config(
         {"parallel": {"layout": f"pp={stages}{vpp}"}, "data": {"tokenizer": "none"}}
@@ -111,7 +114,7 @@ def test_a_single_stage_holds_one_micro_batch_and_has_no_bubble() -> None:
 
 
 def test_the_bubble_of_both_schedules() -> None:
-    # 4 stages, 8 micro-batches: 3 of 11 slots are idle; chunks of half the layers take half the
-    # time
+    # With 4 stages and 8 micro-batches, 3 of 11 slots are idle. A chunk of half the layers takes
+    # half the time.
     assert bubble_share(4, 1, 8) == pytest.approx(3 / 11)
     assert bubble_share(4, 2, 8) == pytest.approx(1.5 / (8 + 1.5))

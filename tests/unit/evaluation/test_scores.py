@@ -1,4 +1,4 @@
-"""The figures of a suite, compared with brute force, exact distributions and the papers'
+"""The figures of a suite, compared with brute force, with exact distributions, and with the papers'
 formulas."""
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def test_pass_at_k_refuses_impossible_counts(given: tuple[int, int, int]) -> Non
 
 
 def test_majority_is_the_mean_over_all_ways_to_break_ties() -> None:
-    """All lists of 5 responses with the answers a (right), b, c or none. The first response of a
-    random order decides between equally frequent answers."""
+    """The test takes every list of 5 responses, each with the answer a (right), b, c or none.
+    Equally frequent answers are equally likely to win."""
     for given in itertools.product("abc-", repeat=5):
         counts = Counter(answer for answer in given if answer != "-")
         top = [a for a in counts if counts[a] == max(counts.values())]
@@ -100,7 +100,7 @@ def test_the_interval_of_equal_problems_is_a_point_and_the_same_every_time() -> 
 def test_figures_of_two_problems_by_hand() -> None:
     found = suite_figures([answers("1100", "aabc", 10), answers("0001", "xx-y", 20)], samples=4)
     assert found["mean"] == found["pass_at_1"] == pytest.approx((2 / 4 + 1 / 4) / 2)
-    # two of four: 1 − 1/6; one of four: 1 − 3/6
+    # two of four are right: 1 − 1/6; one of four: 1 − 3/6
     assert found["pass_at_2"] == pytest.approx((5 / 6 + 3 / 6) / 2)
     assert found["pass_at_4"] == 1.0
     assert found["maj_at_4"] == pytest.approx((1 + 0) / 2)
@@ -122,7 +122,8 @@ def test_a_failed_reward_may_count_as_wrong() -> None:
     assert found["problems"] == 3 and found["failed"] == 3 and found["left_out"] == 0
     assert found["mean"] == found["pass_at_1"] == pytest.approx((1 + 0.5 + 0) / 3)
     assert found["pass_at_2"] == pytest.approx(2 / 3)
-    assert found["maj_at_2"] == pytest.approx(2 / 3)  # "b" and "c" have no vote
+    # the answers "b" and "c" belong to failed rewards and have no vote
+    assert found["maj_at_2"] == pytest.approx(2 / 3)
     with pytest.raises(ValueError, match="no problem has 2 responses"):
         suite_figures([answers("nn")], samples=2, failed_is_wrong=True)
 
@@ -134,7 +135,7 @@ def test_the_line_of_a_suite_says_what_failed_and_what_became_of_it() -> None:
     wrong = suite_text(suite_figures(problems, samples=2, failed_is_wrong=True))
     assert wrong.endswith("3 calls of the reward failed: counted as wrong")
     assert "failed" not in suite_text(suite_figures([answers("10")], samples=2))
-    # the metrics of an earlier version
+    # an earlier version wrote only this metric
     assert failed_text({"failed": 3.0}) == "3 calls of the reward failed"
 
 
@@ -155,7 +156,7 @@ def test_partial_rewards_have_a_mean_that_is_not_their_accuracy() -> None:
 
 
 def test_problems_of_one_mean_have_no_interval() -> None:
-    """If nothing is right in three problems, something may still be right in others."""
+    """If nothing is right in three problems, other problems may still have right responses."""
     assert suite_text(suite_figures([answers("00")] * 3, samples=2)).startswith(
         "mean@2 0.000, pass"
     )

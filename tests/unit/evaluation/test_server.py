@@ -1,4 +1,4 @@
-"""Suites on an OpenAI-compatible server: a real HTTP server with made-up answers."""
+"""Suites on an OpenAI-compatible server. The tests run a real HTTP server with made-up answers."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ ROWS = [{"question": "6 * 7", "solution": "42"}, {"question": "1 / 2", "solution
 
 
 class Chat:
-    """Answers the sum in \boxed{} to every second request of a problem, and a wrong number to the
-    others."""
+    """Answers every second request of a problem with the right sum in a LaTeX box, and the others
+    with a wrong number."""
 
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
         self.requests: list[dict[str, Any]] = []
-        self.failures = [503, 429]  # statuses of the first requests
+        self.failures = [503, 429]  # the statuses of the first responses
         self.refuses = False
-        self.says: str | bytes | None = None  # a text in place of an answer
+        self.says: str | bytes | None = None  # the body of all responses, if it is set
         self.url = ""
 
     async def complete(self, request: web.Request) -> web.Response:
@@ -139,7 +139,7 @@ def test_a_server_is_evaluated(
     out_text = capsys.readouterr().out
     # two equal problems give no interval
     assert "0.500" in out_text and "0.500–0.500" not in out_text
-    # a second evaluation does not mix with the first
+    # The results of a second evaluation are not mixed with the first.
     assert main(["evaluate", chat.url, "--suite", str(suite), "-o", str(out)]) == 2
     assert "holds an evaluation" in capsys.readouterr().err
 
@@ -202,7 +202,7 @@ def test_all_mistakes_are_told_before_the_server_is_asked(
 
 
 class Failing:
-    """A session whose first answers fail."""
+    """A session whose first responses have an error status."""
 
     def __init__(self, failures: int, status: int) -> None:
         self.left, self.status, self.asked = failures, status, 0

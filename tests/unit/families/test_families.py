@@ -1,4 +1,4 @@
-"""config.json of published models, read into our fields and written back."""
+"""config.json of published models: reading it into our fields, and writing it back."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ QWEN3_30B_A3B: dict[str, Any] = {
     "router_aux_loss_coef": 0.001,
     "sliding_window": None,
     "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",  # a key without meaning for the shape; there are many
+    "torch_dtype": "bfloat16",  # one of the many keys that say nothing about the shape
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
@@ -214,7 +214,7 @@ def test_minimax_names_the_rotated_channels() -> None:
         [line] = problems(hf | changes)
         assert named in line
     written = family_of(hf).config(replace(found, rotary_percent=0.25), 37)
-    assert written is not None  # vLLM reads only this key
+    assert written is not None  # vLLM reads this key alone
     assert written["rotary_dim"] == 3 and "partial_rotary_factor" not in written
 
 
@@ -256,13 +256,14 @@ def test_layers_that_ernie_cannot_express() -> None:
     found = shape(hf)
     found.megatron["moe_layer_freq"] = [1, 0, 0, 1]
     assert family_of(hf).config(found, 37) is None
-    [line] = problems(hf | {"moe_layer_start_index": [1, 1]})  # the form of a vision-language model
+    # vision-language models have a list here
+    [line] = problems(hf | {"moe_layer_start_index": [1, 1]})
     assert line.startswith("moe_layer_start_index = [1, 1]")
 
 
 def test_kinds_of_layers_count_where_the_family_has_them() -> None:
-    """transformers does the same: DeepSeek-V3 and GLM-4.5 count their first layers and ignore the
-    kinds."""
+    """The key mlp_layer_types counts only in families that have it, as in transformers. DeepSeek-V3
+    and GLM-4.5 ignore it and count their first layers."""
     kinds = {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}
     for name in ("deepseek_v3", "glm4_moe"):
         hf = {k: v for k, v in CONFIGS[name].items() if k != "first_k_dense_replace"}

@@ -1,4 +1,4 @@
-"""The table of docs/checkpoints.md about what each family can do, compared with the code."""
+"""The table in docs/checkpoints.md of the features of each family, compared with the code."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Settings that config.json can spell in two ways: they are read as transformers reads them, or
-refused."""
+"""Settings that config.json can spell in two ways. Each spelling is read as transformers reads it,
+or refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LATENT = ("deepseek_v3", "glm4_moe_lite")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 DENSE = [name for name, config in CONFIGS.items() if config.keys().isdisjoint(EXPERTS)]
 
-# A config without the keys that the variants below add.
+# The configs without the keys that the variants below add.
 BARE: dict[str, dict[str, Any]] = {
     name: {
         key: value
@@ -74,7 +74,8 @@ def variants(name: str) -> list[dict[str, Any]]:
 
 
 def of_transformers(hf: dict[str, Any]) -> dict[str, Any]:
-    """The settings as transformers reads them. Raises an error if it refuses them."""
+    """The settings as transformers reads them. If transformers refuses them, its error is
+    raised."""
     config = CONFIG_MAPPING[hf["model_type"]](**json.loads(json.dumps(hf)))
     rope = config.rope_parameters
     [rope] = [v for v in rope.values() if isinstance(v, dict)] or [rope]

@@ -1,4 +1,4 @@
-"""The config.json of published models can be read, and gives the sizes of their model cards."""
+"""The config.json of each published model can be read, and gives the sizes of the model card."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def glm(layers: int, hidden: int, experts: int, width: int, **more: Any) -> dict
 def ling(
     layers: int, hidden: int, heads: int, width: int, experts: int, dense: int = 1, **more: Any
 ) -> dict[str, Any]:
-    """width: that of the MLP in dense layers; experts: that of an expert."""
+    """The config of a Ling model. width: of the MLP in dense layers; experts: the width of an
+    expert."""
     named = {"model_type": "bailing_moe_v2", "architectures": ["BailingMoeV2ForCausalLM"]}
     sizes = {"vocab_size": 157_184, "num_hidden_layers": layers, "hidden_size": hidden}
     both = {"num_attention_heads": heads, "num_key_value_heads": 4, "head_dim": 128}
@@ -52,7 +53,8 @@ def ling(
 def ernie(
     layers: int, hidden: int, heads: int, keys: int, width: int, experts: int, k: int, **more: Any
 ) -> dict[str, Any]:
-    """width: that of the MLP in dense layers; experts: that of an expert."""
+    """The config of an ERNIE model. width: of the MLP in dense layers; experts: the width of an
+    expert."""
     named = {"model_type": "ernie4_5_moe", "architectures": ["Ernie4_5_MoeForCausalLM"]}
     sizes = {"vocab_size": 103_424, "num_hidden_layers": layers, "hidden_size": hidden}
     both = {"num_attention_heads": heads, "num_key_value_heads": keys}
@@ -80,12 +82,13 @@ def qwen3_next(**more: Any) -> dict[str, Any]:
 
 
 def vision(text: dict[str, Any]) -> dict[str, Any]:
-    """The config of Qwen3.5 as it is published: a vision model and the language model."""
+    """The config of Qwen3.5 as published, with a vision model beside the language model."""
     rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
     rope |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
     named = {"model_type": "qwen3_5_moe_text", "vocab_size": 248_320, "rope_parameters": rope}
     more = {"mtp_num_hidden_layers": 1, "attn_output_gate": True, "mamba_ssm_dtype": "float32"}
-    more |= {"partial_rotary_factor": 0.25, "mlp_only_layers": []}  # in addition to rope_parameters
+    # beside rope_parameters, as published
+    more |= {"partial_rotary_factor": 0.25, "mlp_only_layers": []}
     kinds = ["linear_attention"] * 3 + ["full_attention"]
     more["layer_types"] = kinds * (text["num_hidden_layers"] // len(kinds))
     return {
@@ -101,7 +104,7 @@ def vision(text: dict[str, Any]) -> dict[str, Any]:
 def dense_vision(
     layers: int, hidden: int, width: int, queries: int, keys: int, values: int, tied: bool = False
 ) -> dict[str, Any]:
-    """values: the number of a delta net's value heads."""
+    """The config of a dense Qwen3.5 model. values: the number of value heads of a delta net."""
     kind = {"model_type": "qwen3_5_text", "intermediate_size": width}
     sizes = heads(queries, keys, linear_num_value_heads=values)
     outer = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"]}
@@ -181,8 +184,8 @@ def mixtral_8x22b(vocabulary: int) -> dict[str, Any]:
     )
 
 
-# Parameters in units of 10^9, without the layers that predict further tokens.
-# tests/unit/cli/test_check_published.py has the number of ranks for each.
+# Parameters in units of 10^9, without the layers that predict further tokens. The layouts for 1,024
+# ranks are in tests/unit/cli/test_check_published.py.
 PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "DeepSeek-V3": (
         latent(

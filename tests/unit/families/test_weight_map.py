@@ -1,4 +1,5 @@
-"""The map: recipes compared with torch's operations on whole tensors. Every element comes once."""
+"""The weight map: its recipes are compared with torch's operations on whole tensors, and cover
+every element once."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def _experts(flat: bool) -> tuple[TensorRecipe, Parts, Callable[[Parts], Tensor]
 
 
 def _interleaved() -> tuple[TensorRecipe, Parts, Callable[[Parts], Tensor]]:
-    """The first layer of gpt-oss: two of its experts."""
+    """Two of the experts in the first layer of gpt-oss."""
     config = model_config("gpt_oss")
     recipes = _map("gpt_oss", tied=False).recipes
     hidden, width = config["hidden_size"], config["intermediate_size"]
@@ -198,8 +199,8 @@ def test_layers_come_in_order() -> None:
 
 
 def test_biases_of_experts_by_the_names_of_transformer_engine() -> None:
-    """There, the gate and up biases of an expert are one vector. A checkpoint has those of all
-    experts in one tensor."""
+    """In Transformer Engine, the gate and up biases of an expert are one vector. In a checkpoint,
+    one tensor contains the biases of all experts."""
     weights, start = _map("gpt_oss", tied=False), "decoder.layers.1.mlp.experts."
     width, hidden, experts = (
         CONFIGS["gpt_oss"][key] for key in ("intermediate_size", "hidden_size", "num_local_experts")

@@ -1,4 +1,4 @@
-"""Single mistakes in the map, in the import, in the export, or in both."""
+"""Mistakes in the weight map, one at a time: in the import, in the export, or in both."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _groups_of_keys_permuted(box: Box) -> Box:
     if not box.name.endswith("k_proj.weight"):
         return box
     rows, columns = box.source
-    return replace(box, source=(box.size[0] - rows, columns))  # rows of two groups
+    return replace(box, source=(box.size[0] - rows, columns))  # swaps the rows of two groups
 
 
 MISTAKES: dict[str, Rename] = {
@@ -39,7 +39,8 @@ MISTAKES: dict[str, Rename] = {
 
 
 def with_mistake(weights: WeightMap, rename: Rename) -> WeightMap:
-    """The map with other boxes. The HF tensors are described as before."""
+    """The same map with boxes that `rename` has changed. The descriptions of the HF tensors stay
+    right."""
     recipes = {
         name: TensorRecipe(recipe.shape, tuple(rename(box) for box in recipe.boxes))
         for name, recipe in weights.recipes.items()
@@ -49,7 +50,7 @@ def with_mistake(weights: WeightMap, rename: Rename) -> WeightMap:
 
 @contextlib.contextmanager
 def mistaken(name: str, *, importing: bool, exporting: bool) -> Iterator[None]:
-    """While it lasts, the map is wrong."""
+    """A context in which import or export, or both, use a wrong map."""
     native_folder, native_map = load.checked_folder, export.weight_map
 
     def checked_folder(*args, **kwargs):

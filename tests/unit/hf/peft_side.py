@@ -1,8 +1,8 @@
-"""What PEFT computes with adapters on a model of transformers. It runs in a separate process.
+"""The results of PEFT with adapters on a model of transformers, computed in a separate process.
 
-transformers keeps gate and up projection of all experts as one tensor, for which PEFT has one pair
-of matrices of twice the rank. It computes the same as one pair for each matrix, if its B is zero
-where it would mix gate and up.
+transformers keeps the gate and up projections of all experts as one tensor. For this tensor PEFT
+has one pair of matrices of twice the rank. The pair computes the same as a pair for each
+projection, if its B is zero where it would mix gate and up.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Taught:
     loss: float
     gradients: dict[str, Tensor]  # by the names of a PEFT file
     norm: float
-    after: dict[int, dict[str, Tensor]]  # the adapters after this many updates
+    after: dict[int, dict[str, Tensor]]  # by the number of updates
 
 
 def _model(folder: Path, targets: list[str], use_rslora: bool) -> Any:
@@ -52,8 +52,8 @@ def _model(folder: Path, targets: list[str], use_rslora: bool) -> Any:
 
 
 def _pairs(model: Any) -> Iterator[tuple[str, str, Tensor]]:
-    """(name of the module, A or B, parameter) of each adapter. Experts' names end in base_layer or
-    experts."""
+    """Yields (name of the module, A or B, parameter) for each adapter. An expert's name ends in
+    base_layer or experts."""
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             stem, _, rest = name.partition(".lora_")
@@ -61,13 +61,14 @@ def _pairs(model: Any) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _of_file(stem: str, letter: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a PEFT file, with one for each matrix of each expert."""
+    """Split an adapter into the tensors of a PEFT file: one for each matrix of each expert."""
     if not stem.endswith(("experts", "experts.base_layer")):
         yield f"{stem}.lora_{letter}.weight", value
         return
     start, is_down = stem.removesuffix(".base_layer"), stem.endswith("experts")
     rank = RANK if is_down else 2 * RANK
-    # A [experts * rank, in]; B [out, rank * experts], in which the experts alternate
+    # A is [experts * rank, in]. B is [out, rank * experts], and its columns alternate between the
+    # experts.
     count = (value.shape[0] if letter == "A" else value.shape[1]) // rank
     if letter == "A":
         of_experts = value.view(count, rank, -1)
@@ -85,7 +86,7 @@ def _of_file(stem: str, letter: str, value: Tensor) -> Iterator[tuple[str, Tenso
 
 
 def _between(stem: str, letter: str, value: Tensor) -> Tensor:
-    """Whether an element of B mixes gate and up projection."""
+    """A mask of the elements of B that mix gate and up projection."""
     mixes = torch.zeros_like(value, dtype=torch.bool)
     if letter == "B" and stem.endswith("experts.base_layer"):
         half = len(value) // 2
@@ -142,8 +143,8 @@ def teach(folder: Path, out: Path, ids: list[int], targets: list[str], use_rslor
 def adapt_parameters(
     folder: Path, out: Path, ids: list[int], modules: list[str], parameters: list[str]
 ) -> Tensor:
-    """Let PEFT write random adapters of modules, and of parameters that hold all experts. Returns
-    the logits [length, vocabulary] of the model with them."""
+    """Let PEFT write random adapters of some modules, and of parameters that contain all experts.
+    Returns the logits [length, vocabulary] of the model with the adapters."""
     import peft
     import transformers
 
@@ -164,8 +165,8 @@ def adapt_parameters(
 
 
 def logits_with(folder: Path, adapter: Path, ids: list[int]) -> Tensor:
-    """The logits [length, vocabulary] of the model with the adapter in a folder, as PEFT reads
-    it."""
+    """The logits [length, vocabulary] of the model with an adapter that PEFT loads from a
+    folder."""
     import peft
     import transformers
 

@@ -33,7 +33,7 @@ def config_of(
 
 
 def policy_of(config: Config) -> Policy:
-    """A policy whose random weights are replaced by those of the folder."""
+    """A policy with the weights of the folder."""
     world_size = dist.get_world_size()
     check_config(config, world_size)
     vocab_size = config.resolved_model().vocab_size
@@ -56,8 +56,8 @@ def logits_of(policy: Policy, ids: list[int]) -> Tensor:
 def greedy(
     policy: Policy, prompts: list[list[int]], count: int
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """The most probable continuations of all prompts, and the log-probs of their tokens, by the
-    rollout engine. Every data-parallel rank decodes all of them."""
+    """The most probable continuations of all prompts, and the log-probs of their tokens. Every
+    data-parallel rank runs its rollout engine on all prompts."""
     engine = MegatronEngine(policy, pad_id=0, eos_id=NO_TOKEN)
     requests = Requests(prompts, list(range(len(prompts))), responses_per_prompt=1)
     batch = engine.generate(requests, Sampling(max_tokens=count, temperature=0.0), seed=1)

@@ -1,4 +1,4 @@
-"""Folders of preference models, as transformers writes them, and scores of theirs by it."""
+"""Folders of preference models, and their scores, both by transformers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def write_score_model(path: Path, family: str, seed: int, **changes: Any) -> Pat
 def scores_by_transformers(
     folder: Path, sequences: list[list[int]], pad: int = PAD
 ) -> tuple[str, dict, list]:
-    """The class, complaints about tensors, and the score of each sequence, padded in one batch."""
+    """The class of the model, the complaints about its tensors, and the score of each sequence. The
+    sequences are padded in one batch."""
     import transformers
 
     model, loading = transformers.AutoModelForSequenceClassification.from_pretrained(

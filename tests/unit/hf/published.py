@@ -1,7 +1,7 @@
-"""Small random models in the layout of published checkpoints, made without the package's map.
+"""Small random models in the layout of published checkpoints, written without the weight map.
 
-Sizes that a wrong map could confuse all differ: hidden, intermediate and heads * head_dim; query
-groups and heads. Nothing divides the vocabulary, and no norm is 1.
+All sizes that a wrong map could confuse differ: hidden, intermediate and heads * head_dim; query
+groups and heads. The vocabulary size is a prime number, and no norm is 1.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "olmoe": {key: value for key, value in _COMMON.items() if key != "head_dim"}
     | {
         "architectures": ["OlmoeForCausalLM"],
-        "hidden_size": 60,  # this is heads * head_dim, because there is no head_dim
+        "hidden_size": 60,  # equal to heads * head_dim, because the config has no head_dim
         "num_experts": 6,
         "num_experts_per_tok": 2,
         "norm_topk_prob": False,
@@ -134,7 +134,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _COMMON
     | {
         "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 48,  # transformers needs a multiple of the heads
+        "hidden_size": 48,  # transformers requires a multiple of the number of heads
         "attention_bias": False,
         "mlp_bias": False,
         "rope_scaling": {
@@ -171,7 +171,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_bias": False,
         "mlp_bias": False,
     },
-    # config.json has only intermediate_size for the width of the experts
+    # config.json has no other key than intermediate_size for the width of the experts.
     "minimax_m2": _COMMON
     | {
         "architectures": ["MiniMaxM2ForCausalLM"],
@@ -272,7 +272,8 @@ CONFIGS["gpt_oss"] = _COMMON | {
     "rope_scaling": {
         "rope_type": "yarn",
         "factor": 32.0,
-        "beta_fast": 0.7,  # bounds of 0.5 and 2.5 channels, which rounding would move
+        # the bounds are 0.5 and 2.5 channels, so rounding them would change the result
+        "beta_fast": 0.7,
         "beta_slow": 0.07,
         "original_max_position_embeddings": 8,
         "truncate": False,
@@ -492,18 +493,19 @@ def _mlp(config: dict[str, Any], layer: int) -> Shapes:
 
 
 def random_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
-    """Weights whose size is 1 over the square root of their width, and norms around 1."""
+    """Weights with a standard deviation of 0.15, about 1 / sqrt(width). Weights of norms are near
+    1, or near 0 where the family adds 1."""
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, config["torch_dtype"])
     tensors = {}
     for name, shape in tensor_shapes(config).items():
         noise = 0.15 * torch.randn(shape, generator=generator)
-        # published in fp32, whatever the other dtypes are
+        # These tensors are published in fp32, whatever the other dtypes are.
         fp32 = name.endswith(("e_score_correction_bias", "expert_bias", "A_log", "dt_bias"))
         kind = torch.float32 if fp32 else dtype
         around_zero = config["model_type"] in DELTA_NETS and "linear_attn" not in name
         start = 1.0 if "norm" in name and not around_zero else 0.0
-        # four values a channel; otherwise queries and keys near 0 would be noise
+        # With only four values a channel, smaller ones would make queries and keys pure noise.
         if "conv1d" in name:
             noise *= 4
         tensors[name] = (start + noise).to(kind)
@@ -517,7 +519,8 @@ def write_folder(
     index."""
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(config))
-    names = sorted(tensors, key=lambda name: name[::-1])  # parts of a layer are in different files
+    # puts parts of a layer into different files
+    names = sorted(tensors, key=lambda name: name[::-1])
     if files == 1:
         save_file(tensors, path / "model.safetensors", {"format": "pt"})
         return path
@@ -546,7 +549,7 @@ def write_model(path: Path, family: str, seed: int, files: int = 3, **changes: A
 
 
 def read_folder(path: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, read by the reference implementation of safetensors."""
+    """All tensors of a folder, read by the safetensors library."""
     tensors: dict[str, Tensor] = {}
     for file in sorted(path.glob("*.safetensors")):
         found = load_file(file)

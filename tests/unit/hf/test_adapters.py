@@ -1,4 +1,5 @@
-"""PEFT folders from outside: what is taken, and what is refused and how."""
+"""PEFT folders from other programs: those that are accepted, those that are refused, and the
+messages."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ RANK = 4
 
 
 def write_adapter(folder: Path, base: Path, targets: list[str], **changes: Any) -> Path:
-    """Write adapters of a qwen3_moe. changes: keys of adapter_config.json to replace."""
+    """Write adapters of a qwen3_moe model. changes: replaced keys of adapter_config.json."""
     config = json.loads((base / "config.json").read_text())
     weights = weight_map(FAMILIES["qwen3_moe"], shape_of(describe(config)), VOCABULARY)
     adapted = adapted_weights(weights, targets)
@@ -123,7 +124,7 @@ def test_pickles_are_never_read(tmp_path: Path, base: Path) -> None:
 
 
 def test_target_modules_name_what_is_adapted_and_nothing_else(tmp_path: Path, base: Path) -> None:
-    """Layer 1 is dense: its gate_proj has no adapter where experts alone are targets."""
+    """Layer 1 is dense, so the target `experts` gives no adapter to its gate_proj."""
     for targets, expected in ((["attention"], 4), (["all"], 7)):
         folder = write_adapter(tmp_path / targets[0], base, targets)
         assert len(PeftFolder(folder).config["target_modules"]) == expected
@@ -152,8 +153,8 @@ def test_each_matrix_of_a_layer_has_an_adapter_by_its_published_name(family: str
 
 
 def published_matrices(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Published tensors, and each matrix of those that hold all experts of a layer (gpt-oss has
-    them transposed)."""
+    """The published tensors. A tensor that holds a matrix for each expert of a layer is split into
+    these matrices (gpt-oss has them transposed)."""
     shapes = tensor_shapes(config)
     for name, shape in list(shapes.items()):
         start, _, leaf = name.rpartition(".")
@@ -191,7 +192,7 @@ def test_a_head_that_is_the_embedding_is_refused(target: str) -> None:
 
 
 def test_a_routers_parameter_is_a_module_as_any_other(tmp_path: Path, base: Path) -> None:
-    """PEFT treats `gate` as a parameter, so it saves the router's adapter in this form."""
+    """PEFT treats `gate` as a parameter and saves the router's adapter in this form."""
     named = {"target_parameters": ["gate.weight"]}
     folder = write_adapter(tmp_path / "adapter", base, ["attention", "router"], **named)
     peft_to_megatron(folder, tmp_path / "out")
@@ -203,7 +204,8 @@ def test_a_routers_parameter_is_a_module_as_any_other(tmp_path: Path, base: Path
 
 @pytest.fixture(scope="module")
 def joint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A gpt_oss, whose files have all experts of a layer in one tensor, and adapter_config.json."""
+    """The folder of a gpt_oss model, which has one tensor for all experts of a layer, and an
+    adapter_config.json for it."""
     base = write_model(tmp_path_factory.mktemp("joint") / "model", "gpt_oss", seed=1)
     names = [f"mlp.experts.{name}" for name in ("down_proj", "gate_up_proj")]
     document = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj"]}
@@ -211,7 +213,8 @@ def joint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 
 
 def write_joint(folder: Path, base: Path, document: dict[str, Any], rank: int) -> Path:
-    """Adapters of experts alone; rank: that of gate and up projection together."""
+    """Write adapters of the experts alone. rank: of the adapter that gate and up projection
+    share."""
     shapes, tensors = tensor_shapes(json.loads((base / "config.json").read_text())), {}
     for name, shape in shapes.items():
         module, _, leaf = name.rpartition(".")

@@ -1,5 +1,5 @@
-"""Ling 2, for which transformers has no class: compared with its formulas, and with GLM-4.5, which
-has the same models under other names."""
+"""Ling 2, for which transformers has no class. It is compared with its formulas, and with GLM-4.5,
+which has the same model under other names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.hf.policies import config_of, greedy, logits_of, policy_of
 from tests.unit.hf.published import VOCABULARY, model_config, random_tensors, write_folder
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-TOLERANCE = 1e-5  # for fp32 logits of size 3 to 5; at most 2e-6 was seen
+TOLERANCE = 1e-5  # for fp32 logits of size 3 to 5; the largest error seen was 2e-6
 
 VARIANTS: list[dict[str, Any]] = [
     {},
@@ -110,14 +110,15 @@ def test_the_formulas(tmp_path: Path, changes: dict[str, Any]) -> None:
     expected = logits_by_hand(config, tensors, ids)
     assert expected.abs().max() > 1
     assert (logits_of(policy, ids) - expected).abs().max() < TOLERANCE
-    # with a cache, token by token
+    # The rollout engine decodes with a cache, one token at a time.
     for prompt, said in zip(PROMPTS, greedy(policy, PROMPTS, count=12)[0], strict=True):
         logits = logits_by_hand(config, tensors, prompt + said)
         assert said == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
 def test_rows_by_groups_of_keys_would_show(tmp_path: Path) -> None:
-    """A file has all queries, then all keys, then all values, unlike Megatron-Core's linear_qkv."""
+    """A file has all queries, then all keys, then all values, unlike Megatron-Core's linear_qkv.
+    The test notices a file with the other order."""
     config = model_config("bailing_moe_v2")
     tensors = random_tensors(config, seed=4)
     expected = logits_by_hand(config, tensors, list(range(VOCABULARY)))

@@ -1,4 +1,4 @@
-"""Hugging Face folders: reading any part of any tensor, and every kind of damage."""
+"""Hugging Face folders: reading any part of any tensor, and messages for every kind of damage."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def problems_of(folder: Path) -> list[str]:
 def test_slices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dtype: str
 ) -> None:
-    """One dimension or several are cut. Files are mapped again now and then."""
+    """The slices cut one or several dimensions. The small limit makes the reader map its files
+    again several times."""
     monkeypatch.setattr(module, "_MAPPED_BYTES", 100)
     tensor = noise(DTYPES[dtype], *shape)
     write(tmp_path / "hf", {"x.safetensors": {"w": tensor}})
@@ -87,7 +88,7 @@ def test_slices(
 
 
 def test_no_more_is_read_than_asked_for(tmp_path: Path) -> None:
-    """The tensor is far larger than any memory, in a sparse file."""
+    """The tensor is in a sparse file and far larger than the memory of any machine."""
     rows, width = 1 << 21, 1 << 17  # 512 GB
     header = {"w": {"dtype": "BF16", "shape": [rows, width], "data_offsets": [0, 2 * rows * width]}}
     text = json.dumps(header).encode()

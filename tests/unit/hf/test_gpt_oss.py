@@ -1,5 +1,5 @@
-"""gpt-oss compared with transformers, for texts longer than its window and YaRN's context. The test
-notices each easy mistake."""
+"""gpt-oss compared with transformers, for texts longer than its window and longer than YaRN's
+original context. The tests notice each easy mistake."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ from tests.unit.hf.published import VOCABULARY, write_model
 from tests.unit.hf.transformers_side import ask, transformers_process
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-# The matrices of experts are square, as in the published models, so shapes do not show a wrong
-# order.
+# As in the published models, the matrices of experts are square, so no shape reveals a wrong order.
 SQUARE = {"hidden_size": 32, "intermediate_size": 32}
-LENGTH = 70  # the window has 6 tokens, YaRN extends from 8 on
+LENGTH = 70  # longer than the window of 6 tokens and than the 8 tokens from which YaRN extends
 IDS = random.Random(5).choices(range(VOCABULARY), k=LENGTH)
 
 
@@ -83,7 +82,7 @@ def _rounded(policy: Policy) -> None:
 
 def _no_concentration(policy: Policy) -> None:
     policy.config.yarn_mscale, policy.config.yarn_mscale_all_dim = 1.0, 1.0
-    # Megatron-Core 0.19 reads the two values when it builds a layer
+    # Megatron-Core 0.19 reads the two values when it builds a layer.
     for layer in policy.models[0].decoder.layers:
         layer.self_attention._yarn_concentration_factor = 1.0
 
@@ -107,7 +106,7 @@ def test_a_part_left_out_shows(compared: Compared, mistake: str) -> None:
 
 
 def _halves_apart(box: Box) -> Box:
-    """Gate above up, instead of alternating."""
+    """Put all gate rows before all up rows. In the file, they alternate."""
     if box.step == 1:
         return box
     *rest, half = box.source

@@ -1,4 +1,4 @@
-"""Each family on one rank: import and export keep every bit, and the model computes the same as
+"""Each family on one rank: import and export keep every bit, and the model computes the same as in
 transformers."""
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from tests.unit.hf.transformers_side import ask, transformers_process
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-# fp32 logits of size 3 to 5 from four layers, with sums in another order: at most 5e-6 was seen
+# For fp32 logits of size 3 to 5 from four layers, with sums in another order. The largest error
+# seen was 5e-6.
 TOLERANCE = 1e-5
-# for 150 tokens; transformers itself differs that much from fp64, because norms of small values
-# amplify
+# For 150 tokens. transformers itself is as far from fp64, because norms amplify small values.
 DELTA_TOLERANCE = 5e-5
 
 YARN = {
@@ -49,14 +49,16 @@ VARIANTS: list[Variant] = [
     ("qwen3", {"tie_word_embeddings": True}),
     ("qwen2_moe", {"norm_topk_prob": True, "mlp_only_layers": []}),
     ("olmoe", {"num_key_value_heads": 6, "norm_topk_prob": True}),
-    # longer than the window of 8 tokens; factors as in DeepSeek-V3, and two, one or none of them
+    # The original context is 8 tokens, and the texts are longer. The first has both factors of
+    # DeepSeek-V3; others have other factors, one, or none.
     ("deepseek_v3", {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
     ("glm4_moe_lite", {"rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.5}}),
     ("deepseek_v3", {"rope_scaling": YARN | {"mscale": 0.707}, "q_lora_rank": None, "n_group": 1}),
     ("glm4_moe_lite", {"rope_scaling": YARN}),
     ("glm4_moe", {"use_qk_norm": False, "attention_bias": False, "partial_rotary_factor": 1.0}),
     ("llama", {"rope_scaling": None, "tie_word_embeddings": True, "num_key_value_heads": 6}),
-    # windows in other layers, of one token; rounded bounds of YaRN; and no windows
+    # Windows of one token in other layers, with rounded bounds of YaRN; then a model without
+    # windows.
     (
         "gpt_oss",
         {
@@ -73,7 +75,7 @@ VARIANTS: list[Variant] = [
         {"tie_word_embeddings": True, "moe_num_shared_experts": 0, "moe_layer_interval": 1},
     ),
     ("bailing_moe_v2", {"use_qkv_bias": True, "use_qk_norm": False, "first_k_dense_replace": 2}),
-    # every second layer has attention; one value head for each key head
+    # Every second layer has attention, and each key head has one value head.
     ("qwen3_next", {"layer_types": [LINEAR, FULL] * 2, "linear_num_value_heads": 2}),
 ]
 HAVE_NO_CLASS = ("bailing_moe_v2",)  # transformers has no class for it; see test_bailing
@@ -84,7 +86,7 @@ HAVE_NO_CLASS = ("bailing_moe_v2",)  # transformers has no class for it; see tes
     [
         *((variant, "float32") for variant in VARIANTS),
         (("qwen3_moe", {}), "bfloat16"),
-        # its routers have fp32 biases
+        # The routers of these families have fp32 biases.
         *(((name, {}), "bfloat16") for name in ("deepseek_v3", "minimax_m2", "ernie4_5_moe")),
         (("qwen3_next", {}), "bfloat16"),  # its delta nets have a decay in fp32
     ],
@@ -118,11 +120,11 @@ def test_transformers_computes_the_same(
     family, changes = variant
     source = write_model(tmp_path / "source", family, seed=4, **changes)
     policy = policy_of(config_of(source))
-    # without the original config.json, so ours must be complete
+    # The export uses a config.json that the package made, so it must be complete.
     ours = FAMILIES[family].config(policy.shape, VOCABULARY)
     export_hf(policy, tmp_path / "export", hf_config=ours)
     draw = random.Random(4)
-    # delta nets compute in chunks of 64 tokens
+    # Delta nets compute in chunks of 64 tokens, so their text has several chunks.
     has_delta_nets = "linear_conv_kernel_dim" in CONFIGS[family]
     length = 150 if has_delta_nets else 23
     ids = [draw.randrange(VOCABULARY) for _ in range(length)]

@@ -1,4 +1,4 @@
-"""The contents that a folder must have for a model, and what is read of it."""
+"""The contents that a folder must have for a model, and the parts of it that are read."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_all_that_is_wrong_is_said_and_nothing_changed(tmp_path: Path) -> None:
 
 
 def test_of_very_many_missing_tensors_some_are_named_and_all_counted(tmp_path: Path) -> None:
-    """Other problems are not hidden behind them."""
+    """The list of missing tensors is cut, so that other problems are still shown."""
     policy = _random_policy(write_model(tmp_path / "one", "qwen3_moe", seed=1))
     config = model_config("qwen3_moe")
     name = "model.layers.0.input_layernorm.weight"
@@ -89,7 +89,7 @@ def test_of_very_many_missing_tensors_some_are_named_and_all_counted(tmp_path: P
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        (  # all tensors have the same shapes, but the heads do not
+        (  # the shapes of all tensors are equal, but the numbers of heads are not
             {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 20,
              "tie_word_embeddings": True},
             ["tie_embeddings is true, and false in the model",
@@ -130,7 +130,7 @@ def test_code_of_a_published_folder_is_ignored_where_asked(tmp_path: Path) -> No
     load_hf(folder, policy, ignore_custom_code=True)
     export_hf(policy, tmp_path / "again", hf_config=published)
     assert_same_bits(read_folder(tmp_path / "again"), read_folder(folder))
-    load_hf(tmp_path / "again", policy)  # it names no code
+    load_hf(tmp_path / "again", policy)  # the export names no custom code
 
 
 @pytest.mark.parametrize("same", [True, False])

@@ -1,4 +1,5 @@
-"""Adapters here and in PEFT, on the same model: logits, loss, gradients, updates and files."""
+"""Adapters in the package and in PEFT, on the same model: logits, loss, gradients, updates and
+files."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ from tests.unit.hf.transformers_side import ask, transformers_process
 pytestmark = pytest.mark.usefixtures("one_rank")
 pytest.importorskip("peft")
 
-# fp32 sums in another order; gradients are compared relative to the largest element of each matrix
+# For fp32 sums in another order. Gradients are compared relative to the largest element of their
+# matrix.
 TOLERANCE = 1e-5
 IDS = [int(token) for token in torch.randint(VOCABULARY, (40,), generator=torch.Generator())]
 
@@ -59,9 +61,10 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "qwen3": ("qwen3", {}, LINEAR),
     "some of them": ("qwen3", {}, ["q_proj", "v_proj", "up_proj"]),
     "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}, LINEAR),
-    # PEFT applies names of experts' matrices to MLPs of dense layers, too
+    # PEFT also adapts the MLPs of dense layers, because their matrices have the names of experts'
+    # matrices. So all layers have experts here.
     "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": []}, LINEAR),
-    # PEFT treats the router's matrix as a parameter, with the same names
+    # PEFT adapts the router's matrix as a parameter, but under the same names.
     "router and head": ("qwen3_moe", {"mlp_only_layers": []}, ["q_proj", "gate", "lm_head"]),
     "latent": ("deepseek_v3", {}, LATENT),
     "latent, no query latent": (
@@ -87,7 +90,8 @@ def process() -> Iterator[ProcessPoolExecutor]:
 def taught(
     process: ProcessPoolExecutor, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Path, Taught, LoraSection]]:
-    """For each case: the folder of model and adapter, PEFT's results, and model.lora."""
+    """The results of `teach` for each case: the folder of model and adapter, PEFT's results, and
+    model.lora."""
     root, found = tmp_path_factory.mktemp("peft"), {}
     for number, (name, (family, changes, targets)) in enumerate(CASES.items()):
         folder = root / str(number)
@@ -122,7 +126,7 @@ def in_peft_layout(policy: Policy, part: str) -> dict[str, Tensor]:
 def loss_of(policy: Policy) -> tuple[Tensor, Tensor]:
     [model] = policy.models
     positions = torch.arange(len(IDS))[None]
-    # the chunk, whose hooks sum the gradients
+    # The hooks of the chunk sum the gradients, so the chunk is called and not the model.
     hidden = policy.chunks[0](
         input_ids=torch.tensor([IDS]), position_ids=positions, attention_mask=None
     )
@@ -197,7 +201,8 @@ def test_merged_the_model_computes_the_same_in_transformers(
 def test_experts_in_one_tensor_leave_as_pefts_parameters(
     process: ProcessPoolExecutor, tmp_path: Path, family: str
 ) -> None:
-    """They can also be merged: from shards of the policy, and from blocks of the base's files."""
+    """The adapter is also merged in two ways: from the shards of the policy, and block by block
+    from the files of the base."""
     base = write_model(tmp_path / "base", family, seed=3)
     lora = LoraSection(rank=RANK, alpha=float(ALPHA), targets=["all"])
     policy = policy_of(with_lora(config_of(base), **lora.model_dump()))
@@ -211,7 +216,8 @@ def test_experts_in_one_tensor_leave_as_pefts_parameters(
     export_adapter(policy, tmp_path / "adapter", lora, str(base), hf_config=hf_config)
     found = process.submit(logits_with, base, tmp_path / "adapter", IDS).result()
     assert_comes_back(tmp_path, policy, lora)
-    tolerance = DELTA_TOLERANCE if family in DELTA_NETS else TOLERANCE  # as for the base alone
+    # the tolerance of the base model
+    tolerance = DELTA_TOLERANCE if family in DELTA_NETS else TOLERANCE
     assert float((found - expected).abs().max()) <= tolerance
     export_hf(policy, tmp_path / "merged", hf_config=hf_config)
     answer = process.submit(ask, tmp_path / "merged", IDS, [], 0).result()
@@ -221,8 +227,8 @@ def test_experts_in_one_tensor_leave_as_pefts_parameters(
 
 
 def assert_comes_back(folder: Path, policy: Policy, lora: LoraSection) -> None:
-    """Check that an exported adapter can start a run and be converted in both directions, bit for
-    bit."""
+    """Check that an exported adapter can start a run, and that its conversion in both directions
+    keeps every bit."""
     again = adapted_policy(folder, lora, "base")
     ours, theirs = (in_peft_layout(each, "data") for each in (policy, again))
     assert ours.keys() == theirs.keys()
@@ -241,10 +247,10 @@ def assert_comes_back(folder: Path, policy: Policy, lora: LoraSection) -> None:
 def test_pefts_own_adapters_of_experts_enter(
     process: ProcessPoolExecutor, tmp_path: Path, family: str, parameters: list[str]
 ) -> None:
-    """With the plain rank, gate and up projection share A."""
+    """If the rank is not doubled, gate and up projection share A."""
     base = write_model(tmp_path / "base", family, seed=5)
     named = [f"mlp.experts.{name}" for name in parameters]
-    # the names of qwen3_5's shared experts are those of its experts
+    # For qwen3_5, PEFT also adapts the shared experts, whose matrices have the same names.
     modules = ["q_proj", "o_proj"]
     if family != "gpt_oss":
         modules += [each for name in parameters for each in LEAVES[name]]
@@ -253,13 +259,15 @@ def test_pefts_own_adapters_of_experts_enter(
     lora = PeftFolder(tmp_path / "adapter").settings()
     assert lora.rank == RANK
     policy = adapted_policy(tmp_path, lora, "base")
-    tolerance = DELTA_TOLERANCE if family in DELTA_NETS else TOLERANCE  # as for the base alone
+    # the tolerance of the base model
+    tolerance = DELTA_TOLERANCE if family in DELTA_NETS else TOLERANCE
     assert float((logits_of(policy, IDS) - expected).abs().max()) <= tolerance
 
 
 def assert_files_merge_to(merged: Path, base: Path, policy: Policy, lora: LoraSection) -> None:
-    """Check that the base's files, with the adapters added block by block, are those in `merged`.
-    Some families' exports have a tensor for each expert where published files have one for all."""
+    """Check that the base's files plus the adapters, added block by block, give the files in
+    `merged`. Some families' exports have a tensor for each expert, while published files have one
+    for all."""
     folder, files = checked_folder(base, policy.shape, policy.vocab_size)
     _, written_files = checked_folder(merged, policy.shape, policy.vocab_size)
     written, family = read_folder(merged), family_of(folder.config)
@@ -269,7 +277,7 @@ def assert_files_merge_to(merged: Path, base: Path, policy: Policy, lora: LoraSe
     adapters = Adapters(checkpoint, lora, {}, weights, dict(policy.lora.adapted), tensors)
     add = adapters.merging(files)
     for name, shape in files.shapes.items():
-        # a part of the experts and of the columns
+        # The slices select a part of the experts and a part of the columns.
         slices = (slice(shape[0] // 3, shape[0]), *(slice(0, -(-n * 2 // 3)) for n in shape[1:]))
         whole = tuple(slice(0, size) for size in shape)
         block, full = (add(name, part, folder.read(name, part).clone()) for part in (slices, whole))

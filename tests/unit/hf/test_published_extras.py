@@ -1,5 +1,5 @@
 """Special contents of published folders: FP8 in blocks, experts in MXFP4, layers that predict
-further tokens, a vision model."""
+further tokens, and a vision model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.unit.hf.published import (
 )
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-# the rows and columns of a block; no size of the model is a multiple of either
+# The rows and columns of a block. No size of the model is a multiple of either.
 ROWS, COLUMNS = 16, 12
 QUANTIZED = {
     "quant_method": "fp8",
@@ -45,7 +45,7 @@ QUANTIZED = {
 
 
 def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """An FP8 matrix, the scales of its blocks, and the values that they stand for."""
+    """An FP8 matrix, the scales of its blocks, and the values that the two represent."""
     scales = torch.empty(math.ceil(len(weight) / ROWS), math.ceil(weight.shape[1] / COLUMNS))
     small, values = torch.empty_like(weight, dtype=torch.float8_e4m3fn), torch.empty_like(weight)
     for i in range(scales.shape[0]):
@@ -60,8 +60,8 @@ def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def fp8_model(
     seed: int, family: str = "deepseek_v3"
 ) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
-    """A model in the form in which DeepSeek publishes it: config, tensors, and the plain values of
-    these."""
+    """A model in the form in which DeepSeek publishes it. Returns config, tensors, and the plain
+    values of the tensors."""
     named = {"fmt": "float8_e4m3fn"} if family == "minimax_m2" else {}
     config = model_config(family, quantization_config=QUANTIZED | named)
     tensors, plain = {}, {}
@@ -73,7 +73,7 @@ def fp8_model(
 
 
 def is_quantized(name: str) -> bool:
-    """Whether it is a quantized matrix: all matrices of layers except the routers'."""
+    """Whether the tensor is quantized: all matrices of layers are, except those of routers."""
     kinds = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight", "query_key_value.weight")
     nets = ("in_proj_qkvz.weight", "in_proj_qkv.weight", "in_proj_z.weight")
     return name.endswith((*kinds, *nets, "dense.weight", "proj_with_mqa.weight"))
@@ -92,8 +92,8 @@ def test_any_part_of_an_fp8_matrix_is_read_with_its_scales(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("family", [name for name in CONFIGS if name != "gpt_oss"])
 def test_an_fp8_folder_is_the_model_of_its_values(tmp_path: Path, family: str) -> None:
-    """In Ling, keys and values begin in the middle of the blocks of one matrix. In Qwen3-Next,
-    those of each head do."""
+    """One matrix contains queries, keys and values. In Ling, the keys and the values begin in the
+    middle of a block. In Qwen3-Next, those of each head do."""
     config, tensors, plain = fp8_model(seed=6, family=family)
     source = write_folder(tmp_path / "fp8", config, tensors)
     policy = policy_of(config_of(source))
@@ -136,8 +136,8 @@ def test_scales_that_do_not_fit_are_named(tmp_path: Path, change: Any, named: st
 
 
 def mxfp4_model(seed: int) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
-    """A model in the form in which OpenAI publishes it, with square matrices of experts: config,
-    tensors, and the tensors of a bf16 export by transformers."""
+    """A model in the form in which OpenAI publishes it, with square matrices of experts. Returns
+    config, tensors, and the tensors of a bf16 export by transformers."""
     sizes = {"hidden_size": 64, "intermediate_size": 64}
     method = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
     config = model_config("gpt_oss", "bfloat16", **sizes, quantization_config=method)
@@ -149,7 +149,7 @@ def mxfp4_model(seed: int) -> tuple[dict[str, Any], dict[str, Tensor], dict[str,
         shape = (experts, rows, columns // 32)
         draw = {"generator": generator, "dtype": torch.uint8}
         blocks = torch.randint(0, 256, (*shape, 16), **draw)
-        scales = torch.randint(121, 126, shape, **draw)  # powers of two from 2^-6 on
+        scales = torch.randint(121, 126, shape, **draw)  # exponents of powers of two, from 2^-6 on
         scales[0, 0, 0], scales[1, 0, 0] = 0, 200
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         plain[name] = mxfp4.convert_moe_packed_tensors(blocks, scales)
@@ -234,7 +234,7 @@ def test_layers_for_further_tokens_are_left_out(tmp_path: Path, family: str, key
     written = json.loads((tmp_path / "again/config.json").read_text())
     assert written == config | {key: 0} | ADDED_KEYS.get(family, {})
 
-    # a layer that the configuration does not mention is not such a layer
+    # Without the key in config.json, such a layer is an unknown part of the model.
     wrong = write_folder(tmp_path / "wrong", config | {key: 0}, {**tensors, **further})
     with pytest.raises(DataError, match=r"layers\.4\..* is no part of the model"):
         policy_of(config_of(wrong))
@@ -264,8 +264,8 @@ def test_ernies_further_layer_has_names_of_its_own(tmp_path: Path) -> None:
 
 
 def with_vision(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict, dict]:
-    """A language model in the form in which Qwen3.5 is published: with a vision model, a layer that
-    predicts further tokens, and one tensor for all experts of a layer."""
+    """A language model in the form in which Qwen3.5 is published. It has a vision model, a layer
+    that predicts further tokens, and one tensor for all experts of a layer."""
     outer = {
         "architectures": ["Qwen3_5MoeForConditionalGeneration"],
         "model_type": "qwen3_5_moe",

@@ -1,4 +1,4 @@
-"""What is pushed to the Hub, its card, and what happens if a push fails; with the real client."""
+"""Pushing to the Hub with the real client: the files, the model card, and failures."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ def test_the_card_tells_the_origin_and_no_path(server: SmallHub, folder: Path) -
 
 
 def test_a_licence_that_cannot_be_read_is_not_invented(server: SmallHub, folder: Path) -> None:
-    """The base is gone from the Hub, a folder without a card, a folder with one, or nothing."""
+    """The base may be missing on the Hub, be a folder with or without a model card, or not be given
+    at all."""
     header, text = card_of(folder, CONFIG, {})
     assert "license" not in header and "not known here. Look it up" in text
     assert "None was made." in text

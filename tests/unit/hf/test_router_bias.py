@@ -1,5 +1,5 @@
-"""The biases of routers in bf16 models must never be rounded. Here they are near 7. The next number
-in bf16 is 7.03, so rounded biases would all be 7, and tokens would go to other experts."""
+"""The biases of routers in bf16 models must never be rounded. Here they are near 7, and the next
+bf16 number is 7.03. If they were rounded, all would be 7, and tokens would go to other experts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def folder_of(path: Path, family: str) -> Path:
             tensors[name] = 6.986 + 0.028 * torch.rand(tensor.shape, generator=generator)
             assert set(tensors[name].bfloat16().flatten().tolist()) == {7.0}
         elif name.endswith(".gate.weight"):
-            tensor *= 0.05  # scores that differ as little as the biases
+            tensor *= 0.05  # the scores differ as little as the biases
     return write_folder(path, config, tensors)
 
 
@@ -78,18 +78,18 @@ def test_no_way_rounds_them(tmp_path: Path, family: str) -> None:
     assert all(router.weight.dtype is torch.bfloat16 for router in routers(policy))
     right = chosen(policy)
 
-    # the weights that are sent to servers
+    # First, the weights that are streamed to servers.
     stream = {n: t.clone() for n, t in stream_hf(policy, family=family_of(hf)) if t is not None}
     assert_same_bits(stream, published)
-    # an export, loaded into a model that has already computed
+    # Then an export, loaded into a model that has already computed.
     export_hf(policy, tmp_path / "export", hf_config=hf)
     assert_same_bits(read_folder(tmp_path / "export"), published)
     load_hf(tmp_path / "export", policy)
-    # a checkpoint, loaded into a model that has not computed yet
+    # Then a checkpoint, loaded into a model that has not computed yet.
     save_tensors(tmp_path / "checkpoint", policy, None, asynchronous=False).result()
     loaded = empty_policy(source)
     load_model(tmp_path / "checkpoint", loaded)
-    # a conversion of files, without a model
+    # Last, a conversion of files, without a model.
     hf_to_megatron(source, tmp_path / "converted")
     megatron_to_hf(tmp_path / "converted", tmp_path / "back")
     assert_same_bits(read_folder(tmp_path / "back"), published)

@@ -1,4 +1,4 @@
-"""Preference models: import, the scores of transformers, and export."""
+"""Preference models: import, export, and scores compared with transformers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.unit.supervised.synthetic_preferences import preference_config
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 TOLERANCE = 1e-5
-# of the families that have such a class in transformers
+# Families for which transformers has a class of preference models.
 FAMILIES = (
     *("qwen3_moe", "qwen3", "qwen2_moe", "qwen2", "mixtral", "deepseek_v3", "gpt_oss", "llama"),
     *("qwen3_next", "qwen3_5_text"),
@@ -61,7 +61,7 @@ def frozen_scores(folder: Path) -> list[float]:
 
 
 def classes() -> set[str]:
-    """The families whose preference models transformers has."""
+    """The families for which transformers has a class of preference models."""
     import transformers
 
     return {
@@ -92,7 +92,8 @@ def test_a_folder_of_transformers_gives_its_scores(
 
 
 def started(folder: Path, **model: Any) -> tuple[Policy, dict[str, Tensor]]:
-    """A preference model with the first weights of a run, and its tensors by Hugging Face names."""
+    """A preference model with the weights at the start of a run, and its tensors by Hugging Face
+    names."""
     config = preference_config(training={"precision": "fp32"})
     given = {"megatron": {}, "preset": None, **model}
     config = config.model_copy(update={"model": type(config.model)(**given)})
@@ -110,7 +111,8 @@ def config_of_weights(model: Any) -> Any:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_language_model_gets_a_new_head(tmp_path: Path, tied: bool) -> None:
-    """From its folder and from its checkpoint; all other weights are kept, bit for bit."""
+    """A language model is read from its folder and from its checkpoint. All weights except the head
+    are kept, bit for bit."""
     folder = write_model(tmp_path / "lm", "qwen3_moe", seed=7, tie_word_embeddings=tied)
     hf_to_megatron(folder, tmp_path / "checkpoint")
     language = read_folder(folder)
@@ -141,7 +143,7 @@ def with_config(folder: Path, **keys: Any) -> Path:
 
 
 def test_folders_that_hold_none(tmp_path: Path) -> None:
-    """One line each, for the frozen scorer and as a model."""
+    """Each folder gives one line of refusal, for a frozen scorer and for a model to train."""
     config = odd_moe("tp=1")
     language = write_model(tmp_path / "lm", "qwen3", seed=1)
     (line,) = scorer_problems(config, str(language), 1)

@@ -1,4 +1,4 @@
-"""config.json and generation_config.json of exported weights."""
+"""The files config.json and generation_config.json of exported weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAME = "generation_config.json"
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tokenizer, in both forms. Its first ids are: unknown, padding, end."""
+    """The folder of a tokenizer, in both forms. Its first ids are unknown, padding and end."""
     folder = tmp_path_factory.mktemp("tokenizer")
     write_character_tokenizer(folder, ["abc"] * 20, 12, byte_fallback=False)
     return folder
@@ -49,10 +49,10 @@ def test_nothing_is_made_up(tokenizer: Path, tmp_path: Path) -> None:
     assert generation_files([]) == {}
     for name, text in ((NAME, "{}"), ("tokenizer_config.json", "{}"), ("merges.txt", "")):
         (tmp_path / name).write_text(text)
-    theirs = [*tokenizer.iterdir(), tmp_path / NAME]  # the existing file is copied
+    theirs = [*tokenizer.iterdir(), tmp_path / NAME]  # the folder has its own file, which is copied
     assert generation_files(theirs) == {}
     files = [tmp_path / "tokenizer_config.json", tokenizer / "tokenizer.json"]
-    assert generation_files(files) == {}  # it names no such token
+    assert generation_files(files) == {}  # tokenizer_config.json names no end-of-sequence token
     assert generation_files([tmp_path / "merges.txt"]) == {}
 
 
@@ -80,7 +80,8 @@ def _shape(hf: dict[str, Any], **megatron: Any) -> ModelShape:
     return shape_of(describe(hf), megatron)
 
 
-# Families whose models are also models of an earlier family, under other names.
+# A shape alone does not show these families. Their models are exported as models of an earlier
+# family of the same shape.
 FIRST_OF_ITS_SHAPE = {
     "hy_v3": "glm4_moe",
     "bailing_moe_v2": "glm4_moe",

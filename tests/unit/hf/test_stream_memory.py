@@ -1,4 +1,4 @@
-"""The stream of weights holds one tensor at a time, whatever the model's size."""
+"""The stream of weights holds one tensor at a time, however large the model is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VOCABULARY = 151_936
 
 @pytest.mark.parametrize(("layers", "experts"), [(2, 16), (4, 32)])
 def test_no_more_than_one_tensor_beside_the_model(layers: int, experts: int) -> None:
-    """Computed on the meta device, for layers of Qwen3-30B-A3B's sizes."""
+    """The test runs on the meta device, with the layer sizes of Qwen3-30B-A3B."""
     sizes = {"num_layers": layers, "num_moe_experts": experts}
     config = parse_config(
         {
@@ -37,6 +37,6 @@ def test_no_more_than_one_tensor_beside_the_model(layers: int, experts: int) -> 
             del tensor
         beside = trace.peak_bytes - start
     assert largest == math.prod((VOCABULARY, 2048)) * 4
-    # the tensor itself, and the one that it is converted from, which is half as large in bf16
+    # These are the tensor itself, and its bf16 source, which is half as large.
     assert largest <= beside <= 1.5 * largest
-    assert total > 2 * largest  # all of them would not fit into that
+    assert total > 2 * largest  # the tensors together are larger than that

@@ -1,5 +1,5 @@
-"""Easy mistakes in a family, one at a time. Each shows in the logits, far above the tolerance with
-which the right model agrees with transformers."""
+"""Easy mistakes in a family, one at a time. Each mistake changes the logits by far more than the
+right model differs from transformers."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ from tests.unit.hf.test_hf_models import YARN
 from tests.unit.hf.transformers_side import ask, transformers_process
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-IDS = random.Random(7).choices(range(VOCABULARY), k=80)  # longer than windows and a chunk
+# longer than the windows and than a chunk of a delta net
+IDS = random.Random(7).choices(range(VOCABULARY), k=80)
 RIGHT, WRONG = 5e-5, 1e-3  # for logits of size 3 to 5
 
 
 def _plus_one(policy: Policy) -> None:
-    """The norm of delta nets is published unchanged. Megatron-Core adds 1 to all norms."""
+    """Mistake: this norm of delta nets is published unchanged, but 1 is added as to all other
+    norms."""
     for name, parameter in policy.models[0].named_parameters():
         if name.endswith("out_norm.weight"):
             parameter += 1.0
@@ -50,18 +52,21 @@ def _router_bias_left_out(policy: Policy) -> None:
 
 
 DELTA, LATENT = CONFIGS["qwen3_next"], CONFIGS["deepseek_v3"]
-# changes the rows of a file, so that the right reader reads them in the wrong way
+# A function that changes the rows of a file, so that a right reader gets what a wrong reader would
+# get from the original.
 Misread = Callable[[Tensor], Tensor]
 
 
 def _gates_after_all_queries(rows: Tensor) -> Tensor:
-    """In a file the gate of each head follows its query."""
+    """Mistake: all gates are expected after all queries. In the file, the gate of each head follows
+    its query."""
     halves = rows.view(2, DELTA["num_attention_heads"], -1, rows.shape[1])
     return halves.transpose(0, 1).reshape(rows.shape)
 
 
 def _heads_of_keys_not_apart(rows: Tensor) -> Tensor:
-    """In Qwen3-Next's files, what belongs to one key head is together; in Qwen3.5's it is not."""
+    """Mistake: the order of Qwen3.5 is expected, which has all queries, then all keys, and so on.
+    Qwen3-Next's files keep together the parts of one key head."""
     keys = DELTA["linear_num_key_heads"]
     queries = keys * DELTA["linear_key_head_dim"]
     values = DELTA["linear_num_value_heads"] * DELTA["linear_value_head_dim"]
@@ -70,7 +75,8 @@ def _heads_of_keys_not_apart(rows: Tensor) -> Tensor:
 
 
 def _keys_in_halves(rows: Tensor) -> Tensor:
-    """In a file with latent attention, pairs of neighbouring channels are rotated."""
+    """Mistake: the two halves of the channels are rotated together. In files of latent attention,
+    neighbouring channels are."""
     latent, rotated = rows.split([LATENT["kv_lora_rank"], LATENT["qk_rope_head_dim"]])
     return torch.cat((latent, rotated.view(2, -1, rows.shape[1]).transpose(0, 1).flatten(0, 1)))
 
@@ -83,12 +89,13 @@ class Trap:
     rope: dict[str, Any] = field(default_factory=dict)  # the same, in the form of rope_scaling
     positions: dict[str, Any] = field(default_factory=dict)  # wrong fields of Rope
     constants: tuple[tuple[Any, str, float], ...] = ()  # wrong constants of modules
-    # misread tensors, by the end of their names
+    # misread tensors by the end of their names
     misread: dict[str, Misread] = field(default_factory=dict)
     change: Callable[[Policy], None] = lambda policy: None
 
     def write_wrong(self, path: Path, changes: dict[str, Any]) -> Path:
-        """Write the folder of the right model (seed 2) in such a way that it is misread."""
+        """Write the folder of the right model (seed 2), but with the tensors that a wrong reader
+        would get."""
         config = model_config(self.family, **changes)
         tensors = random_tensors(config, seed=2)
         for name, rows in tensors.items():
@@ -191,8 +198,8 @@ def error(policy: Policy, expected: Tensor) -> float:
 def test_groups_of_which_not_two_experts_count(
     transformers_side: ProcessPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Megatron-Core would sum the best three experts of each group, but the published models sum
-    two. Such a model is refused, with the reason."""
+    """The published models sum the best two experts of each group, but Megatron-Core would sum
+    three here. Such a model is refused, with the reason."""
     sizes = {"n_routed_experts": 16, "num_experts_per_tok": 6}
     folder = write_model(tmp_path / "model", "deepseek_v3", seed=2, **sizes)
     with pytest.raises(ConfigError, match="num_experts_per_tok = 6"):

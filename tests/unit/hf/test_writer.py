@@ -1,4 +1,5 @@
-"""Hugging Face folders that are being written: any order, several writers, and all or nothing."""
+"""Writing Hugging Face folders: blocks in any order, several writers, and a folder that appears
+complete or not at all."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def test_written_folders_are_read_by_safetensors(tmp_path: Path, limit: int, fil
 
 @pytest.mark.parametrize("shape", [(23, 6), (30,), (5, 6, 4), (4, 1, 6)], ids=str)
 def test_blocks_in_any_order(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    """A grid of blocks: whole rows and parts of rows."""
+    """The blocks form a grid of whole rows and parts of rows."""
     tensors = {"w": noise(torch.bfloat16, *shape), "next": noise(torch.float32, 3)}
     edges = [[0, extent // 2, extent] for extent in shape]
     ranges = [[slice(a, b) for a, b in zip(each, each[1:])] for each in edges]
@@ -82,7 +83,7 @@ def test_what_is_not_published_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), HfWriter(tmp_path / "new", tensors) as writer:
         writer.write("layer.0", tensors["layer.0"])
         assert [path.name for path in tmp_path.iterdir()] == [PARTIAL]
-        with pytest.raises(DataError):  # these are not safetensors files yet
+        with pytest.raises(DataError):  # the files are not valid safetensors files yet
             (tmp_path / PARTIAL / "config.json").write_text("{}")
             HfFolder(tmp_path / PARTIAL)
         1 / 0  # noqa: B018
@@ -135,7 +136,7 @@ def test_only_a_durable_folder_waits_for_the_disk(
 def test_a_large_file_goes_to_the_disk_while_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model must not fill the page cache; see `files.settle`."""
+    """The data must not fill the page cache; see `files.settle`."""
     settled: list[int] = []
     monkeypatch.setattr("gspo_megatron.hf.writer.SETTLED", 1000)
     monkeypatch.setattr(os, "posix_fadvise", lambda number, *_: settled.append(number))
@@ -180,7 +181,8 @@ def test_a_tensor_that_was_never_written(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_overwritten_by_the_next_version(tmp_path: Path) -> None:
-    """In the same memory, under another name. Until it is complete, it cannot be read."""
+    """The next version uses the same memory under another name. Nobody can read it before it is
+    complete."""
     for version, seed in enumerate((1, 2)):
         tensors = {f"w{n}": noise(torch.float32, 5, 3, seed=seed + n) for n in range(4)}
         older, path = tmp_path / f"version_{version - 1}", tmp_path / f"version_{version}"

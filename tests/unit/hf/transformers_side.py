@@ -1,5 +1,5 @@
-"""What transformers computes with a folder. It runs in a separate process, without Megatron-Core
-and without our substitutes for CUDA."""
+"""The results of transformers for a folder. They are computed in a separate process, without
+Megatron-Core and without the package's substitutes for CUDA."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Answer:
     """The results of a model that AutoModelForCausalLM has loaded."""
 
     architecture: str
-    complaints: dict[str, Any]  # tensors that are missing, unexpected or of another shape
+    complaints: dict[str, Any]  # tensors that are missing, unexpected or of a wrong shape
     logits: Tensor  # [length, vocabulary]
     continuations: list[list[int]]  # the greedy continuation of each prompt
 
@@ -46,7 +46,7 @@ def ask(folder: Path, ids: list[int], prompts: list[list[int]], count: int) -> A
 
 @contextlib.contextmanager
 def transformers_process() -> Iterator[ProcessPoolExecutor]:
-    """One process that answers `ask`."""
+    """One process that runs `ask`."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as executor:
         yield executor

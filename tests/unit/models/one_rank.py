@@ -1,4 +1,4 @@
-"""The real model on one process: its groups, and small policies to build in them."""
+"""The real model in one process: its process groups, and small policies."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from gspo_megatron.platform.groups import (
     stop_processes,
 )
 
-VOCABULARY = 37  # odd, so it is padded to 48; the padding must never show
+VOCABULARY = 37  # The vocabulary is padded to 48. The padding must never influence a result.
 PAD = 0
-_LAUNCHER = ("RANK", "WORLD_SIZE")  # start_processes leaves these in the environment
+_LAUNCHER = ("RANK", "WORLD_SIZE")  # start_processes leaves these variables in the environment
 
 
 def tiny_config(**sections: Any) -> Config:
-    """The tiny preset in fp32 with two layers; `model`, `training`, ... override."""
+    """The tiny preset in fp32 with two layers. `sections` (`model`, `training`, ...) override
+    it."""
     model = {"megatron": {"num_layers": 2, "moe_aux_loss_coeff": 0.0}}
     model = _merged(model, sections.pop("model", {}))
     training = {"precision": "fp32"} | sections.pop("training", {})
@@ -46,7 +47,7 @@ def tiny_policy(vocab_size: int = VOCABULARY, **sections: Any) -> Policy:
 def random_sequences(
     seed: int, lengths: Sequence[tuple[int, int]], vocab_size: int = VOCABULARY
 ) -> list[tuple[list[int], list[int]]]:
-    """(prompt, response) token ids of each (prompt length, response length)."""
+    """Pairs (prompt, response) of token ids, for pairs of lengths."""
     generator = torch.Generator().manual_seed(seed)
     return [
         tuple(torch.randint(vocab_size, (n,), generator=generator).tolist() for n in pair)
@@ -57,7 +58,7 @@ def random_sequences(
 def micro_batch(
     builder: MicroBatchBuilder, sequences: Sequence[tuple[list[int], list[int]]]
 ) -> MicroBatch:
-    """All sequences as one micro-batch. Their responses are joined in one vector."""
+    """One micro-batch of all sequences. Their responses are joined in one vector."""
     tokens = [torch.tensor(prompt + response) for prompt, response in sequences]
     lengths = [len(response) for _, response in sequences]
     offsets = [sum(lengths[:i]) for i in range(len(lengths))]
@@ -73,7 +74,7 @@ def hidden_states(policy: Policy, ids: Sequence[int]) -> Tensor:
 
 @contextlib.contextmanager
 def one_rank_groups() -> Iterator[None]:
-    """torch.distributed and Megatron's groups of a single process, which are destroyed
+    """The process groups of torch.distributed and Megatron for a single process. They are destroyed
     afterwards."""
     before = {name: os.environ.get(name) for name in _LAUNCHER}
     try:

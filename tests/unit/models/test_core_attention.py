@@ -1,4 +1,5 @@
-"""The torch_native attention, compared with a softmax over one query at a time in float64."""
+"""The attention of the backend torch_native, compared with a float64 softmax of one query at a
+time."""
 
 from __future__ import annotations
 
@@ -26,12 +27,12 @@ from tests.unit.models.test_logprob_head import LargestTensor
 DIM = 8
 TOLERANCES = {
     torch.float64: 1e-12,  # rounding of sums over a few dozen terms of size 1
-    torch.float32: 2e-5,  # the same with 2^-24 in place of 2^-53, and gradients of size 10
+    torch.float32: 2e-5,  # the same sums with 2^-24 in place of 2^-53, and gradients of size 10
 }
 
 
 def cp_group(size: int = 1, rank: int = 0) -> SimpleNamespace:
-    """Stands in for a context-parallel process group."""
+    """A stand-in for a context-parallel process group."""
     return SimpleNamespace(size=lambda: size, rank=lambda: rank)
 
 
@@ -194,7 +195,7 @@ def test_every_layer_has_the_window_that_its_number_says() -> None:
 def test_padded_attention_with_gradients(heads: int, groups: int, dtype: torch.dtype) -> None:
     length, batch = 7, 3
     states = random_states(5, batch * length, heads, groups)
-    # [batch * length, ...] -> [length, batch, ...], as Megatron-Core lays out unpacked batches
+    # Unpacked batches of Megatron-Core have the layout [length, batch, ...].
     turned = tuple(s.to(dtype).unflatten(0, (batch, length)).transpose(0, 1) for s in states)
     output = attention()(*turned)
     assert output.shape == (length, batch, heads * DIM)
@@ -208,7 +209,7 @@ def test_padded_attention_with_gradients(heads: int, groups: int, dtype: torch.d
 def test_sequences_of_one_length_attend_as_they_are(
     monkeypatch: pytest.MonkeyPatch, sequences: int, length: int, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(core_attention, "_rows", None)  # no copies may be made
+    monkeypatch.setattr(core_attention, "_rows", None)  # fails if rows are copied
     boundaries = [length * n for n in range(sequences + 1)]
     states = random_states(length, boundaries[-1], 4, 2)
     output = attention()(
@@ -235,7 +236,7 @@ def test_empty_sequences_are_skipped_and_the_scale_is_the_one_given() -> None:
 def test_context_parallel_shards_join_to_the_whole(
     cp: int, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Here the gather is simulated. Tests of several processes run the real one.
+    # This test simulates the gather. Tests with several processes run the real one.
     boundaries = random_boundaries(9, unit=2 * cp) if packed else [0, 6 * cp]
     states = tuple(s.detach() for s in random_states(9, boundaries[-1], 4, 2))
     shards = [zigzag_shard(boundaries, cp, rank) for rank in range(cp)]
@@ -286,7 +287,7 @@ def test_no_tensor_has_an_element_for_every_query_and_key(monkeypatch: pytest.Mo
 
 
 def test_on_the_meta_device_tiles_have_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise an estimate of a long context would spend minutes on equal tiles."""
+    """Different shapes would make an estimate of a long context take minutes."""
     monkeypatch.setattr(core_attention, "MASK_ELEMENTS", 2048)
     _, of_queries = zigzag_order(512, cp_group(2, 1))
     here, meta = (
@@ -298,7 +299,8 @@ def test_on_the_meta_device_tiles_have_few_shapes(monkeypatch: pytest.MonkeyPatc
 
 
 def context_parallel_states(length: int, rank: int) -> tuple[Tensor, ...]:
-    """[batch, heads, tokens, dim]: the query of one of two ranks, key and value of both."""
+    """Tensors [batch, heads, tokens, dim]: the queries of one of two ranks, and the keys and values
+    of both."""
     generator = torch.Generator().manual_seed(rank)
     sizes = ((2, 4, length // 2, DIM), (2, 2, length, DIM), (2, 2, length, DIM))
     kind = {"generator": generator, "dtype": torch.float64, "requires_grad": True}
@@ -316,12 +318,14 @@ def test_the_plan_holds_every_token_once_in_few_well_filled_blocks(seed: int) ->
     joined = torch.cat([block.query_rows.flatten() for block in plan.blocks])
     assert joined[plan.restore].tolist() == list(range(tokens))
     counts = joined.bincount()
-    assert len(counts) == tokens and set(counts[:-1].tolist()) <= {1}  # padding is the last row
+    # padding rows have the last number
+    assert len(counts) == tokens and set(counts[:-1].tolist()) <= {1}
     for block in plan.blocks:
         assert torch.equal(block.query_rows, block.key_rows) and block.positions is None
         held = [lengths[boundaries.index(first)] for first in block.query_rows[:, 0].tolist()]
         assert 2 * min(held) >= block.query_rows.shape[1] == max(held)
-    # the longest sequence of a block is shorter than half of the longest of the block before
+    # The longest sequence of a block is at most half as long as that of the block before, so blocks
+    # are few.
     assert len(plan.blocks) <= math.log2(max(lengths)) + 1
 
 

@@ -27,8 +27,8 @@ from tests.unit.hf.published import CONFIGS, VOCABULARY, write_model
 from tests.unit.models.one_rank import hidden_states, random_sequences, tiny_policy
 
 SEQUENCES = [prompt for prompt, _ in random_sequences(3, [(9, 0), (14, 0), (6, 0)])]
-TOKENS = 4  # of each sequence; its prompt comes before
-# options of a layer that none of the families has
+TOKENS = 4  # the number of decoded tokens of each sequence, after its prompt
+# Options of a layer that no family has.
 PARTS = {
     "biases": {"num_moe_experts": None, "add_bias_linear": True, "add_qkv_bias": True},
     "layernorm": {"normalization": "LayerNorm"},
@@ -44,7 +44,7 @@ PARTS = {
 def policy(
     request: pytest.FixtureRequest, one_rank: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Policy:
-    """A policy of each family, with sizes that are neither equal nor round."""
+    """A policy of each family, and of the tiny preset with each option."""
     name = request.param
     if name in PARTS:
         policy = tiny_policy(model={"megatron": {"init_method_std": 0.15, **PARTS[name]}})
@@ -55,7 +55,7 @@ def policy(
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in policy.models[0].named_parameters():
-            # they begin as zeros and ones
+            # These parameters begin as zeros or ones.
             if any(part in name for part in ("bias", "norm", "softmax_offset")):
                 parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
     return policy
@@ -63,8 +63,8 @@ def policy(
 
 @torch.no_grad()
 def decoded(policy: Policy, spans: Spans, long_rows: list[int]) -> Tensor:
-    """The hidden states [sequences, TOKENS, hidden] of the last tokens of SEQUENCES, one token a
-    pass."""
+    """The hidden states [sequences, TOKENS, hidden] of the last tokens of SEQUENCES, decoded one
+    token a pass."""
     model = policy.models[0]
     prompts = [sequence[:-TOKENS] for sequence in SEQUENCES]
     lengths = torch.tensor([len(prompt) for prompt in prompts])
@@ -102,7 +102,7 @@ def test_hidden_states_are_those_of_the_full_forward_pass(
     with torch.no_grad():
         expected = [hidden_states(policy, sequence)[-TOKENS:] for sequence in SEQUENCES]
     found = decoded(policy, Spans(*spans), long_rows)
-    # both are fp32, so only the order of sums differs
+    # Both results are fp32 and differ only by the order of sums.
     torch.testing.assert_close(found, torch.stack(expected), atol=1e-5, rtol=1e-5)
 
 
@@ -118,14 +118,14 @@ def test_plain_parts_are_in_use_while_decoding_and_gone_afterwards(policy: Polic
         assert inside.count(LocalLayer) == before.count(TransformerLayer) > 0
         assert inside.count(LocalExperts) == before.count(MoELayer)
         assert inside.count(LocalLinear) > 0
-        # the layers themselves keep their parts
+        # While decoding, the model contains none of the layers of training.
         assert not set(inside) & {ColumnParallelLinear, RowParallelLinear, MoELayer}
     assert parts() == before and list(model.state_dict()) == keys
 
 
 def test_decoding_leaves_no_tensor_that_training_cannot_use(policy: Policy) -> None:
-    """During decoding, plain parts run in inference mode. Tensors that a module or cache keeps must
-    not come from it."""
+    """Decoding runs in inference mode. A tensor that a module or cache keeps must not be created in
+    that mode."""
     assert not inference_tensors()
     with torch.no_grad():
         found = decoded(policy, Spans(1, 11, 6), [1])

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 SIGMOID = {"moe_router_score_function": "sigmoid"}
 BIASED = {**SIGMOID, "moe_router_enable_expert_bias": True}
-# four experts from two groups of four, which are not those of a plain top 4
+# Each token gets four experts from two groups of four. A plain top 4 would choose others.
 GROUPS = {"moe_router_topk": 4, "moe_router_num_groups": 4, "moe_router_group_topk": 2}
 ROUTERS: dict[str, dict[str, Any]] = {
     "softmax": {},
@@ -44,7 +44,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
     },
     "losses": {"moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001},
 }
-DTYPES = [None, "fp32", "fp64"]  # dtypes of routers; None: that of the states
+DTYPES = [None, "fp32", "fp64"]  # dtypes of routers; None: the dtype of the states
 NORMS: dict[str, dict[str, Any]] = {
     "RMSNorm": {"normalization": "RMSNorm", "qk_layernorm": False},
     "RMSNorm, of heads": {"normalization": "RMSNorm", "qk_layernorm": True},
@@ -70,7 +70,7 @@ NORMS: dict[str, dict[str, Any]] = {
 
 
 def policy_with(precision: str, **megatron: Any) -> Policy:
-    """A policy whose weights of norms and biases are far from their initial values."""
+    """A policy in which the weights of norms and biases are far from their initial values."""
     policy = tiny_policy(
         model={"megatron": {"init_method_std": 0.15, **megatron}}, training={"precision": precision}
     )
@@ -91,8 +91,8 @@ def router_of(policy: Policy) -> TopKRouter:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ROUTERS)
 def test_experts_and_weights_are_those_of_the_stock_router(name: str, precision: str) -> None:
-    """They are equal bit for bit: a weight that is rounded once more would change every sampled
-    token."""
+    """They are equal bit for bit, because one additional rounding of a weight could change sampled
+    tokens."""
     policy = policy_with(precision, num_layers=1, **ROUTERS[name])
     router = router_of(policy)
     experts = decoding.LocalExperts(policy.models[0].decoder.layers[0].mlp)
@@ -107,7 +107,7 @@ def test_experts_and_weights_are_those_of_the_stock_router(name: str, precision:
 
 
 def both(policy: Policy) -> tuple[Tensor, Tensor]:
-    """The hidden states [sequences, tokens, hidden] of the last tokens: decoded, and by full
+    """The hidden states [sequences, tokens, hidden] of the last tokens, from decoding and from full
     forward passes."""
     with torch.no_grad():
         expected = [hidden_states(policy, sequence)[-TOKENS:] for sequence in SEQUENCES]
@@ -119,12 +119,12 @@ def both(policy: Policy) -> tuple[Tensor, Tensor]:
     "options", ["softmax of all, scaled", "sigmoid, expert bias, groups, scaled", *NORMS]
 )
 def test_hidden_states_are_those_of_the_full_pass(options: str, precision: str) -> None:
-    """Each router chooses as the stock one does; two layers are enough here."""
+    """Two layers are enough, because the test before compares the choices of every router."""
     policy = policy_with(precision, **{**ROUTERS, **NORMS}[options])
     found, expected = both(policy)
     error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)  # [sequences, tokens]
-    # Only the order of sums differs. In bf16 every operation rounds by up to 2^-9. If two experts
-    # are equally probable, another one may be chosen; this happens for a few tokens.
+    # The order of sums differs, and in bf16 every operation rounds by up to 2^-9. Where two experts
+    # are about equally probable, decoding may choose the other one. That happens for a few tokens.
     largest = error.flatten().sort(descending=True).values
     if precision == "fp32":
         assert largest[0] < 2e-6

@@ -1,5 +1,5 @@
-"""Gated delta nets: the rule compared with Megatron-Core's, packed sequences, states, and what
-stays fp32."""
+"""Gated delta nets: the rule compared with Megatron-Core's, packed sequences, states, and
+parameters that stay in fp32."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_chunks_are_the_rule_token_by_token() -> None:
 
 
 def test_it_is_megatron_cores_rule_with_its_gradients() -> None:
-    """Megatron-Core's rule computes in fp32."""
+    """The tolerance is that of fp32, in which Megatron-Core computes the rule."""
     ours, theirs = inputs(torch.float32), inputs(torch.float32)
     found, state = delta_rule(*ours)
     query, key, value, decay, rate = theirs
@@ -84,8 +84,8 @@ def folder(request: pytest.FixtureRequest, one_rank: None, tmp_path: Path) -> Pa
 
 
 def test_packed_sequences_are_computed_each_by_itself(folder: Path) -> None:
-    """Log-probs and gradients are compared. The lengths make several blocks, one of them with
-    padding."""
+    """Log-probs and gradients are compared with those of separate sequences. The lengths make
+    several blocks, one of them with padding."""
     policy = policy_of(config_of(folder, "float64", moe_aux_loss_coeff=0.0))
     sequences = random_sequences(5, [(30, 60), (3, 4), (50, 90), (2, 7), (40, 41)], VOCABULARY)
     builder = MicroBatchBuilder(policy, pad_id=0, temperature=1.0)
@@ -94,11 +94,12 @@ def test_packed_sequences_are_computed_each_by_itself(folder: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     for name, gradient in gradients.items():
         difference = (gradient - theirs[name]).norm() / theirs[name].norm()
-        assert difference < 1e-6, name  # Megatron-Core takes the sigmoid of output gates in fp32
+        # fp64 is not reached, because Megatron-Core computes the sigmoid of output gates in fp32
+        assert difference < 1e-6, name
 
 
 def passed(policy: Policy, builder: MicroBatchBuilder, batches: list) -> tuple[Tensor, dict]:
-    """Log-probs of all responses, and the gradients of their weighted sum."""
+    """The log-probs of all responses, and the gradients of their weighted sum."""
     [model] = policy.models
     outputs = []
     for sequences in batches:
@@ -114,7 +115,8 @@ def passed(policy: Policy, builder: MicroBatchBuilder, batches: list) -> tuple[T
 
 
 def test_decoding_continues_what_whole_sequences_give(folder: Path) -> None:
-    """The prompts have several chunks or one token, in one padded batch."""
+    """Decoding is compared with passes of whole sequences. One padded batch has prompts of several
+    chunks and of one token."""
     policy = policy_of(config_of(folder))
     draw = random.Random(6)
     prompts = [[draw.randrange(VOCABULARY) for _ in range(n)] for n in (CHUNK + 9, 1, 2, 130)]
@@ -139,6 +141,6 @@ def test_the_decay_is_fp32_in_a_bf16_model_and_trained_so(folder: Path) -> None:
         each.main_grad.fill_(1.0)
     trainer.optimizer.step()
     for each, old in zip(wide, before, strict=True):
-        # a step so small that bf16 would lose it
+        # The step is so small that a bf16 parameter would not change.
         moved = (each - old).abs()
         assert moved.min() > 0 and moved.max() < 1e-4

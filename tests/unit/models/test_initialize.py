@@ -1,4 +1,5 @@
-"""Weights as pieces of global tensors, and their values as a function of seed and name."""
+"""Initial weights: each is a piece of a global tensor, and its values depend only on seed and
+name."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def test_names_number_layers_and_experts() -> None:
     stacked = [shard for shard in shards_of(policy_of("experts")) if "experts.weight" in shard.name]
     assert len({shard.name for shard in stacked}) == len(stacked) == 2 * 2 * 8  # layers x experts
     shapes = {tuple(shard.data.shape) for shard in stacked}
-    assert shapes == {(2, 64, 64), (64, 64)}  # gate and up, then down
+    assert shapes == {(2, 64, 64), (64, 64)}  # gate and up together, and down
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -76,7 +77,7 @@ def test_the_same_seed_gives_the_same_weights_whatever_ran_before(name: str) -> 
     other_seed = values_of(policy_of(name, seed=2))
     assert first.keys() == second.keys() == other_seed.keys()
     for key, value in first.items():
-        # no part may be missing; missing values are NaN
+        # A part that is never written is NaN, which equals nothing.
         assert torch.equal(value, second[key]), key
         if value.dim() >= 2:
             assert not torch.isclose(value[:VOCABULARY], other_seed[key][:VOCABULARY]).any(1).all()
@@ -88,7 +89,7 @@ def test_weights_do_not_depend_on_what_else_is_in_the_model() -> None:
     dense = values_of(policy_of("some dense layers"))
     compared = 0
     for name, value in small.items():
-        # these two are scaled by the number of layers
+        # The initial values of these two depend on the number of layers.
         if "linear_proj" not in name and "weight2" not in name:
             assert torch.equal(value, deep[name]), name
         if name in dense:
@@ -110,7 +111,8 @@ def test_spread_is_that_of_the_configuration() -> None:
             continue
         value = value[:VOCABULARY] if "embedding" in name or "output" in name else value
         residual = "linear_proj" in name or "weight2" in name
-        expected = 0.05 / math.sqrt(2 * 2) if residual else 0.05  # two layers
+        # the factor is 1 / sqrt(2 * layers)
+        expected = 0.05 / math.sqrt(2 * 2) if residual else 0.05
         # five standard errors of a standard deviation of n samples
         error = 5.0 / math.sqrt(2 * value.numel())
         assert float(value.std()) == pytest.approx(expected, rel=error), name
@@ -130,7 +132,7 @@ def test_vocabulary_padding_is_zero_and_does_not_shift_the_rest() -> None:
         assert weight.shape[0] == 48
         assert weight[37:].abs().max() == 0.0 and weight[:37].abs().min() > 0.0
     before = model.output_layer.weight.detach()[:37].clone()
-    # with TP = 4 the padded vocabulary has 64 rows
+    # With TP = 4, the padded vocabulary has 64 rows.
     wide = tiny_policy(vocab_size=64)
     initialize_weights(wide.models[0], wide.config, true_vocab_size=37, seed=1)
     assert torch.equal(wide.models[0].output_layer.weight[:37], before)

@@ -15,7 +15,7 @@ from gspo_megatron.models.norms import TorchNorm
 from gspo_megatron.platform.cpu import faster
 from tests.unit.models.one_rank import tiny_policy
 
-# relative to the largest entry: the rounding of a dot product of 20 to 64 terms
+# Relative to the largest entry. The errors are the rounding of a dot product of 20 to 64 terms.
 TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 COUNTS = {
     "ragged": [3, 1, 7, 2],
@@ -38,7 +38,7 @@ def random_case(
 
 
 def by_row(rows: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
-    """One row and one expert at a time, in float64."""
+    """The product of one row and one expert at a time, in float64."""
     expert_of_row = [expert for expert, count in enumerate(counts) for _ in range(count)]
     products = [weight[expert].double() @ row.double() for row, expert in zip(rows, expert_of_row)]
     return torch.stack(products) if products else rows.new_zeros(0, weight.shape[1]).double()
@@ -89,7 +89,7 @@ def test_experts_as_a_loop_over_tokens(
                 "num_layers": 1,
                 "gated_linear_unit": gated,
                 "activation_func": "silu" if gated else "gelu",
-                "init_method_std": 0.3,  # outputs of size 1
+                "init_method_std": 0.3,  # gives outputs of size 1
             }
         },
         training={"precision": precision},
@@ -201,7 +201,7 @@ def reference(norm: TorchNorm, hidden: Tensor, zero_centered: bool) -> Tensor:
 def random_hidden(dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(2)
     hidden = 5.0 * torch.randn(11, 3, WIDTH, generator=generator, dtype=torch.float64) + 1.0
-    hidden[0] *= 1e-4  # small enough that eps matters
+    hidden[0] *= 1e-4  # small enough to make eps matter
     return hidden.to(dtype).requires_grad_()
 
 
@@ -226,7 +226,7 @@ def test_bf16_is_rounded_once(normalization: str) -> None:
     hidden = random_hidden(torch.bfloat16)
     output, expected = norm(hidden), reference(norm, hidden, False)
     assert output.dtype == torch.bfloat16
-    # bf16 keeps 8 bits, so rounding costs up to 2^-8; a little more for the fp32 arithmetic before
+    # Rounding to bf16 costs up to 2^-8, and the fp32 arithmetic before it a little more.
     torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=2**-8 * 1.01)
 
 

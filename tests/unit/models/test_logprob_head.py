@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gspo_megatron.models import logprob_head
 from gspo_megatron.models.logprob_head import logprob_and_entropy, multiply
 
-EXACT = {"rtol": 1e-10, "atol": 1e-12}  # float64 with other orders of additions
+EXACT = {"rtol": 1e-10, "atol": 1e-12}  # float64 with additions in another order
 
-# Logits with a standard deviation of 8. bf16 would round them by up to 0.06; sums of 64 terms in
-# float32 are 4,000 times as precise.
+# The logits have a standard deviation of 8. Rounding to bf16 would change them by up to 0.06; sums
+# of 64 terms in float32 are 4,000 times as precise.
 WIDTH = 64
 PRECISE = {"rtol": 2e-6, "atol": 2e-5}
-# Gradients are products of bf16 matrices, rounded to the 8 bits of bf16.
+# Gradients are products of bf16 matrices and are rounded to bf16, which has 8 bits.
 GRADIENTS = 2**-8
 
 
@@ -50,7 +50,7 @@ def dense(hidden, weight, targets, gradients, temperature=1.0, entropy_gradient=
 
 
 def chunked(hidden, weight, targets, gradients, **options):
-    """The same results from the operation under test."""
+    """The results of the operation under test."""
     hidden = hidden.detach().clone().requires_grad_()
     weight = weight.detach().clone().requires_grad_()
     logprob, entropy = logprob_and_entropy(hidden, weight, targets, **options)
@@ -89,8 +89,8 @@ def test_float32_gives_float32():
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """A function that sets the number of float64 elements of a tile, so that columns come in
-    blocks."""
+    """A function that limits a tile to this number of float64 elements, so that columns are divided
+    into blocks."""
 
     def set_elements(count: int) -> None:
         monkeypatch.setattr(logprob_head, "TILE_BYTES", 8 * count)
@@ -113,8 +113,7 @@ def test_blocks_of_columns_equal_the_dense_softmax(
 
 
 def test_columns_of_very_different_sizes_of_logits(small_tiles):
-    # The sums of one block are relative to its own maximum, which is a thousand below that of
-    # another.
+    # A block sums relative to its own maximum. The maxima of the blocks differ by a thousand.
     small_tiles(6 * 2)
     hidden, weight, targets, gradients = make_case(6, 4, 8)
     weight[[0, 1, 6]] *= 1000.0
@@ -125,7 +124,8 @@ def test_columns_of_very_different_sizes_of_logits(small_tiles):
 
 
 def test_weight_gradient_of_many_chunks_does_not_lose_the_small_ones():
-    # 4096 equal contributions. Added one by one in bfloat16, the sum would stop at 256 of them.
+    # The gradient is the sum of 4096 equal contributions. If they were added one by one in
+    # bfloat16, the sum would stop at 256.
     rows = 4096
     hidden = torch.ones(rows, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16)
@@ -136,7 +136,8 @@ def test_weight_gradient_of_many_chunks_does_not_lose_the_small_ones():
 
 
 def test_hidden_gradient_of_many_column_blocks_does_not_lose_the_small_ones(monkeypatch):
-    # Tiles of 4096 columns. All have a gradient of 1/4096, except the target's.
+    # There are 4096 tiles of one column. Each adds 1/4096 to the gradient, except the tile of the
+    # target.
     columns = 4096
     monkeypatch.setattr(logprob_head, "KEEP_EXPONENTIALS_BYTES", 0)
     monkeypatch.setattr(logprob_head, "TILE_BYTES", 4)
@@ -238,7 +239,7 @@ def test_no_tensor_of_a_large_batch_exceeds_the_tile(
     with LargestTensor() as largest:
         chunked(*case, chunk_size=chunk_size, entropy_gradient=entropy_gradient)
     assert largest.elements == elements >= vocab * width
-    with LargestTensor() as largest:  # checks that the check itself works
+    with LargestTensor() as largest:  # a normal product, to check that LargestTensor works
         dense(*case)
     assert largest.elements == rows * vocab
 
@@ -257,7 +258,7 @@ def test_the_default_tiles_of_a_large_vocabulary_are_small_and_cover_it(device):
             width == columns or 0.6 * limit <= height * width * 4
         )
         assert (width == columns or width % 64 == 0) and height <= logprob_head.TILE_ROWS
-    # for logits of the usual size
+    # Twice the limit is below 5% of the logits of a usual micro-batch.
     assert 2 * limit < 0.05 * {"cpu": 4096, "cuda": 32_768}[device] * 151_936 * 4
 
 
@@ -281,11 +282,11 @@ def test_nothing_of_the_size_of_the_logits_is_kept_between_forward_and_backward(
 
 
 SHARD_CASES = [
-    # rows, true vocabulary, rows of the weight on each rank (equal parts of the padded vocabulary),
-    # chunk size, temperature, whether the entropy has a gradient, dtype
+    # Each case: rows, true vocabulary, rows of the weight on each rank (equal parts of the padded
+    # vocabulary), chunk size, temperature, whether the entropy has a gradient, dtype.
     (17, 22, 12, 5, 1.0, False, torch.float64),
     (17, 22, 12, 1024, 0.8, True, torch.float64),
-    (9, 12, 12, 4, 1.3, True, torch.float64),  # the last rank holds only padding
+    (9, 12, 12, 4, 1.3, True, torch.float64),  # the last rank has only padding
     (1, 13, 12, 1024, 1.0, False, torch.float64),
     (0, 22, 12, 4, 1.0, False, torch.float64),
     (17, 22, 12, 5, 1.0, False, torch.bfloat16),
@@ -293,8 +294,8 @@ SHARD_CASES = [
 
 
 def compare_shard(rank: int, world_size: int, rendezvous: str) -> None:
-    logprob_head.TILE_BYTES = 5 * 4 * 8  # set in this process: blocks of 4 columns
-    logprob_head.KEEP_EXPONENTIALS_BYTES = 9 * 12 * 8  # and one case with a single tile
+    logprob_head.TILE_BYTES = 5 * 4 * 8  # This process has blocks of 4 columns,
+    logprob_head.KEEP_EXPONENTIALS_BYTES = 9 * 12 * 8  # and one case has a single tile
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
     )
@@ -323,7 +324,7 @@ def compare_shard(rank: int, world_size: int, rendezvous: str) -> None:
                 vocab_size=vocab,
                 entropy_gradient=entropy_gradient,
             )
-            # the caller sums the bf16 shares in float32
+            # The caller sums the bf16 shares of the ranks in float32.
             hidden_grad = hidden_grad.to(torch.promote_types(dtype, torch.float32))
             dist.all_reduce(hidden_grad)
             if expected is None:
@@ -343,8 +344,8 @@ def compare_shard(rank: int, world_size: int, rendezvous: str) -> None:
 
 
 def count_collectives(rank: int, world_size: int) -> None:
-    """Check that there are two in the forward pass for any number of tiles, and none in the
-    backward pass."""
+    """Check that the forward pass has two collectives, however many tiles there are, and the
+    backward pass none."""
     hidden, weight, targets, gradients = make_case(10, 6, 12 * world_size)
     calls: list[str] = []
     original = dist.all_reduce
@@ -375,7 +376,7 @@ def test_shards_of_the_vocabulary_equal_the_dense_softmax(world_size, tmp_path: 
 
 
 def assert_precise(actual, expected) -> None:
-    """Check results to float32's precision, and the Euclidean norm of gradients to bf16's."""
+    """Check results to float32's precision, and gradients by their Euclidean norm to bf16's."""
     for got, exact in zip(actual[:2], expected[:2], strict=True):
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double(), exact, **PRECISE)
@@ -390,7 +391,7 @@ def assert_precise(actual, expected) -> None:
 def test_bf16_equals_float64_of_the_same_inputs(
     tile_bytes, rows, vocab, entropy_gradient, monkeypatch
 ):
-    if tile_bytes is not None:  # many tiles, computed again in the backward pass
+    if tile_bytes is not None:  # many tiles, which are computed again in the backward pass
         monkeypatch.setattr(logprob_head, "TILE_BYTES", tile_bytes)
         monkeypatch.setattr(logprob_head, "KEEP_EXPONENTIALS_BYTES", 0)
         monkeypatch.setattr(logprob_head, "STRIP_BYTES", 4 * WIDTH * 5)
@@ -409,7 +410,8 @@ def test_products_in_strips_are_those_of_the_whole(strip_bytes, monkeypatch):
     torch.testing.assert_close(product.double(), hidden.double() @ weight.double().t(), **PRECISE)
     assert multiply(hidden[:0], weight, torch.empty(0, 200)).shape == (0, 200)
     assert multiply(hidden, weight[:0], torch.empty(3, 0)).shape == (3, 0)
-    if strip_bytes < 2**20:  # the weight never exists in float32, except for single rows
+    # single rows of the weight exist in float32, but never the whole weight
+    if strip_bytes < 2**20:
         assert largest.elements == 3 * 200 < weight.numel()
 
 
@@ -424,7 +426,7 @@ def test_products_of_bf16_leave_those_of_float32_precise():
         errors.append(float((torch.mm(left, right.t()).double() - exact).abs().max()))
         multiply(left.bfloat16(), right.bfloat16(), torch.empty(64, 64))
         assert settings.fp32_precision == before
-    assert max(errors) < 1e-4  # elements rounded to bf16 would differ by 0.1
+    assert max(errors) < 1e-4  # with inputs rounded to bf16, elements would differ by 0.1
     with pytest.raises(RuntimeError):
         multiply(left.bfloat16(), right.bfloat16()[:, :9], torch.empty(64, 64))
     assert settings.fp32_precision == before
@@ -432,7 +434,7 @@ def test_products_of_bf16_leave_those_of_float32_precise():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_without_numbers_shapes_and_dtypes_are_the_same(dtype):
-    # as when memory is estimated
+    # An estimate of memory uses the meta device.
     kind = {"device": "meta", "dtype": dtype, "requires_grad": True}
     hidden, weight = torch.empty(5000, WIDTH, **kind), torch.empty(3000, WIDTH, **kind)
     targets = torch.empty(5000, dtype=torch.long, device="meta")

@@ -1,4 +1,4 @@
-"""The log-prob head on the real model, and how it treats the vocabulary's padding."""
+"""The log-prob head on the real model, also with padding of the vocabulary."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LENGTHS = [(3, 5), (1, 1), (9, 2), (2, 13), (4, 1)]
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def policy(request: pytest.FixtureRequest, one_rank: None) -> Policy:
-    # Weights large enough for distributions that are far from uniform.
+    # Large weights make the distributions far from uniform.
     return tiny_policy(
         model={"tie_embeddings": request.param, "megatron": {"init_method_std": 0.2}}
     )
@@ -79,7 +79,7 @@ def test_logits_of_a_bf16_policy_are_not_rounded_to_bf16(tied: bool) -> None:
     expected = hidden[:, 0].double() @ weight[:VOCABULARY].double().t()
     assert logits.dtype == torch.float32 and float(expected.std()) > 3
     rows = torch.log_softmax(expected, dim=-1)
-    # sums of 64 terms in fp32; rounded to bf16 they would differ by up to 0.03
+    # For sums of 64 terms in fp32. Rounding to bf16 would change them by up to 0.03.
     kind = {"atol": 2e-5, "rtol": 2e-6}
     torch.testing.assert_close(logits.double(), expected, **kind)
     torch.testing.assert_close(logprobs.double(), rows.gather(1, targets[:, None])[:, 0], **kind)
@@ -109,7 +109,8 @@ def test_a_missing_backend_is_the_users_mistake(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(find, lambda _: SimpleNamespace())
     for precision in ("bf16", "fp8-blockwise"):
         assert choose_backend("auto", precision) == "transformer_engine"
-    for precision in ("fp32", "fp64"):  # Transformer Engine lacks them, at least in part
+    # Transformer Engine lacks these precisions, at least in some layers
+    for precision in ("fp32", "fp64"):
         assert choose_backend("auto", precision) == "torch_native"
 
 
@@ -131,7 +132,8 @@ def test_fp8_pads_micro_batches_to_what_its_matrix_products_take(
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_all_that_decides_the_output_changes_places(offload: bool) -> None:
-    """Also the routers' biases, which balance without an auxiliary loss and are not parameters."""
+    """The routers' biases are exchanged, too. They balance without an auxiliary loss and are not
+    parameters."""
     balancing = {
         "moe_router_enable_expert_bias": True,
         "moe_router_score_function": "sigmoid",

@@ -1,5 +1,5 @@
-"""Log-probs of candidates and of all other tokens together, in tiles and shards, compared with a
-dense softmax in float64."""
+"""The log-probs of some candidate tokens, and of all other tokens together. They are computed in
+tiles and shards, and compared with a dense softmax in float64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from gspo_megatron.models import logprob_head
 from gspo_megatron.models.top_k_head import NO_TOKEN, bucket_logprobs, most_probable, with_rest
 
-EXACT = {"rtol": 1e-10, "atol": 1e-12}  # float64, other orders of additions
+EXACT = {"rtol": 1e-10, "atol": 1e-12}  # float64, with additions in another order
 
 
 def make_case(rows: int, width: int, vocab: int, k: int, seed: int = 0) -> tuple[Tensor, ...]:
@@ -73,7 +73,8 @@ def test_equals_the_dense_softmax(
 
 
 def test_the_whole_vocabulary_leaves_no_rest() -> None:
-    """Its log-prob is the lower bound, a constant, so its gradient changes nothing."""
+    """The log-prob of the rest is then its lower bound. That is a constant, so its gradient changes
+    nothing."""
     case = make_case(6, 5, 9, 9)
     buckets, _, *gradients = in_tiles(*case)
     p = torch.softmax(case[0] @ case[1].T, 1).log().gather(1, case[2])
@@ -107,7 +108,7 @@ def test_candidates_outside_the_vocabulary_have_no_probability() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 def test_a_rest_that_is_tiny_is_still_precise_in_float32(scale: float) -> None:
-    """1 minus the sum of the candidates' probabilities would have no correct digit left."""
+    """In float32, 1 minus the sum of the candidates' probabilities would have no correct digit."""
     hidden, weight, _, _ = make_case(40, 8, 50, 1, seed=3)
     candidates = most_probable(hidden * scale, weight, 8)
     exact = dense(
@@ -134,12 +135,12 @@ def test_most_probable_are_those_of_topk(monkeypatch: pytest.MonkeyPatch) -> Non
     assert most_probable(hidden[:0], weight, 4).shape == (0, 4)
 
 
-# rows, vocabulary, rows of the weight on each rank, k
+# Each case: rows, vocabulary, rows of the weight on each rank, k.
 SHARDS = [(17, 22, 12, 4), (9, 12, 12, 3), (5, 13, 12, 13), (0, 22, 12, 2)]
 
 
 def compare_shard(rank: int, world_size: int, rendezvous: str) -> None:
-    logprob_head.TILE_BYTES = 5 * 4 * 8  # set in this process: blocks of few columns
+    logprob_head.TILE_BYTES = 5 * 4 * 8  # this process has blocks of few columns
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
     )
@@ -159,7 +160,7 @@ def compare_shard(rank: int, world_size: int, rendezvous: str) -> None:
             found = in_tiles(hidden, own, candidates, flow, chunk_size=4, **options)
             dist.all_reduce(found[2])
             expected = dense(hidden, weight, candidates, flow)
-            if k == vocab:  # there is no rest; `dense` has the logarithm of 0
+            if k == vocab:  # there is no rest, of which `dense` would take the logarithm
                 continue
             mine = max(min(vocab - start, part), 0)
             expected[3] = expected[3][start : start + mine]
@@ -182,6 +183,6 @@ def test_a_servers_log_probs_get_the_rest_that_the_head_gives() -> None:
     found = with_rest(expected[:, :-1].float())
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
-    # rounding gives a sum above 1, and there is no second token
+    # By rounding, the probabilities sum to more than 1, and there is no second candidate.
     sure = with_rest(torch.tensor([[1e-8, -math.inf]]))
     assert sure[0, 2].item() == pytest.approx(-24 * math.log(2))

@@ -1,4 +1,4 @@
-"""Every setting reaches Megatron-Core's TransformerConfig, and impossible ones are refused."""
+"""Every setting reaches Megatron-Core's TransformerConfig, and impossible settings are refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def convert(**sections: Any) -> TransformerConfig:
 
 
 def names_set_by_the_module() -> set[str]:
-    """The string keys in all dictionaries of its functions."""
+    """The string keys of all dictionaries in the module's functions."""
     tree = ast.parse(inspect.getsource(module))
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     keys = [
@@ -120,8 +120,8 @@ def test_megatron_draws_no_weights_itself_and_needs_no_kernels_of_apex() -> None
     weight = torch.full((2, 3), 5.0)
     for method in (config.init_method, config.output_layer_init_method):
         assert torch.equal(method(weight), torch.full((2, 3), 5.0))
-    assert config.perform_initialization is True  # or TP shards would lose their marks
-    # it needs a kernel of apex, which a CPU lacks
+    assert config.perform_initialization is True  # otherwise, TP shards would not be marked as such
+    # This fusion needs a kernel of apex, which a CPU does not have.
     assert config.gradient_accumulation_fusion is False
 
 
@@ -134,8 +134,8 @@ def test_experts_are_grouped(experts: int | None) -> None:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for Transformer Engine: Megatron-Core asks for its version when a model with
-    experts is to use FP8."""
+    """Pretend that Transformer Engine is new enough. Megatron-Core checks its version for FP8 with
+    experts."""
     where = "megatron.core.transformer.transformer_config.is_te_min_version"
     monkeypatch.setattr(where, lambda *_: True)
 

@@ -1,11 +1,10 @@
-"""The policy compared with transformers' Qwen MoE models with the same weights.
+"""The policy compared with transformers' Qwen MoE models that have the same weights.
 
-Ours packs ragged sequences into one micro-batch and goes through Megatron's schedule; theirs runs
-one sequence at a time. Compared are the responses' log-probs, their entropies over the vocabulary,
-and for every parameter the gradient of a weighted sum of the log-probs.
+The package packs ragged sequences into one micro-batch and uses Megatron's schedule. transformers
+computes one sequence at a time. The tests compare the log-probs of responses, the entropies over
+the vocabulary, and the gradient of a weighted sum of the log-probs for every parameter.
 
-The map of the weights is written out here again on purpose, so that nothing is shared with the
-package.
+This file has its own map of the weights on purpose, so that the two sides share no code.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from tests.unit.models.one_rank import PAD, micro_batch, random_sequences, tiny_
 
 VOCABULARY_MULTIPLE = 16
 
-# Sizes that a wrong map could confuse all differ. 4 divides those of the experts' matrices, so that
-# float32 uses torch's grouped matmul. Epsilon is large enough to matter.
+# All sizes that a wrong map could confuse differ. The sizes of the experts' matrices are multiples
+# of 4, so that torch uses its grouped matmul in float32. Epsilon is large enough to matter.
 SIZES: dict[str, Any] = {
     "vocab_size": 37,
     "hidden_size": 44,
@@ -52,8 +51,8 @@ SIZES: dict[str, Any] = {
 
 
 class InFloat64(TorchFunctionMode):
-    """Computes in float64 where a model's code asks for float32 by name: norms, rotary angles and
-    attention, and the softmax of both routers."""
+    """Replaces float32 by float64 where a model's code asks for float32 by name. This happens in
+    norms, rotary angles, the softmax of attention, and the softmax of both routers."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -72,8 +71,8 @@ def _widened(value: Any) -> Any:
 def random_model(
     kind: type[PreTrainedModel], seed: int, dtype: torch.dtype, **config: Any
 ) -> PreTrainedModel:
-    """A model of SIZES. Its weights have the size 1 over the square root of their width, its norms
-    and biases differ from their initial values, and it uses the simplest implementations."""
+    """A model of SIZES, with transformers' simplest implementations. Weights have a standard
+    deviation of 0.25. Norms and biases differ from their initial values."""
     model = kind._from_config(
         kind.config_class(**SIZES | config),
         attn_implementation="eager",
@@ -89,11 +88,12 @@ def random_model(
 
 @dataclass
 class Outcome:
-    """A model's results for the responses (flat), and for a weighted sum of their log-probs."""
+    """A model's results for the tokens of all responses (flat), and the gradients of a weighted sum
+    of their log-probs."""
 
     logprobs: Tensor  # [responses]
     entropies: Tensor  # [responses]
-    gradients: dict[str, Tensor]  # in our layout and under our names
+    gradients: dict[str, Tensor]  # with our names and in our layout
 
 
 def run_reference(
@@ -102,10 +102,9 @@ def run_reference(
     weights: Tensor,
     temperature: float,
 ) -> tuple[Outcome, float]:
-    """Run `model` on one (prompt, response) after the other, without padding; `weights`
-    [responses].
+    """Run `model` on each (prompt, response) separately, without padding. `weights` is [responses].
 
-    Also returns how near its routers were to another choice: the smallest gap between the last
+    Also returns how close the routers came to another choice: the smallest gap between the last
     chosen logit and the first that was not chosen.
     """
     logprobs, entropies, gaps = [], [], []
@@ -129,7 +128,7 @@ def run_reference(
 def in_our_layout(
     tensors: Mapping[str, Tensor], config: PreTrainedConfig, padding: float = 0.0
 ) -> dict[str, Tensor]:
-    """Transformers' parameters, or their gradients, under our names and in our shapes.
+    """The parameters of a transformers model, or their gradients, with our names and in our shapes.
 
     `padding` is the value of the vocabulary's padding rows.
     """
@@ -160,8 +159,8 @@ def _pad(weight: Tensor, value: float) -> Tensor:
 
 
 def _attention(layer: dict[str, Tensor], groups: int) -> dict[str, Tensor]:
-    """Our attention tensors; removes what it uses from `layer`. In ours, queries, key and value
-    come group by group."""
+    """Take the attention tensors out of `layer`, and return them in our layout, which has queries,
+    key and value of each group together."""
     ours = {
         "input_layernorm.weight": layer.pop("input_layernorm.weight"),
         "pre_mlp_layernorm.weight": layer.pop("post_attention_layernorm.weight"),
@@ -180,13 +179,13 @@ def _attention(layer: dict[str, Tensor], groups: int) -> dict[str, Tensor]:
 
 
 def _mlp(layer: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Our MLP tensors; removes what it uses from `layer`: a dense MLP, or experts and perhaps a
-    shared one."""
+    """Take the MLP tensors out of `layer`, and return them in our layout. They belong to a dense
+    MLP, or to experts and possibly a shared expert."""
     if "mlp.gate.weight" not in layer:
         return _dense(layer, "mlp.", "mlp.")
     ours = {
         "mlp.router.weight": layer.pop("mlp.gate.weight"),
-        # [experts, gate then up, hidden] -> [experts, 2, expert width, hidden]
+        # From [experts, gate then up, hidden] to [experts, 2, expert width, hidden].
         "mlp.experts.weight1": layer.pop("mlp.experts.gate_up_proj").unflatten(1, (2, -1)),
         "mlp.experts.weight2": layer.pop("mlp.experts.down_proj"),
     }
@@ -205,13 +204,13 @@ def _dense(layer: dict[str, Tensor], theirs: str, ours: str) -> dict[str, Tensor
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-FIGURES = ("logprobs", "entropies")  # everything else that is compared is a gradient
+FIGURES = ("logprobs", "entropies")  # all other results that are compared are gradients
 LENGTHS = [(3, 5), (1, 1), (9, 2), (2, 17), (4, 1), (6, 8)]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model, in transformers' configuration and in Megatron-Core's."""
+    """One model, as configured in transformers and in Megatron-Core."""
 
     theirs: dict[str, Any]
     experts_in_layer: list[int]  # 1 if the layer has experts, 0 if its MLP is dense
@@ -224,7 +223,7 @@ class Case:
 class Run:
     seed: int
     temperature: float
-    padded: bool = False  # a row for each sequence, not all in one
+    padded: bool = False  # if True, a micro-batch has a row for each sequence
 
     def __str__(self) -> str:
         layout = "padded" if self.padded else "packed"
@@ -316,7 +315,7 @@ def run_ours(
 
 
 def run_both(name: str, run: Run, dtype: torch.dtype) -> tuple[Outcome, Outcome]:
-    """The results of both models with the same weights."""
+    """The results of both models, which have the same weights."""
     case = CASES[name]
     sequences = random_sequences(run.seed, LENGTHS, SIZES["vocab_size"])
     generator = torch.Generator().manual_seed(run.seed)
@@ -326,14 +325,14 @@ def run_both(name: str, run: Run, dtype: torch.dtype) -> tuple[Outcome, Outcome]
         model = random_model(case.kind, run.seed, dtype, **kind)
         theirs, closest = run_reference(model, sequences, weights, run.temperature)
         ours = run_ours(policy_like(model, case, dtype), sequences, weights, run)
-    # Rounding would decide a near tie of a router, and so the result of this test.
+    # With a near tie in a router, rounding could change its choice, and the results would differ.
     assert closest > 1e-4
     return ours, theirs
 
 
 def errors(value: Outcome, exact: Outcome) -> dict[str, float]:
-    """The largest differences: of log-probs and entropies in nats, and of each parameter's gradient
-    relative to its largest element."""
+    """The largest differences: of log-probs and entropies in nats, of gradients relative to the
+    largest element of each parameter."""
     found = {}
     for name in FIGURES:
         found[name] = float((getattr(value, name).double() - getattr(exact, name)).abs().max())
@@ -362,8 +361,8 @@ def test_the_policy_is_the_model_of_transformers(name: str, run: Run) -> None:
 
     ours_32, theirs_32 = run_both(name, run, torch.float32)
     assert ours_32.logprobs.dtype == torch.float32
-    # As near to the exact values as transformers in float32, up to the order of sums. In the worst
-    # case both are 1e-5 off, and ours 1.5 times as far as theirs.
+    # In float32, ours may be somewhat farther from the exact values than transformers, because the
+    # order of sums differs. In the worst case both are 1e-5 off, and ours is 1.5 times as far off.
     rounding = errors(theirs_32, theirs)
     assert_within(
         errors(ours_32, theirs),

@@ -18,9 +18,9 @@ from gspo_megatron.types import LossInputs, LossOutputs
 from tests.unit.objectives.papers import LONGEST, PAPERS
 
 EVERY_OBJECTIVE = pytest.mark.parametrize("name", list(PAPERS))
-# Float64 on both sides: only the order of additions differs.
+# Both sides compute in float64, so only the order of additions differs.
 EXACT = {"rtol": 1e-10, "atol": 1e-13}
-# Vectors of tokens, and the sign of the values that may be outside the mask.
+# The vectors with a value for each token. The number is the sign of values outside the mask.
 OF_TOKENS = {"logprobs": 1, "old_logprobs": -1, "mask": 0, "sequence_index": 0, "entropy": 1,
              "token_advantages": 1, "rollout_logprobs": 1, "reference_logprobs": -1}  # fmt: skip
 
@@ -54,7 +54,7 @@ def make_inputs(
     tokens, sequences = sum(lengths), len(lengths)
     index = torch.repeat_interleave(torch.arange(sequences), torch.tensor(lengths))
     mask = (torch.rand(tokens, generator=generator) > 0.25).to(dtype)
-    mask[(torch.tensor(lengths).cumsum(0) - 1)] = 1  # no sequence is empty
+    mask[(torch.tensor(lengths).cumsum(0) - 1)] = 1  # every sequence has a token inside the mask
     old = -normal(tokens).abs() - 0.1
     # log-probs are below 0
     new = (old + spread * (normal(tokens) + normal(sequences)[index])).clamp(max=-0.01)
@@ -72,7 +72,8 @@ def make_inputs(
         sequence_index=index,
         advantages=advantages.to(dtype),
         sequence_lengths=lengths_in_mask,
-        global_num_sequences=sequences + 5,  # other micro-batches and ranks have five more
+        # the mini-batch has five more sequences, on other ranks or in other micro-batches
+        global_num_sequences=sequences + 5,
         global_num_tokens=int(mask.sum()) + 40,
         sum_over_shards=lambda vector: vector,
         is_primary_shard=True,
@@ -84,27 +85,27 @@ def make_inputs(
 
 
 def inputs_of(name: str, seed: int, **options: Any) -> LossInputs:
-    """`make_inputs` with a spread at which the clip of the objective `name` binds for some of
-    them."""
+    """The inputs of `make_inputs`, with a spread at which the clip of objective `name` binds for
+    some tokens."""
     return make_inputs(seed, spread=PAPERS[name].spread, **options)
 
 
 def as_mini_batch(inputs: LossInputs) -> LossInputs:
-    """The same with the counts of a mini-batch that consists of this micro-batch."""
+    """The same inputs, as the only micro-batch of a mini-batch."""
     inputs.global_num_sequences = len(inputs.advantages)
     inputs.global_num_tokens = int(inputs.mask.sum())
     return inputs
 
 
 def without_tokens(inputs: LossInputs, sequence: int) -> LossInputs:
-    """The same with all tokens of one sequence outside the mask."""
+    """The same inputs, with all tokens of one sequence outside the mask."""
     inputs.mask[inputs.sequence_index == sequence] = 0
     inputs.sequence_lengths[sequence] = 0
     return inputs
 
 
 def poisoned(inputs: LossInputs, value: float) -> LossInputs:
-    """The same with `value` wherever the mask is 0."""
+    """The same inputs, with `value` wherever the mask is 0."""
     holes = inputs.mask == 0
     changed = {
         name: getattr(inputs, name).detach().masked_fill(holes, sign * value)
@@ -115,7 +116,8 @@ def poisoned(inputs: LossInputs, value: float) -> LossInputs:
 
 
 def choose(inputs: LossInputs, which: Tensor, **others: Any) -> LossInputs:
-    """The same with only the tokens `which` (a mask or an order), as leaves of a new graph."""
+    """The same inputs with only the tokens of `which` (a mask or an order), as leaves of a new
+    graph."""
     tensors = {name: getattr(inputs, name) for name in OF_TOKENS}
     cut = {name: t[which].detach().clone() for name, t in tensors.items() if t is not None}
     return _leaves(dataclasses.replace(inputs, **(cut | others)))
@@ -129,7 +131,7 @@ def _leaves(inputs: LossInputs) -> LossInputs:
 
 
 def micro_batch(inputs: LossInputs, first: int, last: int) -> LossInputs:
-    """The sequences from `first` up to but without `last` of a mini-batch."""
+    """The sequences from `first` to `last` - 1 of a mini-batch."""
     part = choose(
         inputs,
         (inputs.sequence_index >= first) & (inputs.sequence_index < last),
@@ -142,24 +144,24 @@ def micro_batch(inputs: LossInputs, first: int, last: int) -> LossInputs:
 
 def owners(kind: str, tokens: int, num_shards: int) -> Tensor:
     """The shard of each token."""
-    # context parallelism cuts a sequence in this way: chunk i and chunk 2n-1-i
+    # Context parallelism gives chunks i and 2n-1-i of a sequence to rank i.
     if kind == "zigzag":
         chunk = torch.arange(tokens) * 2 * num_shards // tokens
         return torch.minimum(chunk, 2 * num_shards - 1 - chunk)
     if kind == "random":
         generator = torch.Generator().manual_seed(num_shards)
         return torch.randint(num_shards, (tokens,), generator=generator)
-    # All tokens on the last shard, none on the others.
+    # The last shard has all tokens.
     return torch.full((tokens,), num_shards - 1)
 
 
 def run_shards(
     inputs: LossInputs, owner: Tensor, function: Callable[[LossInputs], LossOutputs]
 ) -> list[tuple[LossInputs, LossOutputs]]:
-    """Call `function` on every shard at the same time, as ranks of context parallelism would.
+    """Call `function` on every shard at the same time, as the ranks of context parallelism would.
 
-    `owner` [tokens] is the shard of each token. The shards are threads that really wait for each
-    other in `sum_over_shards`, so a shard that skips a collective is noticed.
+    `owner` [tokens] is the shard of each token. The shards are threads that wait for each other in
+    `sum_over_shards`, so a skipped collective is noticed.
     """
     num_shards = int(owner.max()) + 1
     barrier = threading.Barrier(num_shards, timeout=60)
@@ -172,7 +174,7 @@ def run_shards(
             barrier.wait()
             total = torch.stack(posted).sum(0)
             barrier.wait()
-            return vector.copy_(total)  # in place, as an all-reduce does it
+            return vector.copy_(total)  # in place, like an all-reduce
 
         return choose(
             inputs,
@@ -186,13 +188,14 @@ def run_shards(
             mine = shard_inputs(shard)
             return mine, function(mine)
         except BaseException:
-            barrier.abort()  # do not leave the others waiting
+            barrier.abort()  # otherwise the other shards would wait forever
             raise
 
     with ThreadPoolExecutor(num_shards) as pool:
         futures = [pool.submit(work, shard) for shard in range(num_shards)]
     errors = [error for error in (future.exception() for future in futures) if error is not None]
-    # A failed shard breaks the barrier of the others. Its own error is the one to show.
+    # If a shard fails, the other shards get BrokenBarrierError. The real error comes first in this
+    # order.
     for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
         raise error
     return [future.result() for future in futures]

@@ -1,8 +1,9 @@
-"""The objectives as the papers print them, for one response and one token at a time, in float64.
+"""The objectives as the papers print them, computed for one response and one token at a time, in
+float64.
 
-From the package it uses only the records of inputs and outputs. N responses y_i have advantages
-A_i; D_it = log pi(y_it) - log pi_old(y_it); |y_i| is the number of tokens inside the mask; mu in
-the papers is the policy as the rollout engine computed it.
+The code uses nothing of the package except the records of inputs and outputs. N responses y_i have
+advantages A_i. D_it = log pi(y_it) - log pi_old(y_it). |y_i| is the number of tokens inside the
+mask. The papers' mu is the policy as the rollout engine computed it.
 
 A new objective needs one formula and one entry in PAPERS.
 """
@@ -20,16 +21,16 @@ from torch import Tensor
 
 from gspo_megatron.types import LossInputs
 
-# "low" or "high" if a bound decides the value; and whether the ratio is outside
+# The bound that decides the value, "low", "high" or ""; and whether the ratio is outside its range.
 Clip = tuple[str, bool]
 
 
 class Term(NamedTuple):
-    """A summand of an objective, its importance ratio, and what the clip did to it."""
+    """A summand of an objective, its importance ratio, and the effect of the clip."""
 
     value: Tensor | float
     ratio: float
-    clip: Clip | list[Clip] = ("", False)  # a list: a clip for each token of the response
+    clip: Clip | list[Clip] = ("", False)  # a list has the clip of each token of the response
 
 
 @dataclass
@@ -48,7 +49,7 @@ class Response:
         return len(self.old)
 
     def drift(self) -> list[float]:
-        """D_it."""
+        """D_it of each token."""
         return [float(n.detach()) - o for n, o in zip(self.new, self.old, strict=True)]
 
     def token_ratio(self, t: int) -> Tensor:
@@ -77,7 +78,7 @@ def clipped(
     return Term(ratio * advantage, value, ("", bound != value))
 
 
-# --- The objectives of whole responses: one term each -------------------------------------------
+# --- The objectives of whole responses: one term for each response ------------------------------
 
 
 def gspo(response: Response, **numbers: float) -> Term:
@@ -98,7 +99,7 @@ def reinforce_leave_one_out(response: Response, **numbers: float) -> Term:
 
 def gmpo(response: Response, log_clip: float) -> Term:
     """arXiv 2507.20673, eq. 4: (prod_t |min(w_it A, clip(w_it, e^-c, e^c) A)|)^(1/|y|) sgn(A). The
-    ratio is the geometric mean of the limited w_it. Each token has its own clip."""
+    clip limits each token's w_it. The ratio is the geometric mean of the limited w_it."""
     advantage = response.advantage
     product = torch.ones((), dtype=torch.float64)
     left, clips = [], []
@@ -117,7 +118,7 @@ def gmpo(response: Response, log_clip: float) -> Term:
     return Term(product ** (1 / len(response)) * math.copysign(1.0, advantage), mean, clips)
 
 
-# --- The objectives of tokens: a term for each --------------------------------------------------
+# --- The objectives of tokens: one term for each token -------------------------------------------
 
 
 def gspo_token(response: Response, **numbers: float) -> list[Term]:
@@ -183,8 +184,9 @@ def bernoulli_kl(p: float, q: float) -> float:
 
 
 def dppo(response: Response, kind: str, max_divergence: float) -> list[Term]:
-    """arXiv 2602.04879: M_it w_it A, with M_it = 0 where A > 0 and pi > pi_old, or A < 0 and pi <
-    pi_old, and their divergence, binary total variation or binary KL, exceeds the bound."""
+    """arXiv 2602.04879: M_it w_it A. M_it is 0 for tokens that have moved too far in the direction
+    of their advantage: where A > 0 and pi > pi_old, or A < 0 and pi < pi_old, and the divergence of
+    the two exceeds the bound. The divergence is the binary total variation or the binary KL."""
     terms = []
     for t, advantage in enumerate(response.token_advantages):
         ratio, (old, new) = response.token_ratio(t), _step(response, t)
@@ -234,13 +236,13 @@ def vespo(
 
 
 class Paper(NamedTuple):
-    """A formula, the divisor of each token's term (a response's only term is divided by N), and the
-    numbers of the paper."""
+    """A formula, the aggregation, and the numbers of the paper. The aggregation divides each
+    token's term; the only term of a response is divided by N."""
 
     terms: Callable[..., Term | list[Term]]
     aggregation: str
     numbers: dict[str, float]
-    spread: float  # size of log-ratios at which the numbers bind for some of them
+    spread: float  # a size of log-ratios at which the numbers bind for some tokens
 
 
 _SEQUENCES = {"clip_low": 3e-4, "clip_high": 4e-4}
@@ -252,7 +254,7 @@ PAPERS: dict[str, Paper] = {
     "grpo": Paper(grpo, "sequence_mean", _GRPO, 0.4),
     "dapo": Paper(grpo, "token_mean", {"clip_low": 0.2, "clip_high": 0.28}, 0.4),
     "dr_grpo": Paper(grpo, "constant_length", _PPO, 0.4),
-    "cispo": Paper(cispo, "token_mean", {"clip_high": 4.0}, 1.2),  # that is, a cap of 5
+    "cispo": Paper(cispo, "token_mean", {"clip_high": 4.0}, 1.2),  # a cap of 5
     "sapo": Paper(sapo, "sequence_mean", {"tau_positive": 1.0, "tau_negative": 1.05}, 0.4),
     "gmpo": Paper(gmpo, "sequence_mean", {"log_clip": 0.4}, 0.4),
     "luspo": Paper(luspo, "token_sum", _SEQUENCES, 1e-3),
@@ -273,11 +275,11 @@ PAPERS: dict[str, Paper] = {
         0.1,
     ),
 }
-LONGEST = 40  # rollout.max_response_tokens of the tests
+LONGEST = 40  # rollout.max_response_tokens in the tests
 
 
 def divisor(aggregation: str, length: int, inputs: LossInputs) -> float:
-    """1 / the divisor of a token's term."""
+    """The factor of a token's term: 1 / the divisor of the aggregation."""
     sequences, tokens = inputs.global_num_sequences, inputs.global_num_tokens
     return {
         "sequence_mean": 1 / (sequences * length),
@@ -298,7 +300,7 @@ OF_TOKENS = ("token_tis", "icepop", "kpop", *TOKEN_MASKS)
 def correction_weights(
     name: str, response: Response, high: float = math.inf, low: float = 0.0
 ) -> list[float]:
-    """The weight of each token for k = pi_old / pi_rollout."""
+    """The weight of each token, from k = pi_old / pi_rollout."""
     logs = [o - m for o, m in zip(response.old, response.rollout, strict=True)]
     ratios = [math.exp(log) for log in logs]
     mean = math.exp(sum(logs) / len(logs))
@@ -324,8 +326,8 @@ def correction_weights(
 
 
 def divergence(kind: str, new: Tensor, reference: float, old: float) -> Tensor:
-    """Schulman's estimators of KL(pi, reference) from a sample of pi; k3_unbiased from a sample of
-    pi_old (arXiv 2512.02556, with the ratio in front)."""
+    """Schulman's estimators of KL(pi, reference) from a sample of pi. k3_unbiased takes a sample of
+    pi_old and multiplies by the ratio (arXiv 2512.02556)."""
     log = reference - new
     k3 = torch.exp(log) - log - 1
     ratio = torch.exp(new) / math.exp(old)
@@ -333,7 +335,8 @@ def divergence(kind: str, new: Tensor, reference: float, old: float) -> Tensor:
 
 
 def corrections_of(keys: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Each correction of a section with its bounds. A section with several gives them by name."""
+    """The bounds of each correction of a section. A section with several corrections gives its
+    bounds by their names."""
     names = keys.get("correction", "none")
     names = names if isinstance(names, list) else [] if names == "none" else [names]
     sides = {side: keys[k] for side in ("low", "high") if (k := f"correction_{side}") in keys}
@@ -370,8 +373,8 @@ class Expected:
 
 
 def expect(name: str, inputs: LossInputs, **keys: Any) -> Expected:
-    """What objective `name` must return for these keys of its section: -J + kl_coefficient * KL -
-    entropy_coefficient * entropy, and all metrics."""
+    """The results that objective `name` must return for these keys of its section: the loss -J +
+    kl_coefficient * KL - entropy_coefficient * entropy, and all metrics."""
     paper = PAPERS[name]
     numbers = paper.numbers | {k: keys[k] for k in (*paper.numbers, "dual_clip") if k in keys}
     aggregation = keys.get("aggregation", paper.aggregation)
@@ -407,7 +410,7 @@ def expect(name: str, inputs: LossInputs, **keys: Any) -> Expected:
             for n, old, reference in zip(
                 response.new, response.old, response.reference, strict=True
             ):
-                # every objective has a penalty for each token, divided as its own loss is
+                # Each token has a penalty, which is divided like the loss of the objective.
                 penalty = penalty + by * divergence(kl, n, reference, old)
         bonus = bonus + sum(response.entropy) / inputs.global_num_tokens
         rows.append((response, terms, clips, of_each | {"": weights}, dropped))
@@ -428,7 +431,7 @@ def expect(name: str, inputs: LossInputs, **keys: Any) -> Expected:
 
 
 def _count_metrics(expected: Expected, rows: list[Any], keys: dict[str, Any]) -> None:
-    """Metrics that are sums and counts of tokens or of responses."""
+    """Add the metrics that are sums or counts, over tokens or responses."""
     drifts = [d for response, *_ in rows for d in response.drift()]
     expected.values["ratio/token"] = [math.exp(d) for d in drifts]
     expected.count("kl/k1", (-d for d in drifts))

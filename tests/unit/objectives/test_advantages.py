@@ -1,4 +1,4 @@
-"""Advantages of groups and of their turns, compared with the module statistics and worked
+"""Advantages of groups and of turns, compared with Python's module `statistics` and with worked
 examples."""
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def test_groups_of_any_order_number_and_size_equal_the_statistics_module(seed):
     expected = {
         key: [c / d for c, d in zip(centred, each, strict=True)] for key, each in divisors.items()
     }
-    expected["leave one out"] = [  # r - the mean of the others
+    expected["leave one out"] = [  # the reward minus the mean of the others
         r - (sum(groups[i]) - r) / (len(groups[i]) - 1) for r, i in pairs
     ]
     means = {number: statistics.mean(values) for number, values in groups.items()}
@@ -66,16 +66,17 @@ def test_groups_of_any_order_number_and_size_equal_the_statistics_module(seed):
     for key, values in expected.items():
         found = ALL[key](*tensors)
         assert found.dtype == torch.float32
-        # The result is rounded to float32 once.
+        # The only rounding is that of the result to float32.
         assert found.tolist() == pytest.approx(values, rel=1e-7, abs=1e-7), key
-    assert min(means.values()) < 0 < max(means.values()) or seed != 0  # both cases of max_rl
+    # the rewards cover both cases of max_rl
+    assert min(means.values()) < 0 < max(means.values()) or seed != 0
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1.0, -0.7, 1e6])
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_a_group_without_spread_has_advantages_of_exactly_zero(reward, size):
-    # The mean of three times 0.1 is not exactly 0.1. Dividing the remainder by itself would give
-    # +-1.
+    # The mean of 0.1, 0.1 and 0.1 is not exactly 0.1. If the remainder were divided by its own
+    # deviation, advantages would be +1 or -1.
     rewards = torch.tensor([reward] * size + [1.0, 0.0])
     index = torch.tensor([0] * size + [1, 1])
     for key, function in ALL.items():
@@ -87,11 +88,12 @@ def test_a_group_without_spread_has_advantages_of_exactly_zero(reward, size):
 
 @pytest.mark.parametrize("kind", ALL)
 def test_what_has_no_spread_within_a_group_has_no_advantage(kind):
-    rounded = torch.tensor([0.1 + 0.2, 0.3, 0.30000001, 0.3])  # rounding is not a spread
+    # differences by rounding are not a spread
+    rounded = torch.tensor([0.1 + 0.2, 0.3, 0.30000001, 0.3])
     rounded[1] = torch.nextafter(rounded[1], torch.tensor(1.0))
     assert len(rounded.unique()) == 2
     assert ALL[kind](rounded, torch.zeros(4, dtype=torch.long)).tolist() == [0, 0, 0, 0]
-    # one response for each prompt: the batch has a spread, but there is nothing to compare with
+    # With one response for each prompt, the batch has a spread, but no group has one.
     assert ALL[kind](torch.tensor([1.0, 0.0, 0.5]), torch.tensor([4, 2, 9])).tolist() == [0, 0, 0]
     assert ALL[kind](torch.tensor([0.7]), torch.tensor([0])).tolist() == [0]
     assert ALL[kind](torch.zeros(0), torch.zeros(0, dtype=torch.long)).shape == (0,)
@@ -125,7 +127,7 @@ def test_gdpo_normalises_each_part_in_its_group_and_adds_up(seed: int, std: str)
     parts = {
         "right": [float(rng.random() < 0.5) for _ in index],
         "short": [rng.gauss(0, 100) for _ in index],
-        "constant": [0.3] * 7,  # without spread it adds nothing, and no NaN
+        "constant": [0.3] * 7,  # a reward without spread adds 0 and not NaN
     }
     deviation = statistics.stdev if std == "sample" else statistics.pstdev
     expected = [0.0] * len(index)
@@ -161,14 +163,14 @@ def test_columns_are_refused_instead_of_broadcast():
             function(torch.ones(4, 1), torch.zeros(4, dtype=torch.long))
 
 
-# --- Turns: a loop in float64 over groups, responses, turns and tokens ----------------------------
+# --- Turns, compared with float64 loops over groups, responses, turns and tokens -----------------
 
 Response = tuple[int, list[float], list[int]]  # group, turn rewards, turn tokens
 
 
 def responses(seed: int) -> list[Response]:
-    """Groups of three in any order, numbered with gaps. Sequences have 1 to 4 turns; group 17 has
-    no spread."""
+    """Groups of three responses in random order. The group numbers have gaps. A response has 1 to 4
+    turns, and group 17 has no spread."""
     draw = random.Random(seed)
     groups = [4, 9, 17, 30] * 3
     draw.shuffle(groups)
@@ -212,7 +214,7 @@ def test_every_turn_is_an_observation_of_its_group(name: str, std: str, seed: in
 def test_one_turn_a_response_is_the_advantage_of_the_response() -> None:
     found = [(0, [r], [n]) for r, n in zip([0.8, 0.4, 0.6], [1, 3, 2], strict=True)]
     assert token_advantages(found) == pytest.approx([1, -1, -1, -1, 0, 0], abs=1e-6)
-    # a custom objective may use them, too; a rank may have no responses
+    # A custom objective may use turn rewards, too. A rank may have no responses.
     assert token_advantages(found, import_path="m:f") == token_advantages(found)
     assert token_advantages([]) == []
 

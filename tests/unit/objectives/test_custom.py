@@ -1,4 +1,4 @@
-"""Custom objectives and advantages in a user's module."""
+"""Custom objectives and advantages from a user's module."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ one_argument = lambda rewards: rewards
 
 @pytest.fixture(autouse=True)
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A module in the current directory, which is not on the search path."""
+    """Write a module into the current directory, which is not on Python's search path."""
     (tmp_path / f"{NAME}.py").write_text(SOURCE, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -1,4 +1,4 @@
-"""The loss of a batch with one token whose log-probs under two policies differ by 200.
+"""The loss of a batch in which the two policies' log-probs of one token differ by 200.
 
 It is compared with the loops of papers.py in float64, where exp(200) is finite. In float32 it is
 infinite.
@@ -17,12 +17,12 @@ from tests.unit.objectives.papers import expect
 from tests.unit.objectives.test_oracle import BOUNDS
 
 FAR = 200.0
-# Rules that drop a token that has moved far, or give it a weight near 0.
+# Rules that drop a token with a very large or small ratio, or give it a weight near 0.
 NEW = ["dppo_tv", "dppo_kl", "ipo", "vespo"]
 
 
 def far_inputs(name: str, delta: float, dtype: torch.dtype = torch.float64) -> LossInputs:
-    """A batch whose first token has moved by `delta`, away from where its advantage would move it.
+    """A batch whose first token has moved by `delta`, against the direction of its advantage.
     Values are -inf where the mask is 0."""
     inputs = inputs_of(name, 0, dtype=dtype)
     inputs.mask[0] = 1

@@ -1,4 +1,4 @@
-"""Properties of the objectives that are not cases in the table of test_oracle.py."""
+"""Properties of the objectives that do not fit into the table of test_oracle.py."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from tests.unit.objectives.batches import (
 )
 from tests.unit.objectives.test_oracle import BOUNDS, OF_TOKENS
 
-# Objectives whose clip flags are one for each sequence. The clip metrics of the others need the
-# flags of all shards.
+# Objectives with one clip flag for each sequence. All other objectives need the flags of all shards
+# for their clip metrics.
 CLIP_SEQUENCES = [
     name for name, each in RECIPES.items()
     if each.ratio in ("sequence", "sequence_product") and each.rule in ("min_clip", "dual_clip")
@@ -38,8 +38,8 @@ OF_SEQUENCES = [*CLIP_SEQUENCES, "gmpo"]
 
 @pytest.mark.parametrize("seed", range(3))
 def test_gspo_on_half_a_page_is_the_recipe_bit_for_bit(seed):
-    """`losses.gspo` is where a reader begins. It is compared on whole batches and on the shards of
-    context parallelism."""
+    """`losses.gspo` is the short version for readers. It is compared on whole batches and on the
+    shards of context parallelism."""
     inputs = inputs_of("gspo", seed, dtype=torch.float32, with_reference=True)
     owner = owners("zigzag", len(inputs.mask), 2)
     everything = torch.zeros_like(owner)
@@ -61,7 +61,7 @@ def test_gspo_on_half_a_page_is_the_recipe_bit_for_bit(seed):
     assert torch.equal(losses.gspo(inputs, 0.01, 0.02).loss, wide(inputs).loss)
 
 
-# --- Parts in place of the recipe's own ----------------------------------------------------------
+# --- Other parts in place of the recipe's own ---------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_effective_sample_share_is_that_of_its_formula():
         assert f"{key}/squared_weight" not in metrics
 
 
-# --- Single parts, where the formulas of papers.py could share a mistake -------------------------
+# --- Single parts in which the formulas of papers.py could contain the same mistake -------------
 
 
 def test_a_dual_clip_inside_the_range_counts_as_outside_where_it_binds():
@@ -120,8 +120,8 @@ def test_a_dual_clip_inside_the_range_counts_as_outside_where_it_binds():
 
 
 def test_estimators_are_means_of_the_divergence():
-    """Weighted by pi over the whole vocabulary, k1 and k3 are exact, and so is the gradient of
-    k2."""
+    """Averaged with the probabilities of pi over the whole vocabulary, k1 and k3 are the exact
+    divergence. The gradient of k2 is that of the divergence."""
     logits = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
     new = torch.log_softmax(logits, 0)
     reference = torch.log_softmax(torch.tensor([0.0, 0.5, -0.4, 1.0], dtype=torch.float64), 0)
@@ -142,8 +142,8 @@ def test_estimators_are_means_of_the_divergence():
 
 
 def test_k3_mask_bounds_the_divergence_of_the_rollouts_policy_from_the_old_one():
-    """Each token comes as often as the rollout's policy samples it. Then k3 is KL(rollout, old), to
-    the last digit."""
+    """The batch contains each token as often as the rollout policy samples it. So the mean of k3 is
+    KL(rollout, old), exactly."""
     rollout = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
     old = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
     kl = float((rollout * (rollout / old).log()).sum())
@@ -170,7 +170,7 @@ def test_k3_of_tiny_differences_keeps_its_digits_in_float32():
         inputs.old_logprobs.fill_(0.0)
         inputs.logprobs.fill_(1e-3)
     numerator, tokens = make_objective("gspo")(inputs).means["kl/k3"].tolist()
-    # x^2/2 = 5e-7 is a few float32 units of 1, so exp(x) - 1 - x would have no correct digit.
+    # x^2/2 = 5e-7 is only a few float32 units of 1. So exp(x) - 1 - x would have no correct digit.
     assert numerator / tokens == pytest.approx(math.expm1(1e-3) - 1e-3, rel=1e-3)
 
 
@@ -180,8 +180,8 @@ def test_k3_of_tiny_differences_keeps_its_digits_in_float32():
 @pytest.mark.parametrize("global_tokens", [0, 40])
 @EVERY_OBJECTIVE
 def test_a_batch_without_any_masked_token_gives_zero(name, global_tokens):
-    """With 40, other micro-batches have masked tokens. With 0, the whole mini-batch has none, and
-    0/0 must not be the loss."""
+    """With 40 global tokens, other micro-batches have tokens inside the mask. With 0, the whole
+    mini-batch has none, and the loss must not be 0/0."""
     inputs = inputs_of(name, 3)
     inputs.mask.zero_()
     inputs.sequence_lengths.zero_()
@@ -267,7 +267,7 @@ def test_what_a_part_needs_and_the_inputs_lack_is_refused():
 
 
 def sent_by(objective: Objective, inputs: LossInputs) -> list[Tensor]:
-    """The messages of each collective."""
+    """The vectors that the objective sums over shards, one for each collective."""
     sent = []
 
     def sum_over_shards(vector: Tensor) -> Tensor:
@@ -287,8 +287,9 @@ def test_bytes_a_sequence_whatever_its_length_and_the_additions(name, correction
     inputs = make_inputs(1, lengths=(50, 3, 20), dtype=torch.float32, with_reference=True)
     additions = {"kl": "k3", "kl_coefficient": 0.1, "entropy_coefficient": 0.1}
     objective = make_objective(name, correction=correction, off_policy_mask=0.1, **additions)
-    sums += name == "gmpo"  # its mean has limited log-ratios
-    # One message has all sums. If tokens have clip flags, a second has three sums of flags.
+    sums += name == "gmpo"  # its mean of the ratio needs the sum of the limited log-ratios
+    # The first message has all sums. If tokens have clip flags, a second message has three sums of
+    # flags.
     expected = [sums * 4] if name in CLIP_SEQUENCES else [sums * 4, 12]
     sent = sent_by(objective, inputs)
     assert [each.numel() * each.element_size() / 3 for each in sent] == expected

@@ -1,8 +1,8 @@
 """Every objective, with every part and option, compared with the loops of papers.py.
 
 There is one table of cases. Each case is compared on the whole batch, on its micro-batches, with
-its tokens in another order, and divided over the ranks of context parallelism: loss, gradients and
-every metric.
+its tokens in another order, and divided over the ranks of context parallelism. The comparison
+covers the loss, the gradients and every metric.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OF_TOKENS = [
 
 
 class Case(NamedTuple):
-    """An objective with keys of its section, on batches with these options."""
+    """An objective with keys of its section, and options of the batch."""
 
     name: str
     keys: Mapping[str, Any] = MappingProxyType({})
@@ -53,7 +53,7 @@ class Case(NamedTuple):
 
 # --- The table -----------------------------------------------------------------------------------
 
-# Numbers that differ from the papers'.
+# Numbers that differ from those in the papers.
 OTHER_NUMBERS = {
     "gspo": {"clip_low": 1e-3, "clip_high": 5e-4},
     "grpo": {"clip_low": 0.3, "clip_high": 0.1},
@@ -67,14 +67,15 @@ OTHER_NUMBERS = {
     "vespo": {"k_positive": 1.5, "lambda_positive": 0.5, "k_negative": 0.5, "lambda_negative": 4.0},
 }
 DUAL_CLIPS = {"gspo": 1.001, "gspo_token": 1.001, "grpo": 1.5, "dapo": 1.5}
-# Bounds, and a size of log pi_old - log pi_rollout at which they bind for some of the weights.
+# For each correction: bounds, and a size of log pi_old - log pi_rollout at which the bounds bind
+# for some weights.
 BOUNDS: dict[str, tuple[dict[str, float], float]] = {
     "token_tis": ({"correction_high": 2.0}, 0.5),
     "icepop": ({"correction_low": 0.5, "correction_high": 5.0}, 1.0),
     "sequence_tis": ({"correction_high": 1.3}, 0.5),
     "sequence_mask": ({"correction_low": 0.99, "correction_high": 1.01}, 0.01),
     "sequence_product_tis": ({"correction_high": 2.0}, 0.3),
-    # so large that the order of the two policies matters
+    # a difference so large that exchanging the two policies changes the result
     "k3_mask": ({"correction_high": 0.4}, 0.7),
     "kpop": ({"correction_high": 0.1}, 0.7),
     "token_k1_mask": ({"correction_low": 0.6, "correction_high": 1.8}, 0.5),
@@ -82,7 +83,8 @@ BOUNDS: dict[str, tuple[dict[str, float], float]] = {
     "token_k3_mask": ({"correction_high": 0.1}, 0.5),
     "worst_token_mask": ({"correction_low": 0.3, "correction_high": 3.5}, 0.5),
 }
-# Several at once: masks of sequences and of tokens, and one weight. The bounds have names.
+# Several corrections at once: masks of sequences and of tokens, and one weight. The bounds are
+# given by name.
 PAIRS: list[tuple[str, list[str], dict[str, dict[str, float]]]] = [
     ("gspo", ["sequence_mask", "sequence_tis"], {"correction_low": {"sequence_mask": 0.8},
      "correction_high": {"sequence_mask": 1.5, "sequence_tis": 1.1}}),
@@ -135,8 +137,8 @@ CASES = list(cases())
 
 
 def batch(case: Case, seed: int, poison: float) -> LossInputs:
-    """A batch with arbitrary values outside the mask. That of seed 2 has a sequence without
-    tokens."""
+    """A batch with the value `poison` outside the mask. Seed 1 is a whole mini-batch, and seed 2
+    has a sequence without tokens."""
     inputs = inputs_of(case.name, seed, **case.options)
     if seed == 1:
         inputs = as_mini_batch(inputs)
@@ -147,7 +149,7 @@ def batch(case: Case, seed: int, poison: float) -> LossInputs:
 
 # --- The comparison ------------------------------------------------------------------------------
 
-# A part of a batch on one rank: which tokens, in which order; the inputs and the outputs.
+# A part of a batch on one rank: the numbers of its tokens in order, the inputs, and the outputs.
 Part = tuple[Tensor, LossInputs, LossOutputs]
 Objective = Callable[[LossInputs], LossOutputs]
 
@@ -192,12 +194,12 @@ DIVISIONS = {
 
 
 def differences(expected: Expected, parts: list[Part]) -> Iterator[str]:
-    """The differences between the expected results and the sum over a batch's parts."""
+    """The differences between the expected results and the sum over the parts of a batch."""
     gradient = torch.zeros_like(expected.gradient)
     entropy_gradient = torch.zeros_like(expected.gradient)
     for rows, inputs, outputs in parts:
         assert torch.isfinite(outputs.loss)
-        outputs.loss.backward()  # also on a shard without tokens
+        outputs.loss.backward()  # a shard without tokens does this, too
         gradient[rows] = inputs.logprobs.grad
         if inputs.entropy.grad is not None:
             entropy_gradient[rows] = inputs.entropy.grad
@@ -241,7 +243,7 @@ def test_every_division_of_a_batch_gives_what_the_papers_print(case: Case) -> No
                 if how == "micro-batches":
                     loss = sum(outputs.loss.detach() for *_, outputs in parts)
                     torch.testing.assert_close(loss, expected.loss, **EXACT)
-        if seed == 1:  # the micro-batch is the mini-batch, so the metric is the whole loss
+        if seed == 1:  # the micro-batch is the whole mini-batch, so the metric is its loss
             reduced = {key: float(a / b) for key, (a, b) in outputs.means.items()}
             assert objective.complete(reduced)["loss"] == pytest.approx(float(expected.loss))
     assert largest > 1e-4, "the comparison is of zeros"
@@ -250,7 +252,7 @@ def test_every_division_of_a_batch_gives_what_the_papers_print(case: Case) -> No
 @pytest.mark.parametrize("case", [case for case in CASES if case.keys], ids=str)
 def test_every_key_of_a_case_changes_what_is_expected(case: Case) -> None:
     same = case.keys.keys() - {"rule", "kl_coefficient"}
-    if "kl_in" in case.keys:  # then the loss has no divergence
+    if "kl_in" in case.keys:  # the penalty is then in the reward and not in the loss
         same.remove("kl")
     if case.keys.get("aggregation") == PAPERS[case.name].aggregation:
         same.remove("aggregation")
@@ -281,7 +283,7 @@ def test_the_batches_make_both_sides_of_the_clip_bind(name: str) -> None:
         for side in ("low", "high"):
             binding = sum(means[f"clip/{level}/{side}"][0] for means in both)
             assert (binding > 0) == (side in sides), (level, side)
-    # some ratio is outside, on the side that the clip does not limit
+    # Some ratios are outside the range on the side where the clip has no effect.
     outside, binding = (
         sum(m[f"clip/token/{key}"][0] for m in both) for key in ("outside", "binding")
     )
@@ -295,7 +297,7 @@ def test_float32_follows_float64(name: str) -> None:
     outputs = make_objective(name)(inputs)
     outputs.loss.backward()
     assert outputs.loss.dtype == torch.float32
-    # A ratio near 1 is precise to 1e-7; terms that are sums over a sequence have the size 10.
+    # A ratio near 1 is precise to 1e-7. Sums over a sequence have a size of 10.
     torch.testing.assert_close(outputs.loss.detach().double(), expected.loss, rtol=1e-6, atol=3e-7)
     gradient = inputs.logprobs.grad.double()
     torch.testing.assert_close(gradient, expected.gradient, rtol=1e-5, atol=1e-7)

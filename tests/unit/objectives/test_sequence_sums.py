@@ -1,4 +1,5 @@
-"""Sums of tokens by sequence, compared with numpy in float64. Every call gives the same bits."""
+"""Sums of tokens by sequence, compared with numpy in float64. Every call must give the same
+bits."""
 
 from __future__ import annotations
 
@@ -9,13 +10,13 @@ import torch
 from gspo_megatron.objectives.parts import segment_sum, sequence_sums
 from tests.unit.objectives.batches import make_inputs
 
-# tokens and sequences: none at all, more sequences than tokens, odd numbers, a long response
+# Tokens and sequences: none, more sequences than tokens, odd numbers, one long response.
 SIZES = [(0, 0), (0, 3), (1, 1), (1, 5), (7, 4), (23, 6), (1001, 17), (70_001, 1)]
 
 
 def random_sums(tokens: int, sequences: int, dtype: torch.dtype, rows: tuple[int, ...] = ()):
-    """Values and their sequences. Most tokens of a sequence are in runs, as after packing and after
-    the zig-zag cut."""
+    """Random values and their sequence numbers. Neighbouring tokens mostly belong to one sequence,
+    as after packing and after the zig-zag cut."""
     generator = torch.Generator().manual_seed(tokens)
     values = torch.randn(*rows, tokens, generator=generator, dtype=torch.float64).to(dtype)
     index = torch.randint(max(sequences, 1), (tokens,), generator=generator).sort().values
@@ -31,7 +32,8 @@ def test_sums_are_those_of_numpy_with_the_same_bits_at_each_call(tokens, sequenc
     for row in np.ndindex(*rows):
         np.add.at(expected[row], index.numpy(), values[row].double().numpy())
     sums = segment_sum(values, index, sequences)
-    assert sums.dtype == torch.promote_types(dtype, torch.float32)  # bfloat16 would stop at 256
+    # in bfloat16, a sum of ones would stop at 256
+    assert sums.dtype == torch.promote_types(dtype, torch.float32)
     precision = 1e-12 if dtype == torch.float64 else 1e-5
     np.testing.assert_allclose(
         sums.double().numpy(), expected, rtol=precision, atol=precision * tokens**0.5
@@ -60,8 +62,10 @@ def test_no_tokens_at_all_keep_the_graph():
 @pytest.mark.parametrize(
     ("values", "index", "error"),
     [
-        (torch.ones(4, 1), [0, 0, 0, 0], AssertionError),  # these shapes would broadcast
-        (torch.ones(2), [0, 1], RuntimeError),  # the index of a second sequence, but there is one
+        # these shapes would broadcast to a wrong result
+        (torch.ones(4, 1), [0, 0, 0, 0], AssertionError),
+        # the index names a second sequence, but there is only one
+        (torch.ones(2), [0, 1], RuntimeError),
         (torch.ones(2), [0, -1], RuntimeError),
     ],
 )

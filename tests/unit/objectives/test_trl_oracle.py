@@ -1,18 +1,18 @@
-"""The objectives against TRL's GRPO loss: value, gradient, clip fractions and entropy.
+"""The objectives compared with TRL's GRPO loss: value, gradient, clip fractions and entropy.
 
-The loss on the other side is `GRPOTrainer._compute_loss` with only its model replaced; TRL is
-imported when it is called. Where TRL and we mean different things by a name, a test says what the
-difference is:
+TRL's side is `GRPOTrainer._compute_loss`, in which only the model is replaced. TRL is imported when
+it is called. Some names have another meaning in TRL, and tests show these differences:
 
-- CISPO: TRL's `epsilon_high` is the cap, ours is 1 + clip_high; and TRL counts as clipped only
-  tokens with a positive advantage, though the cap changes the others' weights too.
-- Two-sided clip: TRL's `delta` is our dual_clip where it is at least 1 + clip_high. Below, it also
-  lowers the upper bound of positive advantages and leaves the negative ones to clip_high.
-- Off-policy mask: TRL takes the rollout's log-probs where it has them, so that the mismatch of the
-  two engines counts as drift; we take those of the trainer's old policy.
-- Sequence corrections: TRL's are products over all tokens, ours geometric means but for
-  sequence_product_tis; its sequence_mask weights what it keeps by that product, ours by 1.
-- Entropy bonus: TRL's is a mean over the micro-batch's tokens, ours over the mini-batch's.
+- CISPO: TRL's `epsilon_high` is the cap itself; here the cap is 1 + clip_high. TRL counts only
+  tokens with a positive advantage as clipped, although the cap changes other weights, too.
+- Two-sided clip: TRL's `delta` is our dual_clip if it is at least 1 + clip_high. A smaller `delta`
+  also lowers the upper bound of positive advantages, and leaves negative ones to clip_high.
+- Off-policy mask: TRL uses the rollout's log-probs if it has them, so the mismatch of the engines
+  counts as drift. We use those of the trainer's old policy.
+- Sequence corrections: TRL's are products over all tokens. Ours are geometric means, except
+  sequence_product_tis. TRL's sequence_mask gives a kept sequence this product as its weight, ours
+  gives it the weight 1.
+- Entropy bonus: TRL's is a mean over the tokens of the micro-batch, ours over the mini-batch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from tests.unit.objectives.batches import (
 )
 from tests.unit.objectives.papers import PAPERS
 
-# How each objective reads in TRL. `epsilon_high` of CISPO is the cap itself, not its distance to 1.
+# The settings of each objective in TRL. In CISPO, `epsilon_high` is the cap itself, not its
+# distance from 1.
 SETTINGS: dict[str, dict[str, Any]] = {
     "gspo": {"loss_type": "grpo", "epsilon_low": 3e-4, "epsilon_high": 4e-4},
     "gspo_token": {"loss_type": "grpo", "epsilon_low": 3e-4, "epsilon_high": 4e-4},
@@ -70,10 +71,10 @@ def trl_loss(
     rollout_for_mask: bool = False,
     **settings: Any,
 ) -> TrlResult:
-    """Compute one micro-batch of `steps` with TRL.
+    """Compute one of the `steps` micro-batches of a mini-batch with TRL.
 
     `settings` are attributes of the trainer or of its arguments. `importance_sampling_ratio`
-    [tokens] or [num_sequences] is what TRL computes when it samples with vLLM.
+    [tokens] or [num_sequences] is the ratio that TRL computes when it samples with vLLM.
     """
     index = inputs.sequence_index
     starts = torch.searchsorted(index, torch.arange(len(inputs.advantages)))
@@ -85,7 +86,7 @@ def trl_loss(
 
     flat = inputs.logprobs.detach().clone().requires_grad_()
     entropy = inputs.entropy.detach().clone().requires_grad_()
-    # Padding has ratios far out of the range, which must not show.
+    # Ratios of padding are far outside the clip range, so the result shows whether padding counts.
     batch = {
         "prompt_ids": torch.zeros(shape[0], 2, dtype=torch.long),
         "prompt_mask": torch.ones(shape[0], 2),
@@ -93,7 +94,8 @@ def trl_loss(
         "completion_mask": padded(inputs.mask, 0.0),
         "advantages": inputs.advantages,
         "old_per_token_logps": padded(inputs.old_logprobs, -4.0),
-        # over the generation batch, which has one micro-batch for each accumulation step
+        # The number for the whole generation batch, which has one micro-batch for each accumulation
+        # step.
         "num_items_in_batch": torch.tensor(float(inputs.global_num_tokens)),
     }
     if inputs.token_advantages is not None:
@@ -135,7 +137,8 @@ def _trainer(
         "vespo_k_neg": 3.0,
         "vespo_lambda_neg": 2.0,
         "sapo_temperature_pos": 1.0,
-        "sapo_temperature_neg": 1.0625,  # 1.05 is not exact in TRL's float32
+        # close to 1.05, which TRL's float32 does not represent exactly
+        "sapo_temperature_neg": 1.0625,
     }
     own = {
         "importance_sampling_level": level,
@@ -170,14 +173,14 @@ def _trainer(
 
 # --- The comparison ------------------------------------------------------------------------------
 
-# Not importorskip: if TRL is installed but cannot be imported, the test must fail.
+# pytest.importorskip would also skip if TRL is installed but broken. Then the test must fail.
 if importlib.util.find_spec("trl") is None:
     pytest.skip("trl, one of the dev requirements, is not installed", allow_module_level=True)
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental'")
 
 # Our name, and TRL's importance_sampling_level. With one advantage for each sequence, GSPO and
-# GSPO-token are the same. Each must agree with both of TRL's.
+# GSPO-token are the same. So each is compared with both levels of TRL.
 PAIRS = [
     ("gspo", "sequence"),
     ("gspo", "sequence_token"),
@@ -192,13 +195,13 @@ PAIRS = [
     ("vespo", "token"),
 ]
 OF_TOKENS = [("gspo_token", "sequence_token"), *[pair for pair in PAIRS if pair[1] == "token"]]
-# Features of TRL's main trainer that its experimental trainer for GSPO-token lacks.
+# Pairs of TRL's main trainer. Its experimental trainer for GSPO-token lacks some features.
 MAIN = [pair for pair in PAIRS if pair[1] != "sequence_token"]
 CLIPPED = [pair for pair in PAIRS if pair[0] not in ("cispo", "sapo", "vespo")]
 
-# Float64 on both sides: only the order of additions differs.
+# Both sides compute in float64, so only the order of additions differs.
 EXACT = {"rtol": 1e-11, "atol": 1e-14}
-# TRL counts with float32 flags.
+# TRL counts in float32.
 FRACTION = 1e-6
 
 
@@ -220,7 +223,7 @@ def assert_same_loss(ours: LossOutputs, theirs: TrlResult, inputs: LossInputs) -
     ours.loss.backward()
     torch.testing.assert_close(ours.loss.detach(), theirs.loss, **EXACT)
     torch.testing.assert_close(inputs.logprobs.grad, theirs.gradient, **EXACT)
-    assert float(theirs.gradient.abs().max()) > 1e-4  # the comparison is not one of zeros
+    assert float(theirs.gradient.abs().max()) > 1e-4  # at least one gradient is not 0
     if inputs.entropy.grad is not None:
         torch.testing.assert_close(inputs.entropy.grad, theirs.entropy_gradient, **EXACT)
 
@@ -237,11 +240,11 @@ def test_loss_gradient_entropy_and_clip_fractions_are_those_of_trl(name, level, 
     assert_same_loss(ours, theirs, inputs)
     assert mean(ours.means["policy/entropy"]) == pytest.approx(theirs.metrics["entropy"], rel=1e-12)
     if (name, level) in CLIPPED:
-        # TRL counts sequences if its ratio has one value for each sequence, otherwise tokens.
+        # TRL counts sequences if its ratio is that of a sequence, otherwise tokens.
         counted = "clip/sequence" if level == "sequence" else "clip/token"
         pairs = {"low": "low_mean", "high": "high_mean", "binding": "region_mean"}
         found = {key: theirs.metrics[f"clip_ratio/{pair}"] for key, pair in pairs.items()}
-        # Both bounds bind, and values that are neither are compared, too.
+        # Each bound binds for some values, and neither binds for others.
         assert found["low"] > 0 and found["high"] > 0 and found["low"] + found["high"] < 1
         for key, expected in found.items():
             ours_too = mean(ours.means[f"{counted}/{key}"])
@@ -254,7 +257,7 @@ OFF_POLICY = {name: {"off_policy_mask": 0.2 * paper.spread} for name, paper in P
 WITH_MORE: list[tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     *((*pair, {}, {}, {"with_token_advantages": True}) for pair in OF_TOKENS),
     *((*pair, KL, {"beta": 0.3}, {"with_reference": True}) for pair in PAIRS),
-    # TRL multiplies k3 by the ratio of its surrogate, we by the token's ratio
+    # TRL multiplies k3 by the ratio of its surrogate, while we multiply by the token's ratio.
     *(
         (*pair, KL | {"kl": "k3_unbiased"}, {"beta": 0.3, "use_bias_correction_kl": True},
          {"with_reference": True})
@@ -290,7 +293,7 @@ def test_additions_are_those_of_trl(name, level, keys, settings, options):
         if keys.get("kl") == "k3":
             expected = pytest.approx(theirs.metrics["kl"], rel=1e-10)
             assert mean(ours.means["kl/reference_k3"]) == expected
-            # the penalty has the same mean if the aggregation divides by tokens
+            # With an aggregation over tokens, the mean of the penalty is the same.
             if name in ("dapo", "cispo"):
                 assert mean(ours.means["kl/penalty"]) == expected
 
@@ -298,8 +301,8 @@ def test_additions_are_those_of_trl(name, level, keys, settings, options):
 @pytest.mark.parametrize("mode", ["token_tis", "icepop", "sequence_product_tis"])
 @pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "cispo", "sapo"])
 def test_corrections_of_tokens_and_of_products(name, mode):
-    """TRL's token_truncate, token_mask and sequence_truncate. TRL computes the weights by these
-    formulas when it samples, and its loss multiplies by them."""
+    """TRL's names are token_truncate, token_mask and sequence_truncate. TRL computes the weights by
+    these formulas when it samples, and multiplies its loss by them."""
     inputs = ragged(name, seed=10, mismatch=0.4, with_reference=True)
     logs = (inputs.old_logprobs - inputs.rollout_logprobs) * inputs.mask
     if mode == "sequence_product_tis":
@@ -310,15 +313,15 @@ def test_corrections_of_tokens_and_of_products(name, mode):
     else:
         ratio = logs.exp()
         weights = ratio.masked_fill((ratio < 0.5) | (ratio > 5.0), 0.0)
-    # the penalty has no weight
+    # The KL penalty is not multiplied by these weights.
     theirs = trl_loss(name, "token", inputs, beta=0.3, importance_sampling_ratio=weights)
     assert_same_loss(our_loss(name, inputs, correction=mode, **KL), theirs, inputs)
 
 
 @pytest.mark.parametrize(("name", "level"), PAIRS)
 def test_a_micro_batch_of_several_and_a_sequence_without_tokens(name, level):
-    # TRL divides by the number of equal micro-batches, we divide by the mini-batch's sequences or
-    # tokens.
+    # TRL divides by the number of micro-batches, which are equal. We divide by the sequences or
+    # tokens of the mini-batch.
     inputs = ragged(name, seed=6)
     inputs.global_num_sequences *= 3
     inputs.global_num_tokens *= 3
@@ -327,7 +330,7 @@ def test_a_micro_batch_of_several_and_a_sequence_without_tokens(name, level):
     assert_same_loss(our_loss(name, inputs), trl_loss(name, level, inputs), inputs)
 
 
-# --- Where TRL means another thing by a name -----------------------------------------------------
+# --- Names that have another meaning in TRL ------------------------------------------------------
 
 
 def test_trl_counts_capped_tokens_of_positive_advantages_alone():
@@ -343,7 +346,7 @@ def test_two_sided_clip_inside_the_range_is_another_thing_in_trl():
     theirs = trl_loss("grpo", "token", inputs, delta=1.1)
     ours = our_loss("grpo", inputs, rule="dual_clip", dual_clip=1.1)
     torch.testing.assert_close(ours.loss.detach(), our_loss("grpo", inputs).loss.detach(), **EXACT)
-    # in TRL, positive advantages are clipped at 1.1 here, not at 1.27
+    # Here TRL clips positive advantages at 1.1 and not at 1.27.
     assert ours.loss < theirs.loss
 
 
@@ -352,7 +355,7 @@ def test_off_policy_mask_of_trl_takes_the_mismatch_of_the_engines_for_drift():
     settings = {"off_policy_mask_threshold": 0.1, "rollout_for_mask": True}
     theirs = trl_loss("grpo", "token", inputs, **settings)
     assert theirs.loss != our_loss("grpo", inputs, off_policy_mask=0.1).loss
-    # they agree if the rollout's log-probs are the old ones: objective.old_logprobs = rollout
+    # The two agree if objective.old_logprobs = rollout makes the rollout's log-probs the old ones.
     inputs.old_logprobs = inputs.rollout_logprobs
     theirs = trl_loss("grpo", "token", inputs, **settings)
     assert_same_loss(our_loss("grpo", inputs, off_policy_mask=0.1), theirs, inputs)

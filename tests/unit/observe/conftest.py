@@ -1,4 +1,4 @@
-"""Synthetic runs: the files that a training run would have written."""
+"""Synthetic runs, that is, the files that a training run would have written."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def rl_record(step: int, reward: float) -> dict[str, object]:
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> RunMaker:
-    """A function that writes a run folder below tmp_path, with rewards 0.1, 0.2, ... plus
+    """A function that writes a run folder below tmp_path. The rewards are 0.1, 0.2, ... plus
     `bonus`."""
 
     def make(name: str, steps: int = 6, bonus: float = 0.0) -> Path:

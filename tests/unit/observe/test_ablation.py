@@ -1,4 +1,4 @@
-"""The report of an ablation, and its rules on synthetic runs: collapse, comparison, cost."""
+"""The report of an ablation, and its rules for collapse, comparison and cost, on synthetic runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gspo_megatron.observe.metrics_files import MetricsWriter, Run
 
 
 def run_of(rewards: Sequence[float | None], **others: Sequence[float | None]) -> Run:
-    """A run in memory. None stands for a value that was not finite."""
+    """A run in memory. None is a value that was not finite."""
     records = [
         {"step": step, "reward/mean": reward, "loss": 0.0, "grad_norm": 1.0}
         for step, reward in enumerate(rewards, start=1)
@@ -30,7 +30,7 @@ def run_of(rewards: Sequence[float | None], **others: Sequence[float | None]) ->
 
 
 def with_accuracies(name: str, values: Sequence[float | None]) -> VariantRuns:
-    """One run for each seed from 1 on. None: the seed has no run."""
+    """One run for each seed from 1 on. None means that the seed has no run."""
     runs = {
         seed: run_of([0.5] * 2, **{"evaluation/accuracy": [0.1, value]})
         for seed, value in enumerate(values, start=1)
@@ -65,7 +65,7 @@ def write_run(
 
 
 def written(folder: Path, name: str, accuracies: Sequence[float], **more: float) -> VariantRuns:
-    """Write a variant's runs, with seeds from 1 on."""
+    """Write a variant's runs, one for each seed from 1 on."""
     baseline, _, replay = name.partition("+")
     folders = {
         seed: write_run(folder / name / f"seed_{seed}", 20, accuracy, **more)
@@ -76,7 +76,7 @@ def written(folder: Path, name: str, accuracies: Sequence[float], **more: float)
 
 
 def report_of(variants: Sequence[VariantRuns], out: Path) -> tuple[str, list[str]]:
-    """The page and its findings."""
+    """The page of the report, and its findings."""
     path, found = ablation.write_ablation_report(variants, out)
     assert path == out / "report.html"
     return path.read_text(), found
@@ -118,7 +118,8 @@ RISING = [0.2 + 0.01 * n for n in range(50)]
         ([0.0] * 50, False),
         ([0.9] * 5 + [0.1] * 4, False),  # shorter than two windows
         ([0.9] * 5 + [0.1] * 5, True),
-        ([0.8] * 190 + [0.1] * 10, False),  # half of the last window, which has 20 of 200 steps
+        # the last window has 20 of 200 steps, and only half of them are bad
+        ([0.8] * 190 + [0.1] * 10, False),
         ([0.8] * 180 + [0.1] * 20, True),
         ([], False),
     ],
@@ -178,8 +179,8 @@ def test_another_phase_of_as_many_steps_is_no_finished_run(tmp_path: Path) -> No
 
 
 def test_the_interval_is_students_over_paired_seeds() -> None:
-    """The differences are 0.1, 0.2, 0.3: mean 0.2, deviation 0.1, and t = 4.303 for 2 degrees of
-    freedom."""
+    """The differences are 0.1, 0.2 and 0.3. Their mean is 0.2 and their deviation 0.1. Student's t
+    is 4.303 for 2 degrees of freedom."""
     one, other = with_accuracies("a", [0.5, 0.7, 0.4]), with_accuracies("b", [0.4, 0.5, 0.1])
     found = ablation.difference(one, other, ablation._ACCURACY)
     assert found is not None and found.seeds == 3
@@ -244,7 +245,7 @@ def test_it_is_said_what_differs() -> None:
 
 
 def with_metrics(name: str, key: str, values: Sequence[float], **more: float) -> VariantRuns:
-    """One run for each seed from 1 on, with this value of the metric at both of its steps."""
+    """One run for each seed from 1 on. The metric has this value at both steps of the run."""
     others = {name: [value] * 2 for name, value in more.items()}
     runs = {
         seed: run_of([0.5] * 2, **{key: [value] * 2}, **others)
@@ -265,7 +266,8 @@ def test_two_seeds_are_not_tested_however_alike_they_are() -> None:
 
 
 def test_differences_that_are_the_same_for_all_seeds_show_nothing() -> None:
-    """One more of 8 prompts is right for every seed. An interval of width 0 is not an interval."""
+    """For every seed, one more of 8 prompts is right. The interval would have a width of 0, so it
+    says nothing."""
     one, other = with_accuracies("a", [0.5] * 3), with_accuracies("b", [0.375] * 3)
     found = ablation.difference(one, other, ablation._ACCURACY)
     assert found is not None and found.half_width == 0 and not found.significant

@@ -1,4 +1,4 @@
-"""The warnings about a run, from metric records."""
+"""The warnings that metric records give about a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIG: dict[str, dict[str, Any]] = {
 
 
 def records(metrics: Mapping[str, Sequence[float | None]]) -> list[dict[str, Any]]:
-    """Records of steps from 1 on, with these values of each metric."""
+    """Records of steps from 1 on, with these values for each metric."""
     columns = zip(*metrics.values(), strict=True)
     return [
         {"step": step, **dict(zip(metrics, values, strict=True))}
@@ -28,15 +28,15 @@ def records(metrics: Mapping[str, Sequence[float | None]]) -> list[dict[str, Any
 
 
 def only(found: Sequence[Finding], metric: str) -> tuple[int, ...]:
-    """The steps of the only finding."""
+    """Check that there is one finding, about this metric. Returns its steps."""
     assert [finding.metric for finding in found] == [metric]
     assert found[0].text and found[0].advice.endswith(".")
     return found[0].steps
 
 
 def healthy(seed: int) -> list[dict[str, Any]]:
-    """RL runs of the demo on one rank, from 48 to 100% (seed 1) and from 27 to 67% right
-    answers."""
+    """Recorded RL runs of the demo on one rank. The rate of right answers rises from 48 to 100%
+    with seed 1, and from 27 to 67% with seed 2."""
     with DEMO.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if int(row.pop("seed")) == seed]
     return [
@@ -47,9 +47,9 @@ def healthy(seed: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_healthy_run_gives_no_warning(seed: int) -> None:
-    """At the end of seed 1 nearly all groups are right. So most have no spread, the entropy is 2%
-    of its start, and a step with one wrong answer has 100 times the gradient norm of one
-    without."""
+    """At the end of the run with seed 1, nearly all groups are right. Most groups have no spread,
+    and the entropy is 2% of its start. A step with one wrong answer has a 100 times larger gradient
+    norm than a step without."""
     config = {
         "rollout": {"max_response_tokens": 5},
         "objective": {"name": "gspo", "clip_low": 0.04, "clip_high": 0.04},
@@ -69,13 +69,14 @@ def test_a_run_without_metrics_gives_no_warning() -> None:
 
 
 def test_the_same_curves_without_a_reward_are_a_collapse() -> None:
-    """The rules do see the healthy run's entropy and groups. Only the reward keeps them silent."""
+    """The rules notice the entropy and the groups of this run. They give no warning for the healthy
+    run only because its reward is high."""
     poor = [record | {"reward/mean": 0.3} for record in healthy(1)]
     assert {finding.metric for finding in advise(poor)} == {
         "policy/entropy",
         "reward/zero_spread_groups",
     }
-    # the reward of a solved problem is a share of the reward that counts as correct
+    # The reward is compared with evaluation.correct_at, from which a response counts as correct.
     assert advise(poor, {"evaluation": {"correct_at": 0.3}}) == []
 
 
@@ -86,12 +87,13 @@ def test_gradient_spikes() -> None:
     said = str(found[0])
     assert said.startswith("grad_norm, steps 11, 22, 25: gradient spikes, up to 577, over 10 times")
     early, growing = [1.0] * 4 + [50.0], [2.0 * 1.1**n for n in range(60)]
-    for norms in (early, growing):  # a spike before a usual size is known, and slow growth
+    # a spike in the first steps, when no usual size is known; and slow growth
+    for norms in (early, growing):
         assert advise(records({"grad_norm": norms})) == []
 
 
 def test_steps_without_any_gradient_are_no_measure_of_it() -> None:
-    """The reward is sparse, so most steps have no group with a spread."""
+    """With a sparse reward, most steps have no group with a spread, and so nearly no gradient."""
     norms, equal = [2.0] * 5 + [0.002] * 30 + [2.0], [0.5] * 5 + [1.0] * 30 + [0.9]
     values = {"grad_norm": norms, "reward/zero_spread_groups": equal, "reward/mean": [1.0] * 36}
     assert advise(records(values)) == []
@@ -112,7 +114,7 @@ def test_entropy_collapse() -> None:
     [
         ("response/length_mean", [20.0] * 10 + [90.0] * 6, (15, 16)),
         ("response/length_mean", [70.0] * 10 + [90.0] * 6, None),  # long from the start
-        # they grow, but are far from the limit
+        # The responses grow, but are far from the limit.
         ("response/length_mean", [20.0] * 10 + [60.0] * 6, None),
         ("response/truncated", [0.0] * 10 + [0.3] * 6, (15, 16)),
         ("response/truncated", [0.2] * 10 + [0.3] * 6, None),
@@ -148,7 +150,7 @@ def test_a_reward_model_that_is_gamed(metric: str, values: list[float], warned: 
         )
     else:
         assert found == []
-    # longer or repeated responses that the model does not like are another matter
+    # No warning is given if the reward model's score falls while responses get longer or repeat.
     assert not advise(records(curves | {"reward_model/mean": score[::-1]}), CONFIG)
     del curves["reward_model/mean"]
     assert not advise(records(curves), CONFIG)
@@ -159,7 +161,7 @@ def test_groups_with_equal_rewards_for_many_steps() -> None:
     values = {"reward/zero_spread_groups": shares}
     [metric] = values
     assert only(advise(records(values)), metric) == tuple(range(16, 28))
-    assert advise(records({**values, "reward/mean": [0.95] * 27})) == []  # solved
+    assert advise(records({**values, "reward/mean": [0.95] * 27})) == []  # the problem is solved
 
 
 @pytest.mark.parametrize(
@@ -168,10 +170,11 @@ def test_groups_with_equal_rewards_for_many_steps() -> None:
         ({"name": "gspo"}, "ratio/noise_floor", 1e-3, True),
         ({"name": "gspo"}, "ratio/noise_floor", 2e-4, False),
         ({"name": "gspo", "clip_low": 0.04, "clip_high": 0.04}, "ratio/noise_floor", 1e-3, False),
-        ({"name": "grpo"}, "ratio/noise_floor", 1e-3, False),  # its clip range is for tokens
+        # the clip range of GRPO is for token ratios
+        ({"name": "grpo"}, "ratio/noise_floor", 1e-3, False),
         ({"name": "grpo"}, "mismatch/abs_mean", 0.3, True),
         ({"name": "grpo"}, "mismatch/abs_mean", 0.1, False),
-        ({"name": "sapo"}, "mismatch/abs_mean", 0.3, False),  # it has no clip range
+        ({"name": "sapo"}, "mismatch/abs_mean", 0.3, False),  # SAPO has no clip range
         ({"import_path": "a.b:c"}, "ratio/noise_floor", 1.0, False),
         ({"name": "of another version"}, "ratio/noise_floor", 1.0, False),
         ({}, "ratio/noise_floor", 1.0, False),
@@ -225,7 +228,7 @@ def test_steps_are_written_as_ranges(steps: list[int], text: str) -> None:
 
 @pytest.mark.parametrize(("low", "high"), [(1e-4, 1e-2), (1e-2, 1e-4)])
 def test_the_narrower_side_of_a_clip_range_counts(low: float, high: float) -> None:
-    """Noise above the narrower side is cut there, however wide the other side is."""
+    """The ratio is clipped at the narrower side, however wide the other side is."""
     objective = {"name": "gspo", "clip_low": low, "clip_high": high}
     found = advise(records({"ratio/noise_floor": [1e-3] * 3}), {"objective": objective})
     assert only(found, "ratio/noise_floor") == (1, 2, 3)

@@ -1,5 +1,5 @@
-"""The rule for collapses: on the kept runs of examples/evidence, on whole runs of the demo, and on
-made-up metrics."""
+"""The rule that finds collapses. It is tested on the rewards in examples/evidence, on recorded runs
+of the demo, and on made-up metrics."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from gspo_megatron.observe.collapse import FALL, WINDOW, CollapseWatch, find_col
 
 ROOT = Path(__file__).parents[3]
 KEPT = ROOT / "examples/evidence/results/frontier.jsonl"
-# 16 good steps, with the values of the other metrics
+# 16 good steps. Other metrics have values for the same steps.
 GOOD = [0.5, 0.52, 0.48, 0.5] * 4
 
 
 def records(
     rewards: Sequence[float | None], **figures: Sequence[float | None]
 ) -> list[dict[str, Any]]:
-    """Records of steps from 1 on. A metric's name has two underscores in place of a slash."""
+    """Records of steps from 1 on. Two underscores in the name of a metric stand for a slash."""
     found: list[dict[str, Any]] = []
     for place, reward in enumerate(rewards):
         more = {name.replace("__", "/"): values[place] for name, values in figures.items()}
@@ -42,7 +42,8 @@ def alarm_step(found: Sequence[dict[str, Any]]) -> int | None:
 
 
 def falls_in_hindsight(rewards: Sequence[float]) -> int:
-    """The first step at which the mean of a window is FALL below the best window before it."""
+    """The first step at which the mean of a window is lower than the best earlier window by the
+    share FALL."""
     means = [sum(rewards[end - WINDOW : end]) / WINDOW for end in range(WINDOW, len(rewards) + 1)]
     fallen = (i for i, mean in enumerate(means) if mean < (1 - FALL) * max(means[: i + 1]))
     return next(fallen) + WINDOW
@@ -101,7 +102,7 @@ def test_faster_rules_take_noise_for_a_collapse(
     stuck: int,
     noise: int,
 ) -> None:
-    """docs/campaigns.md has this table: why the rule is no faster."""
+    """docs/campaigns.md has this table. It shows why no faster rule is used."""
     for name, value in (("WINDOW", window), ("FALL", fall), ("CLEAR", clear)):
         monkeypatch.setattr(collapse, name, value)
     runs = [json.loads(line) for line in KEPT.read_text().splitlines()]
@@ -121,7 +122,7 @@ def test_faster_rules_take_noise_for_a_collapse(
 
 @pytest.mark.parametrize("seed", ["1", "2"])
 def test_whole_runs_of_the_demo_are_quiet(seed: str) -> None:
-    """They have all metrics, and 250 steps."""
+    """These runs have all metrics and 250 steps, and cause no alarm."""
     with Path(__file__).with_name("demo.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row.pop("seed") == seed]
     steps = [{key: float(value) for key, value in row.items()} for row in rows]
@@ -130,7 +131,7 @@ def test_whole_runs_of_the_demo_are_quiet(seed: str) -> None:
 
 
 def test_a_fall_of_a_quarter_is_an_alarm_and_a_smaller_one_is_not() -> None:
-    """Five steps at 72% of the best reward are a collapse, at 80% they are not."""
+    """At 72% of the best reward, five steps are a collapse. At 80% they are not."""
     assert alarm_step(records([*GOOD, *[0.36] * 9])) == len(GOOD) + 5
     assert alarm_step(records([*GOOD, *[0.4] * 9])) is None
 
@@ -154,8 +155,9 @@ def test_half_of_it_is_one_with_another_figure_out_of_its_range(
     rewards: list[float | None] = [*GOOD, *[0.4] * 9]
     figures = {key: [good] * len(GOOD) + [bad] * 9}
     alarm = find_collapse(records(rewards, **figures))
-    assert alarm is not None and alarm.text.count("->") == 3  # steps, reward, metric
-    # a bad metric is no collapse if the reward falls only a little
+    # the changes of steps, reward and metric
+    assert alarm is not None and alarm.text.count("->") == 3
+    # Even with a bad metric, a small fall of the reward is no collapse.
     assert find_collapse(records([*GOOD, *[0.5] * 9], **figures)) is None
     assert find_collapse(records([*GOOD, *[0.46] * 9], **figures)) is None
 
@@ -172,7 +174,7 @@ def test_small_figures_may_grow_by_any_factor(key: str, good: float, bad: float)
 @pytest.mark.parametrize("key", ["reward/mean", "grad_norm", "loss"])
 @pytest.mark.parametrize("value", [None, math.nan, math.inf])
 def test_figures_that_are_not_finite_are_an_alarm_at_once(key: str, value: float | None) -> None:
-    """In JSON they are null."""
+    """In JSON, such a value is null."""
     watch = CollapseWatch()
     assert watch.add(1, {"reward/mean": 0.5, "grad_norm": 1.0, "loss": 0.0}) is None
     alarm = watch.add(2, {"reward/mean": 0.5, "grad_norm": 1.0, "loss": 0.0, key: value})
@@ -181,8 +183,8 @@ def test_figures_that_are_not_finite_are_an_alarm_at_once(key: str, value: float
 
 @pytest.mark.parametrize("offset", [0.0, -1.0, -20.0, 100.0])
 def test_noise_is_no_fall_whatever_rewards_are_measured_from(offset: float) -> None:
-    """Rewards may be zero, negative or large, so that their relative size has no meaning. The noise
-    is what counts."""
+    """Rewards may be zero, negative or large, so a relative fall has no meaning. A fall is compared
+    with the noise of the rewards."""
     wave = [offset + 0.3 * math.sin(2.3 * step) * math.cos(0.7 * step) for step in range(200)]
     assert alarm_step(records(wave)) is None
 
@@ -206,7 +208,7 @@ def test_the_healthy_step_has_a_healthy_window_behind_it() -> None:
 
 
 def test_a_watch_that_is_saved_goes_on_as_it_was() -> None:
-    """Its state passes through JSON at every step."""
+    """The state is written to JSON and read again at every step."""
     found = records([*GOOD, *[0.1] * 9, *GOOD], grad_norm=[1.0 / 3] * 41)
     whole, resumed = CollapseWatch(), CollapseWatch()
     for record in found:
@@ -224,7 +226,7 @@ def test_what_it_remembers_does_not_grow() -> None:
 
 
 def test_other_rewards_begin_again_and_what_was_healthy_stays() -> None:
-    """Harder prompts in a new phase are no collapse, but a later fall is."""
+    """A new phase has harder prompts. Their lower rewards are no collapse, but a later fall is."""
     watch = CollapseWatch()
     harder = [0.2] * 12
     alarms = [watch.add(r["step"], r) for r in records([*GOOD])]

@@ -66,7 +66,7 @@ def test_the_version_of_vllm_is_that_of_the_interpreter_that_runs_the_servers(
     )
     RunLogger(stage, is_main=True).close()
     assert (tmp_path / "sft" / "environment.json").is_file()
-    python.write_text("#!/bin/sh\nexit 1\n")  # it has no vLLM
+    python.write_text("#!/bin/sh\nexit 1\n")  # a program that finds no vLLM
     assert describe_environment(str(python))["versions"]["vllm"] is None
 
 
@@ -104,7 +104,7 @@ def test_a_machine_without_git_has_no_commit(
         ("cuda = None\nhip = None\n", False),
         ("cuda = '12.8'\n", True),
         ("cuda = None\nhip = '6.4'\n", True),
-        (None, True),  # torch without this file is imported as a whole
+        (None, True),  # without this file, torch itself is imported
     ],
 )
 def test_torch_says_in_a_file_what_it_was_built_for(

@@ -42,7 +42,7 @@ def test_opening_cuts_in_every_place_leave_whole_records(tmp_path: Path) -> None
         with MetricsWriter(tmp_path) as writer:
             writer.write({"step": 9})
         steps = [record["step"] for record in read_metrics(tmp_path)]
-        # A line counts when its closing brace is there, with or without its line feed.
+        # A line counts from its closing brace on, even without a line feed.
         expected = [step for step, end in ((1, 21), (2, len(content) - 1)) if cut >= end]
         assert steps == [*expected, 9], cut
 
@@ -115,7 +115,7 @@ def test_a_full_disk_is_told_with_the_file_and_what_to_do(tmp_path: Path) -> Non
         writer.write({"step": 1})
         with pytest.raises(UserError, match=told):
             writer.write({"step": 2, "loss": [0.5] * 40})
-    # on closing nothing was left to write; whoever opens the file next drops the half line
+    # Closing writes nothing more. The next opening of the file drops the half line.
     assert (tmp_path / "metrics.jsonl").stat().st_size == 100
     MetricsWriter(tmp_path).close()
     assert read_metrics(tmp_path) == [{"step": 1}]
@@ -135,7 +135,7 @@ def test_a_full_disk_when_going_on_leaves_the_file_as_it_was(
 
 def test_what_the_disk_has_not_taken_is_told_when_it_is_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.symlink_to("/dev/null")  # it accepts every byte, but cannot be synchronised
+    path.symlink_to("/dev/null")  # accepts every byte, but cannot be synchronised
     with MetricsWriter(tmp_path) as writer:
         writer.write({"step": 1})
         with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be written: Invalid"):
@@ -143,7 +143,7 @@ def test_what_the_disk_has_not_taken_is_told_when_it_is_waited_for(tmp_path: Pat
 
 
 def test_samples_keep_their_text_as_it_was_generated(tmp_path: Path) -> None:
-    """The only exception is lone surrogates, which UTF-8 cannot hold."""
+    """The only exception is a lone surrogate, which UTF-8 cannot represent."""
     assert read_samples(tmp_path) == []
     response = 'two\nlines "quoted" \u2028 é \x00'
     with JsonLinesWriter(tmp_path / SAMPLES_FILE) as writer:
@@ -184,7 +184,7 @@ def test_a_series_is_by_step_of_one_phase_and_the_later_record_counts() -> None:
 
 
 def test_a_record_of_an_unknown_phase_is_named(tmp_path: Path) -> None:
-    """And nothing is cut where one is: nobody knows its place."""
+    """A file with such a record is not cut, because the order of the phase is unknown."""
     path, text = tmp_path / "metrics.jsonl", '{"step": 1}\n{"step": 2, "phase": "rlhf"}\n'
     allowed = "pretrain, sft, reward_model, warm_start, rl"
     wrong = f"phase = 'rlhf': not a phase of training; allowed: {allowed}"
@@ -193,5 +193,5 @@ def test_a_record_of_an_unknown_phase_is_named(tmp_path: Path) -> None:
         with pytest.raises(DataError) as caught:
             writer.truncate_after(1)
         assert str(caught.value) == f"{path}: {wrong}"
-        writer.append({"step": 3})  # it is open still
+        writer.append({"step": 3})  # the writer is still open
     assert path.read_text() == text + '{"step": 3}\n'

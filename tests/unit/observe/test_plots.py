@@ -95,7 +95,7 @@ def test_lines_mark_where_keys_have_changed(
     native = Axes.axvline
     monkeypatch.setattr(Axes, "axvline", lambda *a, **k: drawn.append(a[1]) or native(*a, **k))
     plot_run(tmp_path)
-    assert drawn and set(drawn) == {4.5}  # after step 4
+    assert drawn and set(drawn) == {4.5}  # between steps 4 and 5
 
 
 def test_percentiles_of_the_length_are_drawn_where_a_run_has_them() -> None:
@@ -170,9 +170,9 @@ def test_smoothing_is_the_mean_of_the_finite_values_in_the_window() -> None:
     half = 91 // 30
     for index in range(91):
         expected = np.nanmean(values[max(0, index - half) : index + half + 1])
-        # float64 sums of seven values in another order
+        # The sums of seven float64 values differ by their order.
         assert smooth[index] == pytest.approx(expected, abs=1e-12)
-    assert smoothed(values[1:39]).tolist() == values[1:39].tolist()  # a short curve
+    assert smoothed(values[1:39]).tolist() == values[1:39].tolist()  # a short curve is not smoothed
 
 
 def test_small_values_are_brought_to_order_one() -> None:
@@ -184,7 +184,8 @@ def test_small_values_are_brought_to_order_one() -> None:
 def test_the_ratios_of_tokens_and_sequences_are_drawn_on_one_scale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ratios of sequences are a hundred times closer to 1, which must be visible."""
+    """The ratios of sequences are a hundred times closer to 1 than those of tokens. The plot must
+    show that."""
     drawn: dict[str, Figure] = {}
 
     def keep(figure: Figure, path: Path) -> Path:

@@ -24,7 +24,7 @@ class Terminal(io.StringIO):
 
 
 class BrokenTerminal(Terminal):
-    """A stream that breaks in the given way, after it was asked whether it is a terminal."""
+    """A stream that raises `error` at each write."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class BrokenTerminal(Terminal):
 def lines(
     total: int, *steps: tuple[float, dict[str, object]], initial_step: int = 0, fails: bool = False
 ) -> list[str]:
-    """The lines of steps that take so many seconds and have these metrics."""
+    """The printed lines for these steps, each given as (seconds, metrics)."""
     clock, stream = Clock(), io.StringIO()
     outcome = pytest.raises(RuntimeError) if fails else contextlib.nullcontext()
     with outcome, Progress(total, "RL", stream, initial_step=initial_step, clock=clock) as progress:
@@ -60,7 +60,7 @@ def test_slow_steps_each_get_a_line_with_all_figures() -> None:
         "RL   1/10  reward 0.250  accuracy 0.500  loss -0.000120  grad norm 0.300  "
         "clipped 12.5%  3.00 s/step  ETA 27 s"
     )
-    # The accuracy is still that of the last evaluation. The pace is a mean over both steps.
+    # The line shows no accuracy without a new evaluation. The pace is a mean over both steps.
     assert second == (
         "RL   2/10  reward 0.250  accuracy 0.500  loss -0.000120  grad norm 0.300  "
         "4.00 s/step  ETA 32 s"
@@ -176,7 +176,7 @@ def test_an_encoding_without_the_characters_gets_replacements() -> None:
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_what_has_no_steps_shows_no_count(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An example is an evaluation of a model that is not trained."""
+    """One example is the evaluation of a model that is not trained."""
     monkeypatch.setenv("TERM", "xterm")
     stream, clock = Terminal() if terminal else io.StringIO(), Clock()
     with Progress(0, "evaluation", stream, clock=clock) as progress:

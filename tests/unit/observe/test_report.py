@@ -1,4 +1,4 @@
-"""Reports as texts and tables. Their pictures are tested in test_plots and test_timing_plots."""
+"""Reports as texts and tables. The pictures are tested in test_plots and test_timing_plots."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from tests.unit.observe.conftest import RunMaker
 
 @pytest.fixture(autouse=True)
 def _pictures_are_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not draw pictures, which takes seconds for each report."""
+    """Replace the drawing of pictures, which would take seconds for each report."""
     monkeypatch.setattr(Figure, "savefig", lambda _, path, **__: Path(path).write_bytes(b"picture"))
 
 
 def cells(path: Path) -> list[str]:
-    """The cells of all tables in a page, in the source, where text is escaped."""
+    """The cells of all tables in a page, as they are in the HTML source, where text is escaped."""
     return re.findall(r"<td>(.*?)</td>", path.read_text(), re.DOTALL)
 
 
 def sources(path: Path) -> list[str]:
-    """Everything that the page would load."""
+    """The addresses of everything that the page would load."""
     return re.findall(r"(?:src|href)\s*=\s*[\"']?([^\"'>]*)", path.read_text())
 
 
@@ -60,7 +60,7 @@ def test_the_report_of_one_run_is_one_file_with_everything_inside(make_run: RunM
     assert len(sources(path)) == 5
     assert all(source.startswith("data:image/png;base64,") for source in sources(path))
     assert "preset: &lt;tiny&gt;" in path.read_text()
-    # text is shown, never interpreted as HTML
+    # Text is escaped, so it is never interpreted as HTML.
     assert "&lt;b&gt;1&lt;/b&gt;" in cells(path) and "&amp;seven" in cells(path)
 
 
@@ -132,12 +132,13 @@ def test_seeds_are_shown_as_mean_and_spread(make_run: RunMaker, tmp_path: Path) 
 def test_a_figure_that_only_some_seeds_have_is_not_averaged(
     make_run: RunMaker, tmp_path: Path
 ) -> None:
-    runs = [make_run("x_seed1", steps=1), make_run("x_seed2", steps=2)]  # evaluated at step 2
+    # only step 2 has an evaluation
+    runs = [make_run("x_seed1", steps=1), make_run("x_seed2", steps=2)]
     assert cells(write_report(runs, tmp_path / "out"))[4] == "not in all runs"
 
 
 def make_stage_run(folder: Path, phase: str, losses: list[float]) -> Path:
-    """A run of a stage, which is evaluated at its end."""
+    """A run of a stage before RL, with an evaluation at its end."""
     with MetricsWriter(folder) as metrics:
         for step, loss in enumerate(losses, 1):
             held_out = {"evaluation/loss": loss + 0.5} if step == len(losses) else {}
@@ -176,7 +177,8 @@ def test_runs_of_several_stages_are_compared_stage_by_stage(
     assert found[rl + 1 : rl + 3] == ["6", "0.600"]
     assert found[corpus + 1 : corpus + 5] == ["2", "4.50", "4.50", "4.00"]
     assert len(sources(path)) == 2 and "Over seeds" not in text
-    assert found[-3:] == ["optimizer.learning_rate", "1e-05", "0.001"]  # settings that differ
+    # the settings that differ are last
+    assert found[-3:] == ["optimizer.learning_rate", "1e-05", "0.001"]
 
 
 def test_settings_that_differ_are_spelled_as_in_a_configuration(make_run: RunMaker) -> None:
@@ -217,7 +219,7 @@ def test_equal_settings_and_healthy_runs_add_nothing(make_run: RunMaker, tmp_pat
 
 
 def test_warnings_name_the_run_the_metric_and_the_steps(make_run: RunMaker, tmp_path: Path) -> None:
-    """The warnings are in the run's summary, in its report, and in comparisons."""
+    """The warnings appear in the run's summary, in its report, and in comparisons."""
     runs = [make_run("good"), make_run("bad", steps=12)]
     with MetricsWriter(runs[1]) as writer:
         writer.write({"step": 7, "grad_norm": 400.0})
@@ -242,7 +244,7 @@ def test_accuracy_says_from_which_reward_on(make_run: RunMaker) -> None:
 
 
 def test_a_configuration_is_read_as_a_run_reads_it(make_run: RunMaker) -> None:
-    """YAML 1.1 would read 1e-5 as text, and take the second of two equal keys."""
+    """A reader of YAML 1.1 would read 1e-5 as text, and would use the second of two equal keys."""
     run_dir = make_run("run")
     file = run_dir / "config.resolved.yaml"
     file.write_text("evaluation: {correct_at: 1e-5}\n")
@@ -286,7 +288,7 @@ def test_first_last_and_best_of_what_has_a_best(make_run: RunMaker) -> None:
 
 
 def test_a_long_run_is_told_by_means_and_not_by_its_first_and_last_step(tmp_path: Path) -> None:
-    """The reward rises, but its last step happens to be low."""
+    """The reward rises, but happens to be low at the last step."""
     rewards = [0.9] + [0.2] * 4 + [0.5] * 10 + [0.8] * 4 + [0.1]
     with MetricsWriter(tmp_path) as writer:
         for step, reward in enumerate(rewards, 1):
@@ -297,7 +299,7 @@ def test_a_long_run_is_told_by_means_and_not_by_its_first_and_last_step(tmp_path
     assert reward.steps == 5
     assert (reward.first, reward.last) == pytest.approx((0.34, 0.66))
     assert reward.best == pytest.approx(0.74) and reward.best_step == 19
-    # an evaluation is already a mean over prompts
+    # An evaluation is already a mean over prompts, so no window is needed.
     assert (accuracy.first, accuracy.last, accuracy.steps) == (0.9, 0.1, 1)
     page = write_report([tmp_path], tmp_path).read_text()
     assert "reward, first to last 5 of 20 steps</span><b>0.340 → 0.660" in page
@@ -321,9 +323,9 @@ def test_means_of_windows_are_those_of_a_plain_loop() -> None:
         for end in range(size, len(values) + 1):
             finite = [v for v in values[end - size : end] if math.isfinite(v)]
             expected.append(statistics.fmean(finite) if finite else math.nan)
-        if size == 1:  # single values are not changed
+        if size == 1:  # a window of one value changes nothing
             expected = values
-        # sums of 40 numbers near 1, in another order
+        # The order of the sums differs, over 40 numbers near 1.
         found = report.window_means(values, size)
         assert found == pytest.approx(expected, abs=1e-12, nan_ok=True)
 
@@ -380,7 +382,8 @@ def test_the_results_of_several_runs_are_printed(
 def test_settings_that_differ_are_whole_words_one_key_each(
     make_run: RunMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mapping is shown key by key. What is too wide for columns is shown in a list."""
+    """A mapping is shown with one line for each key. A comparison that is too wide for columns is
+    shown as a list."""
     config = "rollout: {{vllm: {{servers: {0}, options: {{max_num_seqs: {0}}}}}, engine: vllm}}\n"
     runs = [configured(make_run(f"[bold]_{n}"), config.format(n)) for n in range(2)]
     wide = printed_comparison(runs, monkeypatch, 100)
@@ -399,7 +402,8 @@ def test_settings_that_differ_are_whole_words_one_key_each(
 def test_every_table_says_from_which_reward_a_response_is_correct(
     make_run: RunMaker, tmp_path: Path
 ) -> None:
-    half, whole = make_run("half"), make_run("whole")  # written before the key existed
+    # the configuration of `whole` is older than the key
+    half, whole = make_run("half"), make_run("whole")
     (half / "config.resolved.yaml").write_text("evaluation: {correct_at: 0.5}\n")
     rows = [line.split() for line in printed_at_the_end(half).splitlines()]
     assert ["held-out", "accuracy", "(reward", "≥", "0.5)"] in [row[:5] for row in rows]

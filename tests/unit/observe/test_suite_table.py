@@ -1,4 +1,4 @@
-"""The table of suites in the terminal."""
+"""The table of suites that is printed in the terminal."""
 
 from __future__ import annotations
 
@@ -34,5 +34,6 @@ def test_it_says_how_many_rewards_failed_and_what_became_of_them(
     assert f"\na[red]: 1 call of the reward failed: {told}\n" in out
     assert out.count("failed") == 1
     row = next(line.split() for line in out.splitlines() if line.split()[:1] == ["a[red]"])
-    assert "–" in row  # one problem, or several with the same mean, have no interval
+    # no interval, because there is one problem, or all problems have the same mean
+    assert "–" in row
     assert row[1:4] == (["2", "2", "0.500"] if is_wrong else ["1", "2", "0.500"])

@@ -1,5 +1,5 @@
-"""The files that the trackers' own packages wrote, read back: a new run, a resumed run, lost or
-repeated steps, and two runs side by side."""
+"""The files that the packages of trackers wrote, read back. The runs are new or resumed, lose or
+repeat steps, or share a project."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read_wandb(run: Path) -> Points:
     assert {path.name for path in files} == {f"run-{run_id}.wandb"}
     found = []
     for path in files:
-        # `finish` returns a little before W&B's own process has written the last record
+        # `finish` returns shortly before W&B's own process has written the last record.
         assert wait_until(
             lambda path=path: any(each.HasField("exit") for each in wandb_records(path))
         )
@@ -48,18 +48,18 @@ def read_wandb(run: Path) -> Points:
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
-    """The records of a .wandb file. It has LevelDB's log format with blocks of 32 KiB."""
+    """The records of a .wandb file, which is a LevelDB log with blocks of 32 KiB."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     content, at, parts = path.read_bytes(), 7, b""
     while at + 7 <= len(content):
-        if (left := 32768 - at % 32768) < 7:  # too short for a header
+        if (left := 32768 - at % 32768) < 7:  # the rest of the block is too short for a header
             at += left
             continue
         _, size, kind = struct.unpack("<IHB", content[at : at + 7])
         parts += content[at + 7 : at + 7 + size]
         at += 7 + size
-        if kind in (1, 4):  # a whole record, or the last of several parts
+        if kind in (1, 4):  # a whole record, or the last part of one
             record = Record()
             record.ParseFromString(parts)
             parts = b""
@@ -104,12 +104,12 @@ def config_of(run: Path, tracker: str) -> Config:
 
 
 def reward(run: Path, step: int) -> float:
-    """A value that single precision holds exactly."""
+    """A value that float32 represents exactly."""
     return step + (0.5 if run.name == "one" else 0.25)
 
 
 def write(run: Path, tracker: str, steps: Sequence[int], after: int | None = None) -> None:
-    """One start of a run, from step `after` if it is resumed."""
+    """Write these steps as one start of a run. A resumed run continues after step `after`."""
     logger = RunLogger(config_of(run, tracker), True, None if after is None else ("rl", after))
     for step in steps:
         logger.write("rl", step, {"reward/mean": reward(run, step), "grad_norm": float("nan")})
@@ -127,15 +127,17 @@ def test_what_a_tracker_has_of_runs_that_were_resumed(tracker: str, tmp_path: Pa
     write(two, tracker, range(2))  # a second run in the same project
     assert read(one) == of_steps(one, range(4)) and read(two) == of_steps(two, range(2))
 
-    # steps 2 and 3 were not saved, so the run makes them again
+    # Steps 2 and 3 were not saved, so the resumed run repeats them.
     write(one, tracker, [2, 3, 4], after=1)
     assert read(one) == of_steps(one, range(5))
 
-    # killed after step 6 was recorded, and before the tracker got it
+    # The note names the last step that the tracker got.
     write(one, tracker, [5, 6], after=4)
     note = json.loads((one / SENT_FILE).read_text())
     assert (note["tracker"], note["step"]) == (tracker, 6)
     write(two, tracker, [2], after=1)
+    # The records of steps 3 and 4 are written but not sent, as if the run was killed in between.
+    # The next start sends step 3.
     with (two / "metrics.jsonl").open("a") as file:
         for step in (3, 4):
             file.write(json.dumps({"phase": "rl", "step": step, "reward/mean": reward(two, step)}))

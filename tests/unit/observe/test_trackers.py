@@ -77,7 +77,7 @@ def test_only_finite_numbers_are_tracked_and_those_of_another_phase_under_its_na
 
 
 class Run:
-    """Starts of one run that end in a crash. Its tracker keeps what it is sent."""
+    """A run that crashes and starts again. It collects all that its tracker receives."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.steps = folder, []
@@ -85,7 +85,7 @@ class Run:
         self.closed = 0
 
     def go_on(self, after: tuple[str, int] | None, *records: tuple[str, int]) -> None:
-        """Continue from `after`, and write `records`, each as phase and step."""
+        """Start after `after`, and write `records`, each as (phase, step)."""
         with MetricsWriter(self.folder) as writer:
             trackers = open_trackers(["tensorboard"], self.folder)
             if after is not None:
@@ -118,7 +118,8 @@ def crashing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def test_steps_that_a_resumed_run_repeats_are_sent_once(crashing: Run) -> None:
-    """Also if the run crashes again before it has come as far as the first time."""
+    """The run crashes twice, the second time earlier than the first. Each step is still sent
+    once."""
     earlier = [("sft", step) for step in (1, 2, 3)]
     crashing.go_on(None, *earlier, *(("rl", step) for step in range(5)))
     crashing.go_on(("rl", 1), ("rl", 2))
@@ -137,7 +138,8 @@ def test_a_run_that_goes_back_into_an_earlier_phase_sends_what_is_new(crashing: 
 
 
 def test_a_record_that_was_never_sent_is_sent_by_the_next_start(crashing: Run) -> None:
-    """This concerns records that a resumed run keeps; it makes the others again."""
+    """The next start sends the missing records that the resumed run keeps. The run repeats all
+    other steps."""
     crashing.go_on(None, ("rl", 1))
     with MetricsWriter(crashing.folder) as writer:
         for step in (2, 3):
@@ -203,7 +205,7 @@ def test_half_a_note_and_one_without_a_step_count_for_nothing(step: str, crashin
 
 
 def test_a_run_of_a_version_that_kept_no_notes_is_not_sent_twice(crashing: Run) -> None:
-    """The traces of the tracker show that it was opened before."""
+    """The tracker's folder shows that it was opened before. So earlier records were sent."""
     records = [{"phase": "rl", "step": step, "loss": 0.5} for step in (1, 2)]
     with MetricsWriter(crashing.folder) as writer:
         for record in records:
@@ -218,7 +220,7 @@ def test_a_run_of_a_version_that_kept_no_notes_is_not_sent_twice(crashing: Run) 
 def test_a_tracker_that_failed_before_its_first_record_gets_all_at_the_next_start(
     crashing: Run,
 ) -> None:
-    """Only the tracker's traces exist."""
+    """The tracker's folder exists, but no record was sent."""
     (crashing.folder / "tensorboard").mkdir()
     crashing.go_on(None)
     with MetricsWriter(crashing.folder) as writer:

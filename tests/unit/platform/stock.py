@@ -1,5 +1,5 @@
-"""The source code of the installed Megatron-Core, read from disk. So our changes of the imported
-modules do not affect it."""
+"""The source code of the installed Megatron-Core. It is read from disk, because the package changes
+the imported modules."""
 
 from __future__ import annotations
 

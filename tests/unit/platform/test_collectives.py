@@ -1,4 +1,4 @@
-"""Work that one rank does for all of them."""
+"""Work that one rank does for all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The speed-ups on a CPU compute the same as stock Megatron-Core, and leave nothing behind."""
+"""The speed-ups on a CPU compute the same as stock Megatron-Core, and change nothing else."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ print("torch._dynamo" in sys.modules)
 
 @needs_substitutions
 def test_optimizers_step_and_import_no_compiler() -> None:
-    """With a constant gradient, each step of Adam has the size of its learning rate, and momentum
-    in SGD adds 0.9 of the first step to the second."""
+    """With a constant gradient, each step of Adam is as large as its learning rate. In SGD,
+    momentum adds 0.9 of the first step to the second."""
     adam, sgd, has_compiler = run_program(sys.executable, "-c", STEPS).stdout.splitlines()
     assert [float(each) for each in adam.split()] == pytest.approx([1 - 2 * 0.25] * 3)
     assert [float(each) for each in sgd.split()] == pytest.approx([1 - 2 * 0.25 * 2.9] * 3)
@@ -76,7 +76,7 @@ def test_the_second_sort_copies_only_what_it_moves() -> None:
 
 @dataclass(frozen=True)
 class Group:
-    """A group of processes, without the processes."""
+    """A stand-in for a process group, without processes."""
 
     ranks: int
     number: int
@@ -103,22 +103,24 @@ def test_packed_sequences_turn_as_stock_turns_them(
     generator = torch.Generator().manual_seed(1)
     angles = torch.randn(20, 1, 1, turned // 2, generator=generator).repeat(1, 1, 1, 2)
     mixed = torch.randn(32 // cp_size, 3, 32, generator=generator)
-    states = mixed[..., 8:24].detach().requires_grad_()  # not contiguous, as a part of a projection
+    # a slice of a projection, which is not contiguous
+    states = mixed[..., 8:24].detach().requires_grad_()
     weights = torch.randn(states.shape, generator=generator)
 
-    def ours() -> torch.Tensor:  # as Megatron-Core's attention calls it
+    def ours() -> torch.Tensor:  # calls the function as Megatron-Core's attention does
         return rope_utils.apply_rotary_pos_emb(
             states, angles, config=config, cu_seqlens=boundaries, **named
         )
 
-    def by_other_names() -> torch.Tensor:  # the names differ between the two lines of Megatron-Core
+    # The two supported versions of Megatron-Core name the arguments differently.
+    def by_other_names() -> torch.Tensor:
         switches = dict.fromkeys(("multi_latent_attention", "mla_rotary_interleaved"), False)
         turn = rope_utils._apply_rotary_pos_emb_thd
         return turn(states, boundaries, angles, **named, **(switches if turned == 16 else {}))
 
     results = []
     for turn in (lambda: native(states, boundaries, angles, **named), ours, ours, by_other_names):
-        out = turn()  # from the second time on it uses the tables
+        out = turn()  # the second and later calls use the cached tables
         results.append((out, *torch.autograd.grad((out * weights).sum(), states)))
     for found in results[1:]:
         torch.testing.assert_close(found, results[0], atol=1e-6, rtol=1e-6)
@@ -127,9 +129,9 @@ def test_packed_sequences_turn_as_stock_turns_them(
 
 @needs_substitutions
 def test_memory_that_is_freed_serves_the_next_update() -> None:
-    # Four blocks of 24 MiB again and again. With glibc's defaults, their 24,576 pages are fetched
-    # each time, because glibc keeps 64 MiB at most. (Tensors would put small objects between the
-    # blocks.)
+    # The program allocates and frees four blocks of 24 MiB repeatedly. By default, glibc keeps at
+    # most 64 MiB of freed memory, so the 24,576 pages of the blocks would be fetched again each
+    # time. Tensors would put small objects between the blocks, so the program does not use them.
     program = """
 import resource
 import gspo_megatron.platform

@@ -1,6 +1,6 @@
 """The installed Megatron-Core still needs each substitution for the CPU.
 
-A test fails if an upgrade makes a line of platform/cpu/needed.py unnecessary. Then the line can be
+If an upgrade makes a line of platform/cpu/needed.py unnecessary, a test fails, and the line can be
 removed.
 """
 
@@ -27,7 +27,7 @@ needs_substitutions = pytest.mark.skipif(
     not needed.is_needed(), reason="there is CUDA: nothing is substituted"
 )
 
-# Parts of Megatron-Core that we do not use. What only they need is not needed.
+# Parts of Megatron-Core that the package does not use. Their calls need no substitution.
 FOREIGN = ("inference/", "datasets/", "export/", "ssm/", "models/", "distributed/fsdp/", "mimo/")
 OURS_AFTER_ALL = ("models/common/", "models/gpt/", "models/backends.py")
 
@@ -42,7 +42,7 @@ def sources() -> tuple[str, ...]:
 
 @functools.cache
 def calls() -> dict[str, list[ast.Call]]:
-    """All calls, by the dotted name of the called function."""
+    """All calls in Megatron-Core, by the dotted name of the called function."""
     found: dict[str, list[ast.Call]] = {}
     for call in (call for file in sources() for call in stock.calls(file)):
         found.setdefault(ast.unparse(call.func), []).append(call)
@@ -51,14 +51,14 @@ def calls() -> dict[str, list[ast.Call]]:
 
 @functools.cache
 def dotted_names() -> frozenset[str]:
-    """Every name `torch.cuda...` that is used anywhere."""
+    """Every name `torch.cuda...` that Megatron-Core uses."""
     nodes = (node for file in sources() for node in ast.walk(stock.tree(file)))
     return frozenset(ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute))
 
 
 def asks_for_cuda(call: ast.Call) -> bool:
-    """Whether it asks for CUDA with a literal device; `torch.cuda.current_device()` already returns
-    the CPU."""
+    """Whether the call names a CUDA device literally, or pins memory. A device from
+    `torch.cuda.current_device()` is already the CPU."""
     return any(
         keyword.arg == "pin_memory"
         or (keyword.arg == "device" and "'cuda'" in ast.unparse(keyword.value))
@@ -79,7 +79,7 @@ def test_a_redirected_factory_creates_on_the_cpu(device: object) -> None:
         tensor = getattr(torch, name)(2, 3, device=device, pin_memory=True)
         assert tensor.device.type == "cpu" and tensor.shape == (2, 3)
     assert torch.tensor([1.5], device=device).tolist() == [1.5]
-    assert torch.empty(2, device="meta").is_meta  # only CUDA is redirected
+    assert torch.empty(2, device="meta").is_meta  # only CUDA devices are replaced
 
 
 def test_the_optimizer_sorts_parameters_by_cuda_type_names() -> None:
@@ -145,11 +145,12 @@ def test_the_rng_tracker_forks_the_cpus_generator() -> None:
     assert torch.equal(inside, expected_inside)
     assert torch.equal(torch.rand(3), expected_outside)
     with tracker.fork("dropout"):
-        # the generator goes on where it stopped
+        # After the block, the generator continues where it was before.
         assert not torch.equal(torch.rand(5), expected_inside)
 
 
-# Gloo refuses shares of different sizes. Tests of several processes run the substitutes.
+# Gloo refuses shares of different sizes. The substitutes are also run by tests with several
+# processes.
 GATHER, SCATTER = "_gather_along_first_dim", "_reduce_scatter_along_first_dim"
 MAPPINGS = "tensor_parallel/mappings.py"
 RANDOM, MOE_UTILS = "tensor_parallel/random.py", "transformer/moe/moe_utils.py"
@@ -172,7 +173,7 @@ def test_a_replaced_function_does_what_no_cpu_can(file: str, name: str, words: l
 def test_importing_megatron_core_compiles_functions() -> None:
     assert "torch.compile" in stock.source("jit.py")
     assert sum(stock.source(file).count("@jit_fuser\n") for file in sources()) > 5
-    # after the import, torch.compile is itself again
+    # The import leaves torch.compile unchanged.
     assert (torch.compile.__module__, torch.compile.__qualname__) == ("torch", "compile")
 
 
@@ -190,8 +191,8 @@ def run_python(code: str, **environ: str) -> tuple[int, str, str]:
 
 
 def test_packages_for_gpus_are_not_found_where_there_is_none(tmp_path: Path) -> None:
-    """They are installed, but the GPU is missing or hidden. Megatron-Core would use their
-    kernels."""
+    """The packages are installed, but there is no visible GPU. Megatron-Core would use their
+    kernels if it found the packages."""
     for name in needed.GPU_PACKAGES:
         (tmp_path / name).mkdir()
         broken = 'raise SystemExit("a package for GPUs was imported")'
@@ -210,7 +211,7 @@ def test_the_dispatcher_leaves_split_sizes_of_cpu_tensors_as_tensors() -> None:
     assert "as_numpy=True" in stock.source("transformer/moe/token_dispatcher.py")
     source = stock.function(MOE_UTILS, "maybe_move_tensor_to_cpu")
     namespace: dict[str, object] = {"torch": torch}
-    # the function as it is on disk, without the names of its annotations
+    # The function on disk is executed alone, so the names in its annotations are not needed.
     exec(f"from __future__ import annotations\n{source}", namespace)
     native = namespace["maybe_move_tensor_to_cpu"]
     assert torch.is_tensor(native(torch.tensor([1, 2]), as_numpy=True))
@@ -235,7 +236,8 @@ def test_wrapped_collectives_take_what_the_native_ones_take() -> None:
 
     for name in (GATHER, SCATTER):
         wrapped = getattr(mappings, name)
-        native = inspect.signature(wrapped)  # functools.wraps: the signature of the native function
+        # functools.wraps shows the signature of the native function
+        native = inspect.signature(wrapped)
         assert list(native.parameters)[:2] == ["input_", "group"]
         third = list(native.parameters)[2]
         assert third in ("input_split_sizes", "output_split_sizes")
@@ -268,7 +270,7 @@ def test_install_is_inert_where_there_is_cuda() -> None:
     assert code == 0, errors
 
 
-# A small run: rollout, log-probs, gradients, update.
+# A small run has a rollout, log-probs, gradients and an update.
 STEP = """
 import torch
 from gspo_megatron.config.schema import OptimizerSection

@@ -1,4 +1,4 @@
-"""Joining and leaving torch.distributed on a single process; devices and seeds."""
+"""Joining and leaving torch.distributed with a single process; devices and seeds."""
 
 from __future__ import annotations
 
@@ -30,24 +30,25 @@ from tests.unit.models.one_rank import one_rank_groups, tiny_config, tiny_policy
 def test_alone_without_a_rendezvous() -> None:
     before = dict(os.environ)
     with one_rank_groups():
-        ranks = start_processes()  # a second call joins nothing
+        ranks = start_processes()  # a second call changes nothing
         assert (ranks.rank, ranks.world_size, ranks.is_main) == (0, 1, True)
         group, source = model_replica()
         assert (group.size(), source) == (1, 0)
         assert ranks.device == devices.select_device()
     assert not dist.is_initialized() and not parallel_state.is_initialized()
     assert dict(os.environ) == before
-    stop_processes()  # harmless when nothing runs
+    stop_processes()  # harmless without running processes
 
 
 def test_a_collective_waits_longer_than_the_heartbeat() -> None:
-    assert patience_minutes(1200) == 30  # as in torch, and longer than the default
+    assert patience_minutes(1200) == 30  # torch's default, which is longer than the heartbeat
     assert patience_minutes(7200) == 180
-    assert patience_minutes(0) > 7 * 24 * 60  # there, a value of 0 means no limit
+    assert patience_minutes(0) > 7 * 24 * 60  # a heartbeat of 0 means no limit
 
 
 def test_another_model_may_have_more_layers() -> None:
-    """Megatron-Core keeps the routers' losses of a process by layer."""
+    """Megatron-Core keeps the routers' losses in an array with one entry for each layer. A new
+    model must not get the old array."""
     for layers in (2, 3):
         with one_rank_groups():
             options = {"num_layers": layers, "moe_aux_loss_coeff": 0.01}
@@ -107,7 +108,7 @@ def test_local_rank(
 
 @pytest.fixture
 def visible(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A function that pretends to be `rank` of a host on which the process sees so many GPUs."""
+    """A function that pretends that this process is local rank `rank` and sees `count` GPUs."""
 
     def pretend(rank: int, count: int, hidden_to: str | None = None) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -151,7 +152,7 @@ def test_backends() -> None:
 
 
 def test_seeds_reach_every_generator() -> None:
-    seed = (3 << 32) + 17  # larger than numpy's seeds
+    seed = (3 << 32) + 17  # larger than any seed of numpy
     drawn = []
     for _ in range(2):
         devices.set_seeds(seed)

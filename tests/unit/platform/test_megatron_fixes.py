@@ -1,4 +1,4 @@
-"""Each fix of platform.megatron_fixes works, and the installed Megatron-Core still needs it."""
+"""Each fix in platform.megatron_fixes works, and the installed Megatron-Core still needs it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ needs_no_engine = pytest.mark.skipif(
 
 
 def fresh(module: ModuleType) -> ModuleType:
-    """A second import of a module, which replaces nothing."""
+    """Import a module a second time, under no name. The first import stays in place."""
     spec = importlib.util.find_spec(module.__name__)
     assert spec is not None and spec.loader is not None
     made = importlib.util.module_from_spec(spec)
@@ -44,7 +44,7 @@ def fresh(module: ModuleType) -> ModuleType:
 
 
 def is_0_16() -> bool:
-    """whether it is the line for Python 3.10 and 3.11"""
+    """Whether this is Megatron-Core 0.16, the version for Python 3.10 and 3.11."""
     return megatron.core.__version__.startswith("0.16")
 
 
@@ -61,7 +61,8 @@ def test_stock_routers_read_a_name_that_is_not_there() -> None:
 
 @pytest.fixture
 def stock_split() -> Callable[..., list[Any]]:
-    """The method as it is on disk, because its class exists only with Transformer Engine."""
+    """The method from the source file, because its class exists only if Transformer Engine is
+    installed."""
     method = stock.function("extensions/transformer_engine.py", "_split_extra_state")
     namespace: dict[str, Any] = {}
     exec(method, {"te": None, "torch": torch}, namespace)
@@ -78,7 +79,7 @@ def mended_split(
     return grouped._split_extra_state
 
 
-# In FP8, with a recipe that keeps no state, Transformer Engine decodes an empty state to None.
+# In FP8 with a recipe without state, Transformer Engine decodes an empty state to None.
 MODULE = SimpleNamespace(
     num_gemms=3,
     fp8=True,
@@ -131,7 +132,8 @@ def test_real_tokens_of_each_expert_are_counted() -> None:
 
 def test_stock_routers_cannot_count_with_a_mask() -> None:
     native = TopKRouter._apply_expert_bias.__wrapped__
-    with pytest.raises(RuntimeError, match="must match"):  # otherwise the fix can be removed
+    # if nothing is raised, the fix can be removed
+    with pytest.raises(RuntimeError, match="must match"):
         native(_router(3), ROUTES, padding_mask=PADDING)
 
 
@@ -148,7 +150,7 @@ def _routers_in_bf16() -> tuple[Policy, list[TopKRouter]]:
 
 
 def test_counts_of_tokens_stay_exact_in_bf16(one_rank: None) -> None:
-    """The first expert gets one token more than the others, which float32 cannot represent."""
+    """The first expert gets one token more than the others. float32 cannot represent this count."""
     policy, [first, *_] = _routers_in_bf16()
     experts = len(first.expert_bias)
     first.local_tokens_per_expert += 2**24
@@ -166,7 +168,7 @@ def test_no_counter_of_a_router_is_in_bf16_before_or_after_a_pass(one_rank: None
                 router.ga_steps += 300
             kinds = {name: buffer.dtype for name, buffer in router.named_buffers()}
             assert len(kinds) == 4 and torch.bfloat16 not in kinds.values(), kinds
-            assert router.ga_steps == steps  # in bf16, 300 + 1 is 300
+            assert router.ga_steps == steps  # in bf16, 300 + 1 would be 300
             assert router.weight.dtype is torch.bfloat16
         ids, positions = torch.arange(8)[None], torch.arange(8)[None]
         policy.models[0].train()(input_ids=ids, position_ids=positions, attention_mask=None)
@@ -177,13 +179,14 @@ def test_stock_routers_count_in_bf16(one_rank: None) -> None:
     router.local_tokens_per_expert.fill_(256)
     TopKRouter._apply.__wrapped__(router, torch.Tensor.bfloat16)
     router._apply_expert_bias(torch.ones(1, len(router.expert_bias), dtype=torch.bool))
-    assert set(router.local_tokens_per_expert.tolist()) == {256}  # otherwise the fix can be removed
+    # if this fails, the fix can be removed
+    assert set(router.local_tokens_per_expert.tolist()) == {256}
 
 
 def test_the_z_loss_of_bf16_logits_is_no_bf16_sum(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All tokens are equal, so the mean is that of one token for any number of tokens."""
+    """All tokens are equal. So the mean over any number of tokens is the loss of one token."""
     _, [router, *_] = _routers_in_bf16()
     seen = SimpleNamespace(apply=lambda logits, loss: loss)
     monkeypatch.setattr(moe_utils, "MoEAuxLossAutoScaler", seen)
@@ -217,7 +220,7 @@ def test_stock_delta_nets_are_not_built_without_kernels(
     assert nets.HAVE_FLA
     source = Path(nets.__file__).read_text(encoding="utf-8")
     assert "if not HAVE_FLA:\n            raise ImportError" in source, "the mending can go"
-    # the only missing functions are those that the fix replaces
+    # The fix replaces this function, and no other function is missing.
     assert nets.chunk_gated_delta_rule is None
     state = torch.zeros(1)
     config = SimpleNamespace(deterministic_mode=False)

@@ -1,7 +1,7 @@
-"""Context variables in recomputation: stock Megatron-Core loses them, and platform.megatron_fixes
+"""Context variables in recomputation. Stock Megatron-Core loses them, and platform.megatron_fixes
 keeps them.
 
-The tests of the stock functions fail if an upgrade makes the fix unnecessary, or breaks it.
+Tests of the stock functions fail if an upgrade makes the fix unnecessary, or breaks it.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def stock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def values_seen(*, in_a_thread: bool = False) -> list[str]:
-    """The values that two checkpointed functions read in their forward passes, and then in
-    recomputation."""
+    """The values of the variable that two checkpointed functions read, first in their forward
+    passes, and then in recomputation."""
     seen: list[str] = []
 
     def read(hidden: Tensor) -> Tensor:
@@ -66,11 +66,11 @@ def values_seen(*, in_a_thread: bool = False) -> list[str]:
         variable.reset(token)
 
     def backward() -> None:
-        # the first one's backward pass comes after the second one's forward pass, as in 1F1B
+        # As in 1F1B, the backward pass of the first comes after the forward pass of the second.
         for output in outputs:
             output.sum().backward()
 
-    if in_a_thread:  # autograd runs a device's backward pass in a thread
+    if in_a_thread:  # autograd runs the backward pass of a device in a thread of its own
         with ThreadPoolExecutor() as threads:
             threads.submit(backward).result()
     else:
@@ -86,12 +86,13 @@ def test_recomputation_sees_the_variables_of_its_forward_pass(in_a_thread: bool)
 @pytest.mark.parametrize("in_a_thread", [False, True])
 @pytest.mark.usefixtures("stock")
 def test_stock_recomputation_does_not(in_a_thread: bool) -> None:
-    """If this fails, Megatron-Core keeps the context itself, and the fix can be removed."""
+    """If this fails, Megatron-Core itself keeps the context, and the fix can be removed."""
     assert values_seen(in_a_thread=in_a_thread) == ["first", "second", "nothing", "nothing"]
 
 
 def test_nested_checkpoints_and_changes_inside() -> None:
-    """A checkpoint inside a recomputed function gets the values that are set around it there."""
+    """The inner checkpoint gets the values that the outer function has set, in recomputation,
+    too."""
     seen: list[str] = []
 
     def inner(hidden: Tensor) -> Tensor:
@@ -110,8 +111,8 @@ def test_nested_checkpoints_and_changes_inside() -> None:
     output = CheckpointFunction.apply(outer, False, hidden)
     variable.reset(token)
     output.sum().backward()
-    # the forward pass; the recomputation of the outer one; that of the inner one, whose backward
-    # pass comes with it
+    # First the forward pass, then the recomputation of the outer function, then that of the inner
+    # function in its backward pass.
     assert seen == ["outer", "inner", "outer", "inner", "inner"]
     assert hidden.grad.tolist() == [6.0, 6.0]
 
@@ -126,7 +127,7 @@ def test_the_mended_place_is_where_recomputation_takes_its_function_from() -> No
     assert "ctx.run_function(*" in inspect.getsource(CheckpointFunction.backward)
 
 
-# In 0.19 a file has what transformer blocks did themselves before.
+# Megatron-Core 0.19 has a file of its own for the recomputation of transformer blocks.
 OF_BLOCKS = next(
     file
     for file in ("recompute.py", "transformer/transformer_block.py")
@@ -144,14 +145,14 @@ def test_routers_are_recomputed_in_no_other_way(file: str) -> None:
 
 
 def test_megatron_takes_transformer_engines_function_at_each_call() -> None:
-    """Megatron-Core looks it up where megatron_fixes puts the fixed one, in any order of
-    imports."""
+    """Megatron-Core imports the function at each call, from the module in which megatron_fixes
+    replaces it. So the order of imports does not matter."""
     te_checkpoint = megatron.function("extensions/transformer_engine.py", "te_checkpoint")
     assert "from transformer_engine.pytorch.distributed import checkpoint" in te_checkpoint
 
 
 class KeepsTheFunction(torch.autograd.Function):
-    """A stand-in for Transformer Engine's checkpoint, which keeps the function as it is."""
+    """A stand-in for Transformer Engine's checkpoint, which stores the function unchanged."""
 
     @staticmethod
     def forward(ctx: Any, function: Forward, kwargs: dict[str, Any], *args: Tensor) -> Tensor:
@@ -171,7 +172,7 @@ class KeepsTheFunction(torch.autograd.Function):
 
 @pytest.fixture
 def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A stand-in for the package, because the real one cannot be imported here."""
+    """A stand-in for the package Transformer Engine, which cannot be imported here."""
     names = ("", ".pytorch", ".pytorch.distributed")
     package, pytorch, distributed = (ModuleType(f"transformer_engine{name}") for name in names)
 
@@ -182,7 +183,7 @@ def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     package.pytorch, pytorch.distributed = pytorch, distributed
     for module in (package, pytorch, distributed):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    # the functions that are fixed twice afterwards are restored
+    # Restore the function after the test, because the fix is applied to it a second time.
     monkeypatch.setattr(CheckpointFunction, "forward", CheckpointFunction.forward)
     return distributed
 
@@ -213,7 +214,8 @@ def test_transformer_engines_recomputation(transformer_engine: ModuleType, mende
     not TRANSFORMER_ENGINE, reason="reads the source of Transformer Engine, which is not installed"
 )
 def test_transformer_engine_keeps_the_function_as_it_is() -> None:
-    """If this fails, it may keep the context itself, or take the function from elsewhere."""
+    """If this fails, Transformer Engine may keep the context itself, or import the function from
+    another module."""
     from transformer_engine.pytorch import distributed
 
     assert distributed.checkpoint.__wrapped__ is not None

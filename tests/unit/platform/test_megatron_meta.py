@@ -1,5 +1,5 @@
-"""The simulated world: its answers about itself, that it leaves nothing behind, and that each of
-its substitutions is still needed."""
+"""The simulated world: its answers about itself, its complete removal, and the need for each of its
+substitutions."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_collectives_are_recorded_with_the_whole_message() -> None:
         assert gathered.shape == (24, 5)
         mappings._reduce_scatter_along_first_dim(gathered, group)
         dist.all_reduce(states, group=group)
-        dist.all_reduce(states, group=dist.new_group([1]))  # in a group of its own
+        dist.all_reduce(states, group=dist.new_group([1]))  # a group of one rank sends nothing
     found = [(each.kind, each.ranks, each.num_bytes) for each in trace.collectives]
     ranks = (0, 1, 2, 3)
     assert found == [
@@ -105,7 +105,7 @@ def test_experts_get_equally_many_tokens() -> None:
         assert taken.shape == (60,)
         taken.sum().backward()
         assert scores.grad is not None and scores.grad.shape == (8, 30)
-        # `counts` has real values, because they matter
+        # `counts` has real values, but its copy on the meta device can be added to a meta tensor.
         assert (counts.to(META) + torch.empty(8, device=META)).is_meta
 
 
@@ -128,7 +128,7 @@ def test_attention_keeps_what_a_fused_kernel_keeps() -> None:
     assert key.grad is not None and key.grad.shape == key.shape
 
 
-# Each of these tests fails if torch or Megatron-Core no longer needs the substitution.
+# --- The substitutions: each test fails if torch or Megatron-Core makes one unnecessary ---------
 
 
 def test_attention_on_meta_would_keep_the_scores_of_all_pairs() -> None:
@@ -157,7 +157,7 @@ def test_torch_does_not_wrap_what_runs_at_every_operation() -> None:
     assert not hasattr(Trace.__torch_dispatch__, "__wrapped__")
 
 
-# The cached results of an operation on meta tensors are those of torch.
+# --- The cached results of operations on meta tensors equal torch's own ------------------------
 
 
 class Remembering(TorchDispatchMode):
@@ -173,7 +173,7 @@ class Remembering(TorchDispatchMode):
 
 @contextlib.contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The results that are made without torch."""
+    """Collect the results that are made without torch's operation."""
     made: list[Any] = []
     make = torch.empty_strided
     with monkeypatch.context() as patch:
@@ -196,7 +196,7 @@ def form(value: Any) -> list[Any]:
 OPERATIONS: list[Callable[[], Any]] = [
     lambda: meta(3, 5) + 1,
     lambda: meta(3, 5, dtype=torch.int64) + 1,
-    lambda: meta(3, 5, dtype=torch.int64) + 1.0,  # another type, though 1 == 1.0
+    lambda: meta(3, 5, dtype=torch.int64) + 1.0,  # another dtype than with 1, although 1 == 1.0
     lambda: meta(3, 5, dtype=torch.bool) + True,
     lambda: meta(3, 5).t() * meta(5, 1),
     lambda: torch.cat([meta(2, 3), meta(4, 3)]),
@@ -232,11 +232,11 @@ def test_the_second_time_torch_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> 
             torch.cat([values, values])
             assert len(made) == 1
             assert torch.cat([values, fewer]).shape == (5, 5)
-            assert len(made) > 2  # new shape: torch made the result, and the test another
+            assert len(made) > 2  # torch itself is asked for a new shape
 
 
 def test_a_view_stays_a_view() -> None:
-    """_unsafe_view's schema claims that its result is new."""
+    """The schema of _unsafe_view claims that its result is a new tensor."""
     values, results = meta(3, 5), MetaResults()
     for operation in (
         lambda: torch.ops.aten._unsafe_view(values, [15]),

@@ -1,4 +1,4 @@
-"""A step's metrics compared with direct formulas."""
+"""The metrics of a step, compared with direct formulas."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 def reduced(
     *, means: Sequence = (), values: Sequence = (), maxima: Sequence = ()
 ) -> dict[str, float]:
-    """The metrics of a step that collects these, one after the other."""
+    """The metrics of a step that collects these means, values and maxima."""
     metrics = StepMetrics(torch.device("cpu"))
     for each in means:
         metrics.add_means(each)
@@ -51,7 +51,7 @@ def test_means_add_numerators_and_denominators_over_micro_batches() -> None:
 
 
 def test_small_contributions_are_not_lost_beside_large_ones() -> None:
-    # each of the small values is below fp32's resolution
+    # Each small value is lost if it is added to the large one in fp32.
     pairs = [torch.tensor([2.0**25, 1.0])] + [torch.tensor([1.0, 0.0])] * 8
     assert reduced(means=[{"x": pair} for pair in pairs])["x"] == 2.0**25 + 8
 
@@ -77,14 +77,14 @@ def test_quantiles_of_sequences_are_exact(count: int) -> None:
     assert [metrics[f"ratio/sequence/{label}"] for label in QUANTILES] == expected
 
 
-# There are 64 bins a decade, so a bin is a factor of 10^(1/64). Its middle is at most half of that
-# away.
+# A decade has 64 bins, so a bin covers a factor of 10^(1/64). Its middle is at most half of this
+# factor away.
 HALF_BIN = 10.0 ** (0.5 / 64) * (1 + 1e-9)
-SMALLEST = 1e-9  # smaller differences count as a ratio of 1
+SMALLEST = 1e-9  # a smaller difference counts as a ratio of 1
 
 
 def quantile_of_logs(logs: Tensor, share: float) -> float:
-    """The smallest value that at least this share of them does not exceed."""
+    """The smallest logarithm for which at least this share of all logarithms is not larger."""
     ordered = logs.sort().values
     return float(ordered[max(math.ceil(share * len(ordered)) - 1, 0)])
 
@@ -96,7 +96,7 @@ def test_quantiles_of_tokens_are_within_half_a_bin(spread: float, count: int, sh
     logs = spread * (normal(count, seed=count) + shift)
     parts = logs.exp().split(1 + count // 3)
     metrics = reduced(values=[{"ratio/token": part} for part in parts])
-    logs = logs.exp().log()  # near 1, a ratio cannot distinguish logarithms below 1e-16
+    logs = logs.exp().log()  # near 1, a ratio cannot represent logarithms below 1e-16
     for label, share in QUANTILES.items():
         expected = quantile_of_logs(logs, share)
         got = math.log(metrics[f"ratio/token/{label}"])
@@ -154,7 +154,7 @@ def test_k3_keeps_its_digits_near_zero() -> None:
     difference = 1e-7
     trained = torch.tensor([-1.0], dtype=torch.float64)
     means, _ = mismatch_metrics(trained, trained - difference, torch.ones(1))
-    # (e^d - 1 - d) = d^2 / 2; the subtraction leaves about two digits of a float64
+    # For small d, e^d - 1 - d is d^2 / 2. The subtraction leaves about two digits of a float64.
     assert float(means["mismatch/k3"][0]) == pytest.approx(difference**2 / 2, rel=0.05)
 
 

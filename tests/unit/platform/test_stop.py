@@ -1,4 +1,4 @@
-"""A run is told to stop by signals, and before the time limit of its job."""
+"""A run that must stop: because of a signal, or before the time limit of its job."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def test_a_signal_is_noted_and_does_not_end_the_process(number: signal.Signals) 
         assert not stop.is_requested
         os.kill(os.getpid(), number)
         assert stop.is_requested
-        raise KeyError  # handlers are restored after an error, too
+        raise KeyError  # the handlers are also restored after an error
     assert signal.getsignal(number) is before
-    with StopSignals(enabled=False) as stop:  # a run that saves nothing leaves signals alone
+    with StopSignals(enabled=False) as stop:  # a run that saves nothing changes no handler
         assert signal.getsignal(number) is before and not stop.is_requested
 
 
 def test_an_interrupt_is_noted_only_while_the_run_can_be_saved(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The first interrupt is noted, the second one ends the process. An interrupt ends the process
-    at once if the run cannot be saved: without SAVES, before it has begun to train, and after the
-    training."""
+    """While a run can be saved, the first interrupt is noted, and the second one ends the process.
+    At other times an interrupt ends the process at once: without SAVES, before the training, and
+    after it."""
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
     try:
@@ -74,7 +74,7 @@ class Job(SlurmJob):
         (1000.0, 999, 0.0, False),
         (1000.0, 1000, 0.0, True),
         (1000.0, 400, 600.0, True),
-        (None, 1e9, 0.0, False),  # a job without a limit
+        (None, 1e9, 0.0, False),  # the job has no time limit
     ],
 )
 def test_a_stop_is_asked_for_while_there_is_time_for_it(
@@ -116,7 +116,7 @@ def test_the_longest_step_lies_between_two_boundaries(monkeypatch: pytest.Monkey
         assert stop.longest_step == longest
 
 
-# What a process knows about its Slurm job. tests/slurm has the real programs.
+# --- The facts that a process has about its Slurm job; tests/slurm uses the real programs ---------
 
 TIMES = {
     "9": 9,

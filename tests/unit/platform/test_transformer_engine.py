@@ -1,5 +1,5 @@
-"""The stand-in for Transformer Engine on the rehearsed device fits the recorded signatures of the
-real one."""
+"""The stand-in for Transformer Engine on the rehearsed device. Its names and parameters fit the
+recorded signatures of the real package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.cuda_rehearsal.engine.contract import demands
 from tests.cuda_rehearsal.engine.implementations import IMPLEMENTATIONS
 from tests.cuda_rehearsal.engine.tables import SITE, TABLES, Table, signature_of, versions
 
-# Fields that TEDotProductAttention takes out, in any version of Transformer Engine.
+# Fields that TEDotProductAttention removes before it calls Transformer Engine, in every version.
 NOT_PASSED_ON = {"cp_group", "local_cp_size", "total_tokens", "seq_idx", "tokens_per_sample"}
 
 
@@ -30,7 +30,8 @@ def test_attention_takes_the_fields_of_packed_sequences(version: str) -> None:
 
 
 def test_the_contract_names_arguments_of_the_tables() -> None:
-    """A requirement concerns an argument that each of its versions has, or the module itself."""
+    """Each requirement is about the module itself, or about an argument that the function has in
+    all named versions."""
     for name, found in demands().items():
         for demand in found:
             assert set(demand["where"]) <= set(TABLES)
@@ -42,7 +43,8 @@ def test_the_contract_names_arguments_of_the_tables() -> None:
 
 
 def own_parameters(path: str) -> set[str]:
-    """The parameters of the stand-in for a name of the table; none if there is no stand-in."""
+    """The parameters of the stand-in's function of this name; none if the stand-in lacks the
+    function."""
     owner, _, member = path.removeprefix("transformer_engine.").rpartition(".")
     if owner in IMPLEMENTATIONS:
         function = vars(IMPLEMENTATIONS[owner]).get(member)
@@ -57,7 +59,7 @@ def own_parameters(path: str) -> set[str]:
 
 @pytest.mark.parametrize("version", versions())
 def test_the_stand_in_has_no_parameter_that_the_table_lacks(version: str) -> None:
-    """Otherwise it would compute with parameters that no caller can give."""
+    """A parameter of the stand-in that the real function lacks could never be given."""
     compared = 0
     for path, text in Table(version).names.items():
         if text is not None and text.startswith("("):

@@ -1,8 +1,8 @@
-"""Hostile programs, all of them short. What they try must be refused, or end at a limit.
+"""Short hostile programs. The sandbox must refuse what they try, or end them at a limit.
 
-The numbers of system calls are those of x86-64. `call` raises OSError if the kernel refuses.
-FOLDER, OWNER, PORT and DATAGRAMS stand for things outside: a folder with the file `secret`, the
-process of the tests, and sockets on which it listens.
+The numbers of system calls are those of x86-64. `call` raises OSError if the kernel refuses the
+call. FOLDER, OWNER, PORT and DATAGRAMS are replaced by things outside of the sandbox: a folder with
+the file `secret`, the process of the tests, and sockets on which it listens.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def write(path, text):
         file.write(text)
 """
 
-# Each of these must end with an error, otherwise the sandbox does not hold. They are quick, so many
-# share a sandbox.
+# Each program must end with an error; otherwise the sandbox does not hold. The programs are quick,
+# so many of them share a sandbox.
 REFUSED = {
     # things outside
     "writes to the root": "write('/escaped', 'x')",
@@ -247,7 +247,7 @@ REFUSED = {
     "real time": "os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))",
     "a process of the machine": "os.kill(99999, 0)",
     "a group of the machine": "os.killpg(99998, 9)",
-    # if it works, all programs of the sandbox end
+    # If this succeeds, all programs in the sandbox end.
     "a signal to the first process": (
         " os.kill(1, 9); os.kill(1, 15); time.sleep(0.1); os.kill(1, 0); 1 / 0"
     ),
@@ -255,7 +255,8 @@ REFUSED = {
 
 OUT_OF_TIME = "time limit of 1 s"
 
-# Each of these runs alone. The text is the beginning of the reason that is reported.
+# Each program runs in a sandbox of its own. The second text is the beginning of the reported
+# reason.
 LIMITED: dict[str, tuple[str, str | tuple[str, ...]]] = {
     "an error": ("1 / 0", "ZeroDivisionError: division by zero"),
     "no program": ("def f(:", "SyntaxError: invalid syntax"),

@@ -1,8 +1,8 @@
-"""Sandboxes that an ordinary user starts, also if the tests run as root.
+"""Sandboxes that an ordinary user starts, even if root runs the tests.
 
-Root's sandboxes are different, because root may do more inside and outside. So the protection of
-other users must be tested by an ordinary user. The interpreter, bwrap and the sandbox's own files
-are copied to a folder that this user can read.
+Root may do more than other users, inside and outside of a sandbox. So only an ordinary user can
+test how other users are protected. The interpreter, bwrap and the sandbox's own files are copied to
+a folder that this user can read.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class User:
         before: str = "",
         **environment: str,
     ) -> list[Outcome]:
-        """Run programs, some with limits of their own. before: what the user's process does first,
-        as in `sandbox_filter`."""
+        """Run programs. A program may have a time limit of its own. before: code that the user's
+        process runs first, which may change `sandbox_filter`."""
         jobs = [(p, {}) if isinstance(p, str) else (p[0], {"seconds": p[1]}) for p in programs]
         words = [str(self.folder), before, asdict(limits), jobs]
         done = subprocess.run(
@@ -124,7 +124,7 @@ def _python(folder: Path) -> Path:
 
 
 def _linked(source: str, target: str) -> None:
-    """Make a hard link if possible, because a copy would have hundreds of megabytes."""
+    """Make a hard link if possible. A copy would take hundreds of megabytes."""
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:

@@ -1,4 +1,4 @@
-"""The cores that a process may use."""
+"""The number of cores that a process may use."""
 
 from __future__ import annotations
 

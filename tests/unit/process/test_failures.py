@@ -1,4 +1,5 @@
-"""How commands end: which error is the cause, and output that cannot be written."""
+"""The end of commands: the error that is reported as the cause, and output that cannot be
+written."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 3, in f\n  
         ("ValueError: shapes do not match", False),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", False),
         ("    pool.connection_closed()\nKeyError: 'connection'", False),
-        # the last traceback counts
+        # The last traceback decides.
         (f"ConnectionResetError: Connection reset by peer\n{TRACEBACK}ValueError: bad", False),
         (f"ValueError: bad\n{TRACEBACK}ConnectionResetError: Connection reset by peer\n", True),
     ],
@@ -57,7 +58,7 @@ def test_a_launched_rank_hands_its_failure_over_once(
 ) -> None:
     error = RewardError("reward is NaN\non prompt 'é'")
     with tempfile.TemporaryFile() as file:
-        # tell_failure closes the streams that it gets
+        # tell_failure closes the descriptor, so it gets a copy.
         monkeypatch.setattr(ranks, "_failure_descriptor", os.dup(file.fileno()))
         assert failures.tell_failure(error) == 2
         file.seek(0)
@@ -108,7 +109,7 @@ def test_a_rank_that_lost_another_one_says_so_by_its_exit_code(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lost = mock.Mock(side_effect=RuntimeError("[pair.cc:553] Connection closed by peer"))
-    assert failures.exit_code_of(lost) == 1  # there is no other rank
+    assert failures.exit_code_of(lost) == 1  # there is only one rank
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert failures.exit_code_of(lost) == 76
     assert failures.exit_code_of(mock.Mock(side_effect=RuntimeError("on fire"))) == 1
@@ -116,7 +117,7 @@ def test_a_rank_that_lost_another_one_says_so_by_its_exit_code(
 
 @pytest.fixture
 def unread() -> Iterator[io.TextIOWrapper]:
-    """A pipe whose reader has closed its end."""
+    """A pipe that nobody reads, because its reader has closed its end."""
     reader, writer = os.pipe()
     os.close(reader)
     stream = os.fdopen(writer, "w")
@@ -143,12 +144,12 @@ def test_a_reader_that_left_ends_the_command_without_a_traceback(
     raises: bool,
     code: int,
 ) -> None:
-    """A command that has ended by then keeps its exit code."""
+    """A command that ended with an error keeps its exit code."""
     command(monkeypatch, raises=raises)
-    # not in the fixture, because pytest sets its own stream again before the test itself
+    # A fixture could not do this, because pytest sets its own stream before it calls the test.
     monkeypatch.setattr(sys, "stdout", unread)
     assert entry.main([]) == code
-    unread.flush()  # as the interpreter does at its end
+    unread.flush()  # the interpreter does this when it ends
     assert capsys.readouterr().err == ""
 
 

@@ -1,4 +1,4 @@
-"""A process that hangs is ended, and reports where it was."""
+"""A process that hangs is ended, and reports at which place it hung."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ print("done")
 def start(
     folder: Path, rank: int, doing: str, timeout: float = 1.0, together: int = 1
 ) -> subprocess.Popen[str]:
-    """`together`: the number of ranks that begin at the same time."""
+    """Start a rank. `together`: the number of ranks that start at the same time."""
     words = [str(folder), str(rank), doing, str(timeout), str(together)]
     return subprocess.Popen(
         [sys.executable, "-c", _PROGRAM, *words],
@@ -88,12 +88,13 @@ def test_a_rank_that_looks_suspicious_joins_the_first(tmp_path: Path) -> None:
     (tmp_path / "hang").mkdir()
     (tmp_path / "hang" / "first").touch()
     process = start(tmp_path, 0, "stand_still()", timeout=60.0)
-    with pytest.raises(subprocess.TimeoutExpired):  # not in the first half of its time
+    # the rank is not suspicious in the first half of its time
+    with pytest.raises(subprocess.TimeoutExpired):
         process.communicate(timeout=3)
     process.kill()
     process.communicate()
     code, _, err = end(start(tmp_path, 0, "stand_still()", timeout=4.0))
-    assert code == HUNG and silence_in(err) < 4  # its own time was not over yet
+    assert code == HUNG and silence_in(err) < 4  # the rank ended before its own time was over
 
 
 def test_a_thread_that_keeps_the_interpreter_is_found_too(tmp_path: Path) -> None:
@@ -108,8 +109,7 @@ def test_a_rank_that_moves_is_left_alone(tmp_path: Path, timeout: float) -> None
 
 
 def test_a_rank_that_waits_for_one_that_works_is_left_alone(tmp_path: Path) -> None:
-    """An example is ranks that wait for the rank with the most to save, or with the slowest
-    rewards."""
+    """In a run, ranks may wait for the rank with the most to save, or with the slowest rewards."""
     for process in start_two(tmp_path, "time.sleep(4)", "work(5, heartbeat)", timeout=2.0):
         assert end(process) == (0, "done\n", "")
 
@@ -122,5 +122,5 @@ def test_work_that_stops_is_found_by_all_who_wait_for_it(tmp_path: Path) -> None
         code, _, err = end(process)
         assert code == HUNG
         stacks = (tmp_path / "hang" / f"rank_{rank:05d}.txt").read_text()
-        assert silence_in(stacks) < 6  # 6 seconds since the wait began
+        assert silence_in(stacks) < 6  # the wait itself has lasted for 6 seconds
         assert "in stand_still" in stacks and "no stacks from" not in err

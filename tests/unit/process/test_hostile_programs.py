@@ -1,4 +1,4 @@
-"""Hostile programs in sandboxes of root and of an ordinary user: none of them succeeds."""
+"""Hostile programs in the sandboxes of root and of an ordinary user. None of them may succeed."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64", reason="the programs use the system call numbers of x86-64"
 )
 
-# takes programs with their time limits
+# a function that runs programs, each with its time limit
 Runs = Callable[[Sequence[tuple[str, float]]], list[Outcome]]
 LIMITS = Limits(memory_mb=256, processes=32, disk_mb=8, output_bytes=1 << 20)
 
-# errors that show a mistake in our program, which then tries nothing
+# These errors show a mistake in the hostile program itself, which then tries nothing.
 MISWRITTEN = ("SyntaxError", "NameError", "AttributeError")
 FORKED = "if os.fork(): os.wait(); raise SystemExit(1)\n"
 
-# Run each program in a process, and print why it ended. "held": the sandbox did not stop it.
+# Runs each program in a process, and prints the reason for its end. "held": the sandbox did not
+# stop it.
 DRIVER = """
 import json, os, sys
 for name, text in json.loads(TABLE):
@@ -66,7 +67,7 @@ for name, text in json.loads(TABLE):
 
 @contextmanager
 def name_server() -> Iterator[int]:
-    """A server that answers all datagrams. Returns its port."""
+    """A server that answers every datagram. Yields its port."""
     with socket.socket(type=socket.SOCK_DGRAM) as server:
         server.bind(("127.0.0.1", 0))
 
@@ -83,7 +84,8 @@ def name_server() -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def outside() -> Iterator[dict[str, str]]:
-    """Things that the programs want to reach: ports, a socket, shared memory, and this process."""
+    """The things outside that the programs try to reach: ports, a socket, shared memory, and this
+    process."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.socket(socket.AF_UNIX) as named,
@@ -115,7 +117,7 @@ def runs(
     outside: dict[str, str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Runs]:
-    """A function that runs each program in a folder with a secret, and with another secret in the
+    """A function that runs programs. There is a secret in their folder, and another one in the
     environment."""
     is_other = request.param == "an ordinary user"
     if not is_other and os.geteuid() != 0:
@@ -143,9 +145,10 @@ def runs(
 
 @pytest.fixture(scope="module")
 def before(runs: Runs) -> Iterator[list[psutil.Process]]:
-    """The processes below this one. From now on, orphans of its children become its children."""
+    """The processes that this process already has below it. While the fixture lasts, orphans of its
+    children become its children."""
     libc, set_child_subreaper = ctypes.CDLL(None), 36  # linux/prctl.h
-    # processes of other tests, such as a resource tracker
+    # Other tests may have left processes, such as a resource tracker.
     found = psutil.Process().children(recursive=True)
     assert libc.prctl(set_child_subreaper, 1, 0, 0, 0) == 0
     yield found
@@ -154,7 +157,7 @@ def before(runs: Runs) -> Iterator[list[psutil.Process]]:
 
 @pytest.fixture(scope="module")
 def told(runs: Runs, before: object) -> dict[str, str]:
-    """The reason why each of REFUSED ended."""
+    """The reason for the end of each program in REFUSED."""
     table = json.dumps(list(REFUSED.items()))
     program = f"TABLE = {table!r}\nPRELUDE = {PRELUDE!r}\n{DRIVER}"
     (outcome,) = runs([(program, 30.0)])
@@ -191,7 +194,7 @@ def test_all_end_at_a_limit(limited: dict[str, Outcome]) -> None:
 
 
 def groups_left() -> list[Path]:
-    """The memory cgroups of this process that remain.
+    """The memory cgroups of this process that still exist.
 
     The kernel keeps a cgroup until its ended processes are reaped. Each later sandbox tries again
     to remove it.
@@ -215,13 +218,14 @@ def test_they_leave_nothing(
 
 
 def shared_memory() -> set[str]:
-    """The machine's shared memory: segments without their counters, and files."""
+    """The names of the machine's shared memory: segments without their counters, and files."""
     segments = Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
     return {" ".join(line.split()[:4]) for line in segments} | set(os.listdir("/dev/shm"))
 
 
 def is_left_over(before: set[str]) -> set[str]:
-    """What is new in shared memory, and remains. Other tests make locks there for a moment."""
+    """Names in shared memory that are new and do not disappear. Other tests create locks there for
+    a moment."""
     end = time.monotonic() + 30
     while (new := shared_memory() - before) and time.monotonic() < end:
         time.sleep(0.5)
@@ -231,7 +235,7 @@ def is_left_over(before: set[str]) -> set[str]:
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_a_thousand_leave_nothing(runs: Runs) -> None:
-    """Random programs, some of them after a fork."""
+    """The programs are chosen at random, and some of them run after a fork."""
     draw, before = random.Random(1), shared_memory()
     for _ in range(50):
         names = draw.choices([*REFUSED, *LIMITED], k=20)

@@ -1,4 +1,5 @@
-"""A machine's place among those of a job, by the variables of each scheduler."""
+"""The number of a machine among the machines of a job, from the variables that each scheduler
+sets."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from gspo_megatron.process.launcher import environment_on_node
 from gspo_megatron.process.nodes import Node, node_of_job, wait_for_master, world_size_on
 from gspo_megatron.process.ranks import world_size_of_rank
 
-# What each gives the second of two pods or nodes, with 8 GPUs each.
+# The variables that each scheduler sets on the second of two pods or nodes with 8 GPUs each.
 PYTORCHJOB = {  # training-operator 1.9: RANK is the pod's number, WORLD_SIZE counts processes
     "MASTER_ADDR": "gspo-master-0",
     "MASTER_PORT": "23456",
@@ -33,7 +34,7 @@ SKYPILOT = {
     "SKYPILOT_NUM_NODES": "2",
     "SKYPILOT_NUM_GPUS_PER_NODE": "8",
 }
-SLURM_TASK = {  # where SkyPilot runs on Slurm
+SLURM_TASK = {  # SkyPilot on a Slurm cluster
     "SLURM_JOB_ID": "45123",
     "SLURM_PROCID": "1",
     "SLURM_NTASKS": "2",
@@ -61,7 +62,8 @@ SLURM_TASK = {  # where SkyPilot runs on Slurm
 def test_the_place_of_a_machine(environ: dict[str, str], node: Node | None) -> None:
     assert node_of_job(environ) == node
     if node is not None:
-        assert world_size_of_rank(dict(environ)) is None  # not a rank, whatever RANK says
+        # this process is not a rank, whatever RANK says
+        assert world_size_of_rank(dict(environ)) is None
 
 
 @pytest.mark.parametrize("environ", [PYTORCHJOB, TRAINJOB, SKYPILOT])

@@ -1,4 +1,5 @@
-"""This process's number among the ranks, and the environment and port that the launcher sets."""
+"""The number of this process among the ranks, and the environment and port that the launcher
+sets."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from gspo_megatron.errors import UserError
 from gspo_megatron.process.launcher import rank_environment, store_socket
 from gspo_megatron.process.ranks import first_host, world_size_of_rank
 
-# What srun gives the third task of `--nodes=2 --ntasks-per-node=2` (Slurm 22.05).
+# The variables that srun sets for the third task of `--nodes=2 --ntasks-per-node=2` (Slurm 22.05).
 SLURM_TASK = {
     "SLURM_JOB_ID": "45123",
     "SLURM_PROCID": "2",
@@ -33,7 +34,7 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "
         ({"RANK": "0", "WORLD_SIZE": "1"}, 1),
         (SLURM_TASK | TORCHRUN, 2),  # torchrun inside a task of srun
         (SLURM_TASK | {"SLURM_NTASKS": "1"}, None),
-        # a batch script runs once, for any number of tasks
+        # A batch script runs once, however many tasks the job has.
         ({name: text for name, text in SLURM_TASK.items() if "STEP" not in name}, None),
     ],
 )
@@ -116,7 +117,7 @@ def test_the_chosen_port_is_free_for_rank_0_and_kept_from_others() -> None:
                     other.setsockopt(socket.SOL_SOCKET, option, 1)
                 other.bind(("", port))
         with socket.create_connection(("127.0.0.1", port), timeout=5):
-            pass  # a rank that starts before rank 0 waits for its answer
+            pass  # a rank that starts before rank 0 waits until rank 0 listens
 
 
 def test_a_port_that_is_given_and_in_use_is_named() -> None:

@@ -1,4 +1,4 @@
-"""Programs that attack: the sandbox holds, and reports each attack."""
+"""Programs that attack the sandbox. It holds, and reports each attack."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def run(program: str, stdin: str = "", seconds: float = 5.0) -> sandbox.Outcome:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    """Check that nothing is left. Orphans of a test become children of this process, the
-    subreaper."""
+    """Check that no process is left. This process becomes the parent of a test's orphans (a
+    subreaper)."""
     libc, set_child_subreaper = ctypes.CDLL(None), 36  # linux/prctl.h
-    # processes of other tests, such as a resource tracker
+    # Other tests may have left processes, such as a resource tracker.
     before = psutil.Process().children(recursive=True)
     assert libc.prctl(set_child_subreaper, 1, 0, 0, 0) == 0
     yield
@@ -71,9 +71,9 @@ print(count)
     assert found == sandbox.Outcome(None, b"30\n", b"")
 
 
-# --- walls --------------------------------------------------------------------------------------
+# --- protections ---------------------------------------------------------------------------------
 
-# a filter that allows everything
+# Replaces the filter by one that allows every system call.
 NO_FILTER = """
 import struct
 sandbox_filter.program = lambda: struct.pack("<HBBI", 6, 0, 0, 0x7FFF0000)
@@ -85,11 +85,11 @@ def test_an_ordinary_user_makes_no_namespaces_even_without_the_filter(user: User
     programs = [NAMESPACE, "import os; os.memfd_create('x')"]
     outcome, memory = user.run(programs, LIMITS, NO_FILTER)
     assert outcome.failure == "AssertionError"
-    assert memory.failure is None  # there was no filter
+    assert memory.failure is None  # the program succeeds, because there is no filter
 
 
-# A session keyring with a secret of the user, as a login makes it. keyctl and add_key are for
-# x86-64.
+# A session keyring with a secret of the user, as after a login. keyctl and add_key are called by
+# their numbers on x86-64.
 WITH_KEY = """
 import ctypes, struct, sys
 libc = ctypes.CDLL(None)
@@ -114,7 +114,7 @@ print(sandbox.run(READ.encode(), b"", sandbox.Limits(5.0)).stdout.decode())
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="it uses system call numbers of x86-64")
 @pytest.mark.parametrize(("filtered", "told"), [("with", "False False"), ("without", "False True")])
 def test_keys_of_the_run_stay_outside(filtered: str, told: str) -> None:
-    """The filter protects them, and a keyring of the sandbox's own."""
+    """Two things protect the keys: the filter, and the sandbox's own keyring. Each suffices."""
     words = [sys.executable, "-c", WITH_KEY, filtered]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     if done.stdout.strip() == "no keyrings":
@@ -125,14 +125,15 @@ def test_keys_of_the_run_stay_outside(filtered: str, told: str) -> None:
 def test_nothing_is_in_the_environment_of_any_process(user: User) -> None:
     read = "import glob; print([open(p).read() for p in glob.glob('/proc/[0-9]*/environ')])"
     (outcome,) = user.run([read], LIMITS, SECRET="secret")
-    first, own = ast.literal_eval(outcome.stdout.decode())  # of bwrap, and of the program
+    # the environments of bwrap and of the program
+    first, own = ast.literal_eval(outcome.stdout.decode())
     names = [entry.partition("=")[0] for entry in own.split("\0") if entry]
     known = ["HOME", "LANG", "LD_LIBRARY_PATH", "MALLOC_ARENA_MAX", "PATH", "PWD"]
     assert first == "" and sorted(names) == known
     assert "PWD=/tmp\0" in own
 
 
-# Make a file, a lock and a block, fill the rest, and report what there is of shared memory.
+# Creates a file, a lock and a block in shared memory, fills the rest, and reports the contents.
 SHARED = """
 import multiprocessing, os
 from multiprocessing import shared_memory
@@ -148,14 +149,15 @@ size = sum(os.stat(f"/dev/shm/{name}").st_blocks * 512 for name in os.listdir("/
 print([full, size, os.stat("/dev/shm").st_dev, sorted(os.listdir("/dev/shm"))], flush=True)
 os._exit(0)
 """
-ESCAPED = f"gspo_escaped_{os.getpid()}"  # no other tests' on this machine
+ESCAPED = f"gspo_escaped_{os.getpid()}"  # a name that no other test on this machine uses
 SHARED = SHARED.replace("ESCAPED", ESCAPED)
 
 
 @pytest.mark.parametrize("who", ["this user", "an ordinary user"])
 def test_shared_memory_is_its_own_and_small_and_ends_with_it(who: str, user: User) -> None:
-    """Two programs, one after the other. Neither sees the other's shared memory, and the host sees
-    none. The size is limited also without a cgroup, which an ordinary user mostly cannot make."""
+    """Two programs run one after the other. Neither of them sees the other's shared memory, and the
+    host sees none. The limit of its size does not need a cgroup, which an ordinary user mostly
+    cannot make."""
     is_other = who == "an ordinary user"
     own = user.run([SHARED] * 2, LIMITS) if is_other else [run(SHARED), run(SHARED)]
     for outcome in own:
@@ -163,12 +165,13 @@ def test_shared_memory_is_its_own_and_small_and_ends_with_it(who: str, user: Use
         full, size, device, names = ast.literal_eval(outcome.stdout.decode())
         assert full == errno.ENOSPC and (1 << 20) - (1 << 15) <= size <= 1 << 20
         assert device != os.stat("/dev/shm").st_dev
-        assert names == [ESCAPED, f"{ESCAPED}_block"]  # the lock has no name any more
+        # the lock has no name, because it is unlinked at once
+        assert names == [ESCAPED, f"{ESCAPED}_block"]
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(ESCAPED)]
 
 
 def test_a_sandbox_ends_with_its_owner() -> None:
-    """Also if the owner is killed."""
+    """The owner is killed here."""
     program = """
 from gspo_megatron.process import sandbox
 sandbox.run(b"import time; time.sleep(900)", b"", sandbox.Limits(900.0))
@@ -242,7 +245,7 @@ def fails():
 
 
 def test_attributes_that_tests_set_reach_the_solution() -> None:
-    """As in MBPP, where a tree is built before the asserts."""
+    """MBPP has such tests, which build a tree before the asserts."""
     solution = """
 class Node:
     def __init__(self, data):
@@ -292,7 +295,8 @@ def test_a_solution_cannot_tamper_with_its_tests(solution: str) -> None:
 
 
 def test_a_solution_at_its_limit_before_the_tests_begin_is_no_fault_of_the_sandbox() -> None:
-    """Its own sandbox starts first. A fault of the sandbox would end the run."""
+    """The sandbox of the solution starts before that of the tests. A fault of the sandbox itself
+    would end the run."""
     limits = replace(LIMITS, output_bytes=64)
     for _ in range(3):
         outcome = sandbox.judge(b"while True: print('x' * 99)", (), (), ("assert f(1)",), limits)
@@ -300,7 +304,7 @@ def test_a_solution_at_its_limit_before_the_tests_begin_is_no_fault_of_the_sandb
 
 
 def test_expected_values_never_enter() -> None:
-    """Nothing in the solution's sandbox contains the text of a test."""
+    """The text of the tests is never in the sandbox of the solution."""
     program = """
 import glob
 def f(x):
@@ -316,7 +320,7 @@ def f(x):
 
 
 def test_without_a_sandbox_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """bwrap may not make namespaces, which is what the kernels of some clusters answer."""
+    """On some clusters, the kernel does not allow bwrap to make namespaces."""
     program = tmp_path / "bwrap"
     program.write_text(
         "#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n"

@@ -1,5 +1,5 @@
-"""The filter of system calls: its decisions, computed by an interpreter of classic BPF; and that
-programs which solve tasks never notice it."""
+"""The filter of system calls. An interpreter of classic BPF computes its decisions. Programs that
+solve tasks never notice it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HEADERS = [
 
 
 def decision(machine: str, number: int, *arguments: int, audit: int | None = None) -> int:
-    """The decision of the kernel: an errno, ALLOWED or KILLED."""
+    """The kernel's decision about a system call: an errno, ALLOWED or KILLED."""
     words = [*arguments, *[0] * (6 - len(arguments))]
     data = struct.pack("<iIQ6Q", number, audit or AUDIT[machine], 0, *words)
     program = sandbox_filter.program(machine)
@@ -58,7 +58,7 @@ def test_calls_are_denied_by_their_numbers(machine: str) -> None:
     assert decision(machine, open_) == decision(machine, read) == ALLOWED
     assert decision(machine, 435) == errno.ENOSYS  # clone3
     assert decision(machine, 463) == decision(machine, 0x40000000) == errno.ENOSYS
-    assert decision(machine, read, audit=0x40000003) == KILLED  # 32 bits
+    assert decision(machine, read, audit=0x40000003) == KILLED  # a call of 32-bit code
 
 
 def test_numbers_are_those_of_the_kernels_header() -> None:
@@ -100,18 +100,19 @@ def test_arguments_decide(machine: str) -> None:
         (16, 3, 9),
     ):
         assert socket(*words) == no_family, words
-    assert socket(16, 3, 9) == no_family  # of audit
-    assert socket(1 << 32 | 40, 1, 0) == no_family  # the kernel takes the low half
+    assert socket(16, 3, 9) == no_family  # a socket of the kernel's audit system
+    # the kernel uses only the low half of the family
+    assert socket(1 << 32 | 40, 1, 0) == no_family
     assert decision(machine, its.socketpair, 1, 1, 0) == ALLOWED
     assert decision(machine, its.socketpair, 40, 1, 0) == no_family
-    thread = 0x3D0F00  # the flags of pthread_create
+    thread = 0x3D0F00  # the flags that pthread_create gives
     assert decision(machine, its.clone, thread) == decision(machine, its.clone, 17) == ALLOWED
     for flag in (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000):
         assert decision(machine, its.clone, 17 | flag) == errno.EPERM
     assert decision(machine, its.mmap, 0, 4096, 3, 0x22) == ALLOWED
     assert decision(machine, its.mmap, 0, 1 << 21, 3, 0x40022) == errno.EPERM
     assert decision(machine, its.setsockopt, 3, 1, 2) == ALLOWED  # SO_REUSEADDR
-    assert decision(machine, its.setsockopt, 3, 6, 7) == ALLOWED  # of TCP
+    assert decision(machine, its.setsockopt, 3, 6, 7) == ALLOWED  # an option of TCP
     for option in (7, 8, 32, 33):
         assert decision(machine, its.setsockopt, 3, 1, option) == errno.EPERM
     assert decision(machine, its.fcntl, 3, 4) == decision(machine, its.ioctl, 0, 0x5401) == ALLOWED
@@ -136,7 +137,7 @@ def test_other_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         sandbox.fault.cache_clear()
 
 
-# What solutions and explorations do. All of it works.
+# The usual things that solutions do. All of them work.
 USUAL = """
 import asyncio, bisect, collections, ctypes, datetime, decimal, fcntl, fractions, functools, glob
 import hashlib, heapq, io, itertools, json, locale, math, os, pathlib, pickle, platform, queue

@@ -1,4 +1,4 @@
-"""The memory of a program: with a cgroup if one can be made, and the limits without one."""
+"""The memory of a program, limited by a cgroup if one can be made, and without a cgroup."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gspo_megatron.process.sandbox_memory import Cgroup, Place
 from tests.unit.process.ordinary_user import User
 
 LIMITS = Limits(seconds=10.0, memory_mb=128, processes=32, disk_mb=8)
-# Each process has less than its limit, but all together four times as much.
+# Each process stays below the limit, but all of them together use four times as much.
 TOGETHER = """
 import os, time
 ours, theirs = os.pipe()
@@ -50,7 +50,7 @@ def test_all_processes_together_have_a_limit(place: Place) -> None:
     found = sandbox.run(TOGETHER.encode(), b"", LIMITS)
     assert found.failure == "memory limit of 128 MB"
     assert sandbox.run(b"print(len(bytes(64 << 20)))", b"", LIMITS).failure is None
-    # The kernel may still be busy with the ended processes. A later cgroup removes the folder.
+    # The kernel may still keep the ended processes. A later cgroup then removes the folder.
     deadline = time.monotonic() + 60.0
     while set(place.folder.glob(ours)) - before:
         assert time.monotonic() < deadline, "a folder stays"
@@ -70,7 +70,7 @@ def test_swap_is_no_way_out(place: Place) -> None:
 
 
 def test_buffers_of_sockets_count(place: Place) -> None:
-    """A connection within the machine may hold megabytes that belong to no process."""
+    """Connections within a machine have buffers of megabytes, which belong to no process."""
     program = """
 import socket
 server = socket.create_server(("127.0.0.1", 0))
@@ -114,7 +114,7 @@ def test_a_group_that_cannot_be_made_is_a_fault_of_the_sandbox(
 def test_a_program_that_cannot_enter_does_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files stand for a cgroup that cannot be entered."""
+    """Plain files take the place of a cgroup that the program cannot enter."""
     monkeypatch.setattr(sandbox_memory, "place", lambda: Place(2, tmp_path))
     monkeypatch.setattr(Cgroup, "entrance", tmp_path / "gone" / "cgroup.procs")
     with pytest.raises(SandboxError, match="cgroup.procs"):

@@ -1,4 +1,4 @@
-"""A judge's server on loopback."""
+"""A judge model's server on the loopback interface."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ Answer = str | int | Callable[[str], str | int]
 
 
 class Judge:
-    """A judge that gives these answers in their order, and repeats the last one.
+    """A judge that gives these answers in order, and repeats the last one.
 
-    An answer is a text, a status, or a function that makes one of these of the question. A function
-    that raises closes the connection."""
+    An answer is a text, an HTTP status, or a function that makes one of these from the question. If
+    the function raises an error, the connection is closed.
+    """
 
     def __init__(self, *answers: Answer) -> None:
         self.answers, self.requests = list(answers), []
@@ -42,7 +43,7 @@ class Judge:
                 pass
 
         class Server(ThreadingHTTPServer):
-            daemon_threads = False  # `server_close` waits for them
+            daemon_threads = False  # `server_close` would wait for other threads
             request_queue_size = 128
 
             def handle_error(server, *_: Any) -> None:  # noqa: N805

@@ -12,7 +12,7 @@ from gspo_megatron.types import Sample, TurnRewards
 
 
 def score(reward: Callable[[Sample], Any], sample: Sample) -> float | TurnRewards:
-    """The score of a sample by a reward. The reward may be a plain function."""
+    """The score that a reward gives a sample. The reward may be a plain function."""
     reward = reward if isinstance(reward, Reward) else Reward("mine", reward)
     ((found,), _) = Scorer(reward, RewardSection(retries=0, workers=0)).score([sample])
     if found.ends is not None:

@@ -1,5 +1,5 @@
-"""Names in asserts come from the tester, unless the row asks the solution for them. A solution that
-defines other names gains nothing."""
+"""The names that asserts use. They come from the row's tests, unless the row asks the solution for
+them. A solution gains nothing from other names that it defines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def volume(r):
         ("assert isclose(volume(10), 4188.79)", ["from math import isclose"], ["volume"]),
         ("assert f('aab') == Counter('aab')", ["from collections import Counter"], ["f"]),
         ("assert np.allclose(f(1), [2])", ["import numpy as np"], ["f"]),
-        ("assert gcd(12, 18) == 6", [], ["gcd"]),  # a task of that name
+        ("assert gcd(12, 18) == 6", [], ["gcd"]),  # the task may be to write gcd
         ("assert isclose(lcm(4, 6), 12)", ["from math import isclose"], ["lcm"]),
         ("assert longest([Pair(1, 2)], 1) == 1", [], ["longest", "Pair"]),
         ("assert decode(encode('a')) == 'a'", [], ["decode", "encode"]),
@@ -42,7 +42,7 @@ def volume(r):
         ("from math import *\nassert isclose(f(1), sqrt(2))", [], ["f"]),
         ("def near(a, b): return a == b\nassert near(f(1), 2)", [], ["f"]),
         ("try:\n f(1)\nexcept KeyError as error: assert error", [], ["f"]),
-        ("assert (", [], []),  # the tests fail, and report why
+        ("assert (", [], []),  # the tests will fail and report the error
     ],
 )
 def test_what_the_tester_knows_is_his(test: str, imports: list[str], asked: list[str]) -> None:
@@ -55,7 +55,7 @@ def test_the_rows_own_code_tells_more() -> None:
     )
     found = resolve([], ["assert volume(Pair()) == Bag()"], REFERENCE)
     assert found == Names(("from collections import Counter as Bag",), ("volume", "Pair"))
-    # it has the name of a function of Python
+    # Python has a function of this name, too.
     assert resolve([], ["assert sum([1]) == 1"], "def sum(x): pass").asked == ("sum",)
     assert resolve(["root = Node(1)"], ["assert height(root) == 1"]).asked == ("Node", "height")
 
@@ -112,7 +112,7 @@ def test_published_asserts_without_an_import(test: str, code: str) -> None:
 
 
 def test_helpers_of_a_prompt_that_is_no_code() -> None:
-    """HumanEval's find_zero, in the words of a chat."""
+    """HumanEval's find_zero, as in a chat."""
     row = {
         "entry_point": "find_zero",
         "test": "def check(f):\n    assert math.fabs(poly([1, 2], f([1, 2]))) < 1e-4\n",
@@ -134,7 +134,7 @@ def test_helpers_of_a_prompt_that_is_no_code() -> None:
     [
         "Write add. Answer as\n```python\nYOUR_CODE\n```\n",
         "Answer as\n```python\ndef add(a, b):\n    ...\nprint(YOUR_TEST)\n```\n",
-        "Double",  # a text that happens to be an expression
+        "Double",  # this text is also a Python expression
     ],
 )
 def test_code_of_a_prompt_that_the_tests_do_not_need_is_not_run(prompt: str) -> None:
@@ -145,7 +145,7 @@ def test_code_of_a_prompt_that_the_tests_do_not_need_is_not_run(prompt: str) -> 
 
 @pytest.mark.parametrize("name", ["gcd", "sum", "poly"])
 def test_a_helper_of_the_prompt_wins_over_the_library(name: str) -> None:
-    """Also if a description of the answer comes before it."""
+    """The prompt may also describe the form of the answer before it defines the helper."""
     row = {"entry_point": "f", "test": f"def check(f):\n    assert f(4) == {name}([4], 6)\n"}
     prompt = (
         f"Answer as\n```python\nYOUR_CODE\n```\nGiven is\n```python\nSTEP: int = 3\n"
@@ -162,6 +162,7 @@ def test_a_helper_of_the_prompt_wins_over_the_library(name: str) -> None:
 
 
 def test_only_what_is_wanted_is_asked_of_the_solution() -> None:
-    """A name that neither side defines is an error, also if the solution has it."""
+    """If the tests use a name that the row does not ask for, a definition in the solution does not
+    help."""
     row = {"entry_point": "f", "test": "def check(f):\n    assert f(1) == globals()['two']\n"}
     assert verdict("two = 2\ndef f(x): return 2", **row).startswith("test 1: KeyError")

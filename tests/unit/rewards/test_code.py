@@ -1,4 +1,4 @@
-"""The reward `code`: which program of a response is judged, by which tests of a row, and how."""
+"""The reward `code`: it finds the program in a response, and judges it by the tests of the row."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cases(*pairs: tuple[str, str], testtype: str = "stdin") -> str:
 
 
 def compressed(text: str) -> str:
-    """Compressed as LiveCodeBench publishes its private tests."""
+    """Compress a value as LiveCodeBench publishes its private tests."""
     return base64.b64encode(zlib.compress(pickle.dumps(text))).decode()
 
 
@@ -99,7 +99,8 @@ def test_rows_of_published_data_sets(name: str) -> None:
 
 
 def test_a_checker_accepts_all_right_outputs() -> None:
-    """The task is to print a factor of a number. The tests' output is one of the right ones."""
+    """The task is to print a factor of a number. The expected output of a test is only one of the
+    right ones."""
     checker = (
         "import sys\n"
         "number, known, found = (int(open(path).read()) for path in sys.argv[1:])\n"
@@ -111,7 +112,7 @@ def test_a_checker_accepts_all_right_outputs() -> None:
     assert reason(sample("print(4)", **row)) == "test 1: wrong output"
     assert reason(sample("print('1')\nprint(3)", **row)).startswith("test 1: its checker: ValueErr")
     assert reason(sample("print(3)\nexit(1)", **row)) == "test 1: exit code 1"
-    # the last word of its output counts
+    # Only the last word of the checker's output counts.
     talks = "print('1 of 1 read')\nprint(0)"
     assert reason(sample("print(3)", **{**row, "generated_checker": talks})) == (
         "test 1: wrong output"
@@ -148,7 +149,7 @@ def test_failures_are_named() -> None:
     row = {"input_output": {"inputs": ["1"] * 9, "outputs": ["2"] * 9}}
     assert reason(sample("1 / 0", **row)) == "test 1: ZeroDivisionError: division by zero"
     verdict = judge(sample("while True: pass", **row), Limits(seconds=1.0), 1.5)
-    # half of the seconds for all tests; its wall time is twice that
+    # The CPU time is half of the seconds for all tests. The wall time is twice as long.
     assert verdict.reason == "test 1: time limit of 0.75 s"
     slow = "import time; time.sleep(1.2); print(2)"
     verdict = judge(sample(slow, **row), Limits(seconds=1.0), 2.0)
@@ -179,7 +180,7 @@ def test_the_last_whole_block_is_the_program() -> None:
         ("1 2 3", "1 2\n3", False),
         ("", "", True),
         ("", "1", False),
-        ("1", "1 2", False),  # a line that only begins right
+        ("1", "1 2", False),  # the line begins right but continues
         ("1 2", "1", False),
         ("1 2\n3", "1 2\n3 4", False),
         ("1", "1\n2", False),
@@ -216,7 +217,7 @@ def test_rows_without_tests_are_refused_at_the_start() -> None:
         {"private_test_cases": base64.b64encode(zlib.compress(pickle.dumps(print))).decode()},
         {"input_output": '{"inputs": ["1"], "outputs": []}'},
         {"public_tests": {"input": ["1"]}},
-        {"public_test_cases": FUNCTIONAL},  # the row names no function
+        {"public_test_cases": FUNCTIONAL},  # the row does not name the function
         {"public_test_cases": FUNCTIONAL, "metadata": "{}"},
     ],
 )

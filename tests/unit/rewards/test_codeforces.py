@@ -13,8 +13,8 @@ from examples.evaluation.codeforces import LEAST, MOST, Contest, score_of
 
 
 def by_steps(ratings: list[float], place: float) -> float:
-    """The rating with that expected place, searched in steps of 1 and then of 0.001, in plain
-    Python."""
+    """The rating at which the expected place is `place`. It is searched in steps of 1 and then of
+    0.001, in plain Python."""
 
     def expected(rating: float) -> float:
         return 1 + sum(1 / (1 + math.exp((rating - r) * math.log(10) / 400)) for r in ratings)
@@ -39,12 +39,13 @@ def test_ratings_are_those_of_an_independent_solver() -> None:
 
 
 def test_equal_opponents_have_a_closed_form() -> None:
-    """With n opponents of rating r: 1 + n / (1 + 10^((R - r) / 400)) = place."""
+    """With n opponents of rating r, the rating R solves 1 + n / (1 + 10^((R - r) / 400)) =
+    place."""
     for n, ahead in ((3, 1), (10, 2), (10, 8)):
         contest = Contest([1500.0] * n, [2.0] * ahead + [0.0] * (n - ahead))
         expected = 1500 + 400 * math.log10(n / ahead - 1)
         assert contest.rating_of(1.0) == pytest.approx(expected)
-    # as good as one of two opponents, so between them
+    # The player beats one of two opponents, so the rating is between theirs.
     assert Contest([1400.0, 1600.0], [0.0, 2.0]).rating_of(1.0) == pytest.approx(1500)
     assert Contest([1700.0], [5.0]).rating_of(5.0) == pytest.approx(1700)  # a tie
 
@@ -55,7 +56,8 @@ def test_first_and_last_places_end_at_the_bounds() -> None:
 
 
 def test_a_player_of_the_model_gets_its_rating_back() -> None:
-    """Opponents whose scores follow the Elo formula against a player with 1,800."""
+    """The results of the opponents are drawn from the Elo formula, for a player with rating
+    1,800."""
     numbers, truth = np.random.default_rng(0), 1800.0
     contests = []
     for _ in range(40):
@@ -74,7 +76,7 @@ def test_points_of_submissions() -> None:
 
 
 def test_submissions_after_the_solution_cost_nothing() -> None:
-    """The problem is already solved then, so right and wrong ones cost nothing."""
+    """Once the problem is solved, further submissions cost nothing, right or wrong."""
     for more in ([False], [False] * 9, [True], [False, True, False]):
         assert score_of([1000.0], [[True, *more]]) == 1000
         assert score_of([1000.0], [[False, True, *more]]) == 950

@@ -1,4 +1,5 @@
-"""The recipes of examples/evaluation read rows in the published formats, and judge responses."""
+"""The recipes of examples/evaluation. They read rows in the published formats and judge
+responses."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ CODEFORCES = FOLDER / "codeforces.py"
 
 
 def read(name: str, *overrides: str) -> tuple[SuiteSection, list[Prompt]]:
-    """A recipe, and its prompts from our own rows."""
+    """A recipe, and its prompts from the rows in the example's own folder."""
     suites: dict[str, Any] = suites_of_file(str(FOLDER / f"{name}.yaml"))
     rows = FOLDER / "rows" / f"{name}.jsonl"
     words = [f"evaluation.suites.{name}.prompts={rows}", *overrides]
@@ -104,7 +105,7 @@ def test_problems_of_codeforces_are_judged_by_their_checkers(tmp_path: Path) -> 
 
 
 def rated(path: Path, correct: dict[str, list[bool | None]]) -> list[str]:
-    """The output lines of codeforces.py for these responses."""
+    """The lines that codeforces.py prints for these responses."""
     records = [
         {"suite": "codeforces", "row_id": row_id, "sample": number, "correct": is_correct}
         for row_id, responses in correct.items()
@@ -116,12 +117,12 @@ def rated(path: Path, correct: dict[str, list[bool | None]]) -> list[str]:
 
 
 def test_responses_become_submissions_and_a_rating(tmp_path: Path) -> None:
-    """There are four participants. One without a rating does not count, and neither do later
-    submissions."""
+    """The contest has four rated participants. Participants without a rating and later submissions
+    do not count."""
     path = tmp_path / "evaluation.jsonl"
     given = {"9001/A": [True, False], "9001/B": [False, True, False], "9002/A": [True]}
     contest, missing, rating = rated(path, given)
-    # 500 and 1000 - 50 points, as many as the best participant
+    # The points are 500 and 1000 - 50, which equals the best participant.
     assert contest.startswith("contest 9001: 2 problems, 1450 points, place 1.5 of 5, rating ")
     assert missing.startswith("contest 9002: left out, no ")
     (number,) = {float(line.split("rating ")[1].split(",")[0]) for line in (contest, rating)}

@@ -16,7 +16,7 @@ from gspo_megatron.rewards.scoring import FAILED, Scorer
 from gspo_megatron.types import Reasoned, Sample
 from tests.unit.data.corpora import refusal
 
-GROUPS = [0, 2, 0, 2, 2, 5]  # the group of each response; a rank has some groups of a step
+GROUPS = [0, 2, 0, 2, 2, 5]  # the group of each response; this rank has some of the step's groups
 
 
 def samples(groups: list[int]) -> list[Sample]:
@@ -27,7 +27,7 @@ def samples(groups: list[int]) -> list[Sample]:
 
 
 def place(group: list[Sample]) -> list[float]:
-    """From 0 for the first response of a group to 1 for the last."""
+    """Rewards that rise evenly from 0 for the first response of a group to 1 for the last."""
     assert len({sample.group for sample in group}) == 1
     return [n / (len(group) - 1 or 1) for n in range(len(group))]
 
@@ -48,10 +48,11 @@ def score(
 @pytest.mark.parametrize("function", [place, async_place])
 def test_a_group_is_one_call(function: Callable[..., Any]) -> None:
     assert score(function) == [0.0, 0.0, 1.0, 0.5, 1.0, 0.0]
-    given = [None, None, None, 7.0, FAILED, FAILED]  # episodes
+    given = [None, None, None, 7.0, FAILED, FAILED]  # rewards that episodes bring themselves
     dropping = {"on_failure": "drop_group"}
     assert score(function, given, **dropping) == [0.0, 0.0, 1.0, 7.0, None, None]
-    assert score(function, [1.0] * 6) == [1.0] * 6  # nothing is left to call it for
+    # all rewards are given, so the function is not called
+    assert score(function, [1.0] * 6) == [1.0] * 6
 
 
 def test_workers_score_groups_at_the_same_time() -> None:

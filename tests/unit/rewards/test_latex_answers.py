@@ -1,6 +1,7 @@
-r"""200 unusual forms of answers, read by math-verify: of responses and of files.
+r"""200 unusual forms of answers, in responses and in files, as math-verify reads them.
 
-Most responses have only the inside of \boxed{...}; those in WHOLE are whole texts.
+Most of the responses are given as the inside of \boxed{...} alone. Those in WHOLE are given
+completely.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from gspo_megatron.evaluation.scores import majority_at_k
 from gspo_megatron.rewards.math import math, read_answer
 from gspo_megatron.types import Sample
 
-# gold answer: (equal forms), (different forms); two blanks separate them
+# For each gold answer: (equal forms, different forms). Two blanks separate the forms.
 BOXED: dict[str, tuple[str, str]] = {
     # whole numbers, as in AIME
     "204": (
@@ -75,15 +76,15 @@ BOXED: dict[str, tuple[str, str]] = {
     r"12\text{ cm}": (r"12\text{ cm}  12  12\ \text{cm}  12\,\mathrm{cm}", r"120  1.2"),
     r"\$18.90": (r"18.90  \$18.90  18.9", r"18  1890"),
 }
-# whole responses: (response, gold answer, whether it is right)
+# Whole responses: (response, gold answer, whether the response is right).
 WHOLE: Sequence[tuple[str, str | float, bool]] = (
     ("The answer is 82.", 82, True),
     (r"\boxed{\frac{1}{2}}", 0.5, True),
     ("1/2", r"$\frac12$", True),
     ("$1+x^2$", "x^2+1", True),
     (r"\boxed{5} and so \boxed{4}, not 5", "5", False),
-    (r"\boxed{4} and \boxed{5}", r"\{4, 5\}", True),  # all boxes count together
-    (r"\boxed{A \cup B}", r"A \cup B", True),  # compared as text
+    (r"\boxed{4} and \boxed{5}", r"\{4, 5\}", True),  # all boxes together are the answer
+    (r"\boxed{A \cup B}", r"A \cup B", True),  # compared as plain text
     (r"\boxed{A \cap B}", r"A \cup B", False),
     ("The answer is 204.", "204", True),
     ("The answer is $204$.", "204", True),
@@ -107,7 +108,8 @@ WHOLE: Sequence[tuple[str, str | float, bool]] = (
 )
 
 
-# Forms that equal the answer, but math-verify does not see it: (response, gold answer).
+# Forms that are equal to the answer, although math-verify does not find that: (response, gold
+# answer).
 MISSED: Sequence[tuple[str, str]] = (
     ("204 204 204", "204"),
     (r"\boxed{204.}", "204"),
@@ -147,7 +149,8 @@ def test_answers_are_compared_by_value(is_equal: bool) -> None:
 
 
 def test_what_is_missed_is_known() -> None:
-    r"""If this fails, math-verify has become better. Then move the form to the others."""
+    r"""If this fails, math-verify has improved. Then move the form from MISSED to the other
+    tables."""
     missed = [(text, gold) for text, gold in MISSED if not math(Sample("", gold, text, False))]
     assert missed == list(MISSED)
 
@@ -160,7 +163,7 @@ def test_what_is_missed_is_known() -> None:
         (r"\fbox{x^2}", "x**2"),
         (r"\boxed{\text{ Even}}", "even"),
         ("no idea", None),
-        # several spellings of a value
+        # Three spellings of one value.
         *((rf"\boxed{{{text}}}", "1/1000") for text in ("10^{-3}", "0.001", "1/1000")),
         *((rf"\boxed{{{text}}}", "5") for text in ("x=5", "5", r"\frac{10}{2}", r"\sqrt{25}")),
         *((rf"\boxed{{{text}}}", "120") for text in ("5!", r"2\cdot 60", "100+20")),
@@ -187,7 +190,7 @@ def test_the_value_of_a_huge_number_is_not_computed(text: str) -> None:
     [
         ("0.001", ["10^{-3}", "0.001", "1/1000", "7", "7"]),
         ("5", ["x=5", "5", "7", "7", r"\frac{10}{2}"]),
-        # the wrong answer wins the vote
+        # Here the most frequent answer is wrong.
         ("9", ["1", "10^{-3}", "0.001", "9", "9", r"\frac{1}{1000}"]),
     ],
 )
@@ -196,6 +199,6 @@ def test_the_majority_is_that_of_a_value(answer: str, texts: list[str]) -> None:
     correct = [math(sample) == 1.0 for sample in samples]
     wanted = float(answer != "9")
     assert majority_at_k(correct, [read_answer(sample) for sample in samples]) == wanted
-    # right answers count as one, even if their texts differ
+    # Right answers are counted together, even if their texts differ.
     if wanted:
         assert majority_at_k(correct, texts) == wanted

@@ -1,4 +1,4 @@
-"""The reward `llm_judge` against a server on loopback."""
+"""The reward `llm_judge`, with a server on the loopback interface."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_last_score_counts(judges: Any) -> None:
     assert rewards == [0.75] and not any(failed)
     ((path, key, request),) = judge.requests
     assert (path, key) == ("/v1/chat/completions", "Bearer secret")
-    # each placeholder is filled once
+    # Placeholders are filled in once, so those inside the values stay.
     content = 'What? | ["a", 1] | {response} | {answer} {nothing} | {}'
     assert request["messages"] == [{"role": "user", "content": content}]
     assert (request["model"], request["temperature"]) == ("judge", 0.0)
@@ -85,8 +85,7 @@ def test_mistakes_of_the_user_end_the_run_at_once(judges: Any, status: int) -> N
 
 @pytest.mark.parametrize("status", [400, 413, 422])
 def test_a_refused_question_is_the_failure_of_its_response(judges: Any, status: int) -> None:
-    """An example is a question that is too long for the judge. reward.on_failure decides what
-    happens."""
+    """The question may be too long for the judge, for example. reward.on_failure then decides."""
     dropped = {"retries": 0, "on_failure": "drop_group", "workers": 0}
     rewards, failed = score(judges(status, "Score: 5"), "x", "y", section=dropped)
     assert sorted(rewards, key=str) == [0.5, None] and failed.errors == 1
@@ -104,7 +103,8 @@ def test_a_question_is_asked_once(judges: Any, tmp_path: Path) -> None:
         for file in files:
             file.write_text(text)  # the cache is damaged
         assert score(judge, "x", cache=cache)[0] == [0.7]
-    assert score(judge, "x", cache=cache, max_tokens=5)[0] == [0.7]  # another question
+    # other parameters make it another question
+    assert score(judge, "x", cache=cache, max_tokens=5)[0] == [0.7]
     assert len(judge.requests) == 9
 
 

@@ -1,5 +1,5 @@
-"""Answers with values that nobody can compute. They score 0 after about a second, and the
-run continues."""
+"""Answers with values that cannot be computed. They score 0 after about a second, and the run
+continues."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def answered(response: str, answer: str = "5") -> Sample:
 
 @pytest.fixture(autouse=True)
 def _warm() -> None:
-    assert math(answered(r"\boxed{\frac{10}{2}}")) == 1.0  # the first call loads grammars
+    assert math(answered(r"\boxed{\frac{10}{2}}")) == 1.0  # the first call loads the grammars
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_a_tower_costs_its_time(response: str, monkeypatch: pytest.MonkeyPatch) 
         began = time.process_time()
         assert function(answered(response)) != 1.0
         assert time.process_time() - began < 1.0
-    # the clock is off
+    # The timer is off again.
     assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
     assert signal.getsignal(signal.SIGPROF) == signal.SIG_DFL
 
@@ -70,4 +70,5 @@ def test_no_answer_raises(response: str) -> None:
 def test_large_values_that_can_be_computed_are_compared() -> None:
     assert math(answered(r"\boxed{2^{100}}", "1267650600228229401496703205376")) == 1.0
     assert math(answered(r"\boxed{20!}", "2432902008176640000")) == 1.0
-    assert math(answered(r"\boxed{9^{9^{9}}}", "9^{9^{9}}")) == 1.0  # the texts are equal
+    # equal texts need no computation
+    assert math(answered(r"\boxed{9^{9^{9}}}", "9^{9^{9}}")) == 1.0

@@ -1,4 +1,4 @@
-"""Running mean and standard deviation of a reward model's scores."""
+"""The running mean and standard deviation of the scores of a reward model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reward function gets copies of rows."""
+"""A reward function gets its own copies of rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from gspo_megatron.types import Sample
 def test_what_a_reward_changes_is_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, workers: int
 ) -> None:
-    """Samples of one prompt share its row, with and without workers."""
+    """The samples of a prompt share its row. A function's changes must not reach other samples,
+    with or without workers."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     name = f"changing_{kind}_{workers}"

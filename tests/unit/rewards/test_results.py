@@ -1,5 +1,5 @@
-"""Results of solutions, checked outside of the sandbox: right ones, and all kinds of forged
-ones."""
+"""Results of solutions, checked outside of the sandbox: right results, and forged results of all
+kinds."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def same(found: Any, wanted: Any) -> bool:
         ({1: "a"}, {}, False),
         ({(1, "x"): 2}, {"(1, 'x')": 2}, True),
         ({1.5: 2, None: 3, True: 4}, {"1.5": 2, "None": 3, "True": 4}, True),
-        ({1: "a", "1": "b"}, {"1": "b"}, True),  # as in JSON: the last value counts
+        ({1: "a", "1": "b"}, {"1": "b"}, True),  # the last value of a key counts, as in JSON
         ({1, 2}, [1, 2], False),
         (frozenset(), [], False),
         (b"a", "a", False),
@@ -93,11 +93,11 @@ def test_what_is_no_result_is_named(name: str) -> None:
         read_result(FORGED[name])
 
 
-EQUAL = (1 << 61) - 1  # all multiples of it have the same hash
+EQUAL = (1 << 61) - 1  # all multiples of this number have the same hash
 
 
 def test_equal_hashes_cost_nothing() -> None:
-    """Sets and dictionaries with 60,000 of them would take minutes."""
+    """A set or dictionary of 60,000 values with equal hashes would take minutes."""
     items = [f'{{"int":"{n * EQUAL:x}"}}' for n in range(1, 60_000)]
     began = time.process_time()
     of_set = '{"set":[' + ",".join(items) + "]}"
@@ -115,7 +115,8 @@ def test_reading_and_comparing_have_a_limit() -> None:
     late = results.Result([[]] * 1000, time.monotonic() - 1)
     with pytest.raises(UnreadableError, match="takes too long to compare"):
         late.equals([[]] * 1000)
-    # By default, reading may take some seconds. The whole call may take `reward.timeout_seconds`.
+    # By default, reading a result may take some seconds. The whole call may take
+    # `reward.timeout_seconds`.
     assert inspect.signature(read_result).parameters["seconds"].default <= 10
 
 
@@ -162,4 +163,4 @@ def test_no_solution_raises(program: str, reason: str) -> None:
     given = Sample("", None, response, truncated=False, fields=row, row_id="rows:1")
     began = time.process_time()
     assert judge(given, Limits(10.0, 512), 60.0).reason.startswith(f"test 1: {reason}")
-    assert time.process_time() - began < 10  # of this process
+    assert time.process_time() - began < 10  # CPU time of this process

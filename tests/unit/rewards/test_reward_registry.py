@@ -71,7 +71,7 @@ judge = Judge()
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A user's module in the current directory, which is not on the search path."""
+    """Write a user's module into the current directory, which is not on Python's search path."""
     name = "users_reward_module"
     (tmp_path / f"{name}.py").write_text(MODULE)
     (tmp_path / "broken_reward_module.py").write_text("x = 1\nraise KeyError('oh')\n")
@@ -257,7 +257,7 @@ def test_long_texts_are_cut() -> None:
         ((True, 2), (1, 7)),
         ([1.0], [7]),
         (np.array([1, 2], dtype=np.float32), np.array([6, 7], dtype=np.int32)),
-        ([0.25] * 7, range(1, 8)),  # one turn for each token
+        ([0.25] * 7, range(1, 8)),  # each token is a turn
     ],
 )
 def test_turns_come_back_as_arrays(rewards: object, ends: object) -> None:

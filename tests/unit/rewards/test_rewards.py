@@ -72,7 +72,7 @@ def test_answers_that_math_cannot_read_are_named_beforehand() -> None:
         "… and 1 more answers",
     ]
     check_answers(get_reward("math"), [prompts[0], prompts[2], *prompts[9:]])
-    for name in ("exact_match", "per_character"):  # these compare any text
+    for name in ("exact_match", "per_character"):  # these rewards compare any texts
         check_answers(get_reward(name), prompts)
 
 

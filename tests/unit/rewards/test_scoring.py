@@ -1,4 +1,4 @@
-"""How a reward function is called for the responses of a rank, and what it may return."""
+"""The calls of a reward function for the responses of a rank, and the values that it may return."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def rewards(found: Scorer, count: int) -> list[float | None]:
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Record the waits between calls, which take no time here."""
+    """Record the waits between calls instead of waiting."""
     found: list[float] = []
     monkeypatch.setattr(time, "sleep", found.append)
     native = asyncio.sleep
@@ -139,7 +139,7 @@ def test_mistakes_of_a_batch_are_named(value: object, named: str) -> None:
 
 
 class Flaky:
-    """Fails in its first calls for each sample."""
+    """A reward that fails in its first calls for each sample."""
 
     def __init__(self, failures: Callable[[Sample], int]) -> None:
         self.failures, self.calls = failures, dict.fromkeys(range(100), 0)
@@ -161,7 +161,7 @@ def test_a_failed_call_is_repeated_after_a_wait(is_async: bool, waits: list[floa
     scores, failed = found.score(samples(3))
     assert [float(score.rewards.sum()) for score in scores] == [0, 1, 2]
     assert failed == FailedCalls(2, 0) and waits == [0.5, 1.0]
-    assert found.score(samples(3))[1] == FailedCalls()  # only those of this call
+    assert found.score(samples(3))[1] == FailedCalls()  # counts only the failures of this call
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -182,7 +182,7 @@ def test_a_call_that_fails_for_good_leaves_no_reward(
     scores, failed = found.score(samples(3))
     assert [score is None for score in scores] == [False, True, False]
     assert failed == FailedCalls(2, 0)
-    (line,) = capfd.readouterr().err.splitlines()  # the warning comes once
+    (line,) = capfd.readouterr().err.splitlines()  # the warning is printed once
     assert line.startswith("reward 'mine' raised ConnectionError: no judge (test_scoring.py:")
     assert line.endswith("); more of this kind are only counted")
 
@@ -236,12 +236,12 @@ def test_a_reward_is_the_weighted_sum_of_its_parts() -> None:
     found = scorer(parted, weights={"format": -2.0})
     scores, _ = found.score(samples(3))
     assert [score.rewards.tolist() for score in scores] == [[-1.0], [0.0], [1.0]]
-    assert scores[2].parts == {"correct": 2.0, "format": 0.5}  # before weighting
+    assert scores[2].parts == {"correct": 2.0, "format": 0.5}  # the parts are not yet weighted
     assert found.part_names == ("correct", "format")
 
 
 def second_is(value: object) -> Callable[[Sample], object]:
-    """Returns parts for the first response, and something else for the second."""
+    """A reward that returns parts for the first response, and `value` for the second."""
     return lambda sample: value if number(sample) else {"a": 1.0, "b": 0.0}
 
 
@@ -347,7 +347,7 @@ def test_seconds_of_scoring_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     found = scorer(a_second)
     found.score(samples(3))
-    now += 10.0  # time that something else takes
+    now += 10.0  # time between two calls
     assert (found.take_seconds(), found.take_seconds()) == (3.0, 0.0)
 
     taken = []
@@ -361,7 +361,7 @@ def test_seconds_of_scoring_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     now += 10.0
     asyncio.run(at_the_same_time())
-    assert sum(taken) == 5.0  # each second is in one of the two batches
+    assert sum(taken) == 5.0  # each second belongs to one of the two batches
 
 
 def test_the_progress_of_calls_is_told_at_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""Reward shaping: scale, then clip, then the penalty for overlong responses."""
+"""The shaping of rewards: first the scale, then the clip, then the penalty for overlong
+responses."""
 
 from __future__ import annotations
 
@@ -26,12 +27,12 @@ def shaped(
     sample = Sample("p", "a", text, truncated, num_tokens=tokens, transcript=transcript)
     given = np.array(rewards)
     result = shaping(given, sample).tolist()
-    assert given.tolist() == rewards  # the values that the reward function returned do not change
+    assert given.tolist() == rewards  # shaping does not change the given array
     return result
 
 
 def punishment(tokens: int, longest: int, buffer: int) -> float:
-    """DAPO, arXiv 2503.14476, equation 13, as it is printed."""
+    """The length penalty of DAPO, as printed in arXiv 2503.14476, equation 13."""
     if tokens <= longest - buffer:
         return 0.0
     if tokens <= longest:
@@ -57,13 +58,13 @@ def test_the_order_is_scale_clip_punishment() -> None:
     keys = {"scale": 4.0, "clip": 1.5}
     assert shaped([0.25, 0.5, -0.5], **keys) == [1.0, 1.5, -1.5]
     assert shaped([-0.5], LONGEST, overlong_buffer=BUFFER, **keys) == [-2.5]
-    # the last turn gets the penalty for the length
+    # The penalty for the length goes to the last turn.
     assert shaped([1.0, 2.0, 3.0], LONGEST, overlong_buffer=BUFFER) == [1.0, 2.0, 2.0]
 
 
 def repetition(text: str, size: int) -> float:
-    """The share of runs of `size` words that repeat an earlier run. arXiv 2502.03373, appendix C.2,
-    uses it as a penalty."""
+    """The share of runs of `size` words that repeat an earlier run. It is the penalty in appendix
+    C.2 of arXiv 2502.03373."""
     words = text.lower().split()
     counts = Counter(" ".join(words[n : n + size]) for n in range(len(words) - size + 1))
     return sum(count - 1 for count in counts.values()) / max(counts.total(), 1)
@@ -78,7 +79,7 @@ def test_responses_that_repeat_themselves_lose_their_share(text: str, size: int)
     keys = {"repetition_penalty": 2.0, "repetition_words": size}
     expected = 0.5 - 2.0 * repetition(text, size)
     assert shaped([0.5], text=text, **keys) == [pytest.approx(expected, abs=1e-15)]
-    # the last turn gets the penalty for all turns of an episode
+    # The penalty goes to the last turn, and counts all turns of the episode.
     found = shaped([0.5, 0.25], text="one", transcript=text, **keys)
     other = repetition(text or "one", size)
     assert found == [0.5, pytest.approx(0.25 - 2.0 * other, abs=1e-15)]
@@ -89,15 +90,15 @@ def test_the_penalty_is_that_of_trl(size: int) -> None:
     rewards = pytest.importorskip("trl.rewards")
     theirs = rewards.get_repetition_penalty_reward(ngram_size=size, max_penalty=-0.5)
     for text in ("one", "one two three", "a a a a", LOOPS):
-        # there it counts tokens, here words
+        # TRL counts tokens and we count words, so TRL gets words as tokens.
         [expected] = theirs(completions=[text], completion_ids=[text.lower().split()])
         found = shaped([0.0], text=text, repetition_penalty=0.5, repetition_words=size)
         assert found == [pytest.approx(expected, abs=1e-15)]
 
 
 def test_a_share_counted_by_hand() -> None:
-    """There are 10 runs of three words, and only "to be or", "be or not", "or not to" and "not to
-    be" are new."""
+    """LOOPS has 10 runs of three words. Only "to be or", "be or not", "or not to" and "not to be"
+    are new."""
     assert shaped([1.0], text=LOOPS, repetition_penalty=1.0) == [pytest.approx(1 - 6 / 10)]
 
 

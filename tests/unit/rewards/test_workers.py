@@ -1,5 +1,5 @@
-"""Reward functions in workers: real processes that hang, crash, use up memory and leave
-children."""
+"""Reward functions in workers. The workers are real processes, which hang, crash, use too much
+memory, or leave children."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from gspo_megatron.rewards.scoring import FailedCalls, Scorer
 from gspo_megatron.types import Sample
 from tests.unit.data.corpora import refusal
 
-# The response says what a function does. Each function first writes its process's id to a file.
+# The response tells the function what to do. Each function first writes the id of its process to a
+# file.
 MODULE = '''
 import asyncio, ctypes, os, signal, subprocess, sys, threading, time
 from fractions import Fraction
@@ -113,8 +114,8 @@ if os.environ.get("LOADS_IN", str(os.getpid())) != str(os.getpid()):
 
 @pytest.fixture
 def scorer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Scorer]]:
-    """A function that makes scorers of functions of MODULE. Afterwards none of their processes may
-    be left."""
+    """A function that makes scorers for the functions of MODULE. Afterwards it checks that none of
+    their processes is left."""
     (tmp_path / "worker_test_reward.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
@@ -155,7 +156,8 @@ def processes(folder: Path) -> list[int]:
 
 def test_values_come_back_as_they_were(scorer: Callable[..., Scorer], tmp_path: Path) -> None:
     found = scorer(options={"scale": 0.5})
-    assert rewards(found, "main", "main") == [0.5, 0.5]  # in the main thread, without torch
+    # the call is in the main thread of a process without torch
+    assert rewards(found, "main", "main") == [0.5, 0.5]
     assert rewards(found, "x") == [0.5]
     assert len(set(processes(tmp_path))) == 1 and os.getpid() not in processes(tmp_path)
     (score,), _ = found.score(samples("turns"))
@@ -165,7 +167,7 @@ def test_values_come_back_as_they_were(scorer: Callable[..., Scorer], tmp_path: 
 
 
 def test_as_many_calls_at_a_time_as_workers(scorer: Callable[..., Scorer], tmp_path: Path) -> None:
-    """Each call waits for three others. With fewer workers it would never end."""
+    """Each call waits for three others, so four workers are needed."""
     assert rewards(scorer(workers=4), *["meet4"] * 4) == [1] * 4
     assert len(set(processes(tmp_path))) == 4
 
@@ -182,8 +184,8 @@ def test_a_batch_is_one_call(scorer: Callable[..., Scorer], tmp_path: Path) -> N
 
 
 def test_groups_are_scored_at_the_same_time(scorer: Callable[..., Scorer]) -> None:
-    """The rollout service scores groups in this way. Each group has one response that waits for the
-    other group's."""
+    """The rollout service scores groups at the same time. Here each group waits for the other
+    one."""
     found = scorer(workers=2)
 
     async def both() -> list[Any]:
@@ -196,7 +198,7 @@ def test_groups_are_scored_at_the_same_time(scorer: Callable[..., Scorer]) -> No
 
 
 def test_math_is_called_by_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its time limits are signals, which only main threads can use."""
+    """The time limits of `math` are signals, which only main threads can use."""
     pytest.importorskip("math_verify")
     found = Scorer(get_reward("math"), RewardSection(name="math"))
     given = [Sample("", "1/2", r"so \boxed{\frac{1}{2}}", truncated=False)]
@@ -210,7 +212,7 @@ def test_math_is_called_by_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- calls that fail ------------------------------------------------------------------------------
 
 
-FAILURES = {  # for each response, what is counted and reported
+FAILURES = {  # for each response: the failures that are counted, and the message
     "hang": (FailedCalls(0, 1), "took longer than reward.timeout_seconds = 1"),
     "exit": (FailedCalls(1, 0), "ended its worker with exit code 3"),
     "segfault": (FailedCalls(1, 0), "ended its worker with SIGSEGV"),
@@ -232,7 +234,7 @@ def test_a_call_that_fails_costs_its_sample_only(
     scorer: Callable[..., Scorer],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Calls run one after the other, but coroutines run at the same time as a healthy one."""
+    """Plain functions run one after the other. Coroutines run at the same time as a healthy one."""
     found = scorer(function, workers=1, timeout_seconds=1.0, memory_mb=512)
     for response in responses:
         failed, told = FAILURES[response]
@@ -259,12 +261,14 @@ def test_a_coroutine_that_waits_too_long_leaves_its_worker(
 def test_a_coroutine_that_waits_is_not_blamed_for_one_that_blocks(
     scorer: Callable[..., Scorer], tmp_path: Path
 ) -> None:
-    """It came first, so its time is over first. But it could not go on because of the other one."""
+    """The coroutine that waits started first, so its time limit ends first. But only the blocking
+    one kept it from continuing."""
     found = scorer("judged", timeout_seconds=1.0)
     scores, failed = found.score(samples("nap", "hang"))
     assert [score is None for score in scores] == [False, True]
     assert failed == FailedCalls(0, 1)
-    assert (tmp_path / "processes").read_text().count("nap") == 1  # its second try, alone
+    # the second call, which runs alone
+    assert (tmp_path / "processes").read_text().count("nap") == 1
 
 
 def test_a_crash_is_repeated_and_a_time_out_is_not(
@@ -329,7 +333,8 @@ def test_nothing_outlives_an_owner_that_is_killed(
             assert owner.poll() is None
             time.sleep(0.01)
         started = psutil.Process(owner.pid).children(recursive=True)
-        # a keeper and a process of each worker, and one process that a function has started
+        # These are the keeper and the process of each worker, and a process that a function has
+        # started.
         assert len(started) == 5
     finally:
         owner.kill()

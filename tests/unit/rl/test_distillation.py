@@ -1,4 +1,5 @@
-"""On-policy distillation: what the teacher adds to the advantages, compared with the formula."""
+"""On-policy distillation: the term that the teacher adds to the advantages, compared with the
+formula."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def teacher_of(inputs: LossInputs, seed: int) -> Tensor:
 
 
 def expected_advantages(inputs: LossInputs, teacher: Tensor, coefficient: float) -> list[Any]:
-    """The advantages of each token, and of each sequence as their mean."""
+    """The expected advantages of each token, and of each sequence as the mean over its tokens."""
     of_tokens, of_sequences = [], []
     for i, advantage in enumerate(inputs.advantages.tolist()):
         rows = [t for t in range(len(inputs.mask)) if int(inputs.sequence_index[t]) == i]
@@ -126,8 +127,9 @@ def test_a_teacher_that_is_the_policy_changes_nothing(name: str) -> None:
 
 
 def test_on_policy_the_gradient_is_that_of_the_reverse_divergence() -> None:
-    """Sum over all tokens that the policy may write, weighted by its probabilities. The gradient of
-    minus the surrogate is that of KL(pi, teacher), from its definition."""
+    """The surrogate is summed over all tokens of the vocabulary, with the policy's probabilities as
+    weights. The gradient of minus this sum is that of KL(pi, teacher), computed from its
+    definition."""
     generator = torch.Generator().manual_seed(1)
     logits, theirs = (torch.randn(5, generator=generator, dtype=torch.float64) for _ in range(2))
     logits.requires_grad_()
@@ -151,7 +153,7 @@ def test_on_policy_the_gradient_is_that_of_the_reverse_divergence() -> None:
 def test_a_teacher_far_away_is_followed_and_what_is_masked_is_not_read(
     name: str, hidden: float
 ) -> None:
-    """One token differs by 200. The gradient in float32 is that in float64."""
+    """One token's log-probs differ by 200. The gradient in float32 equals that in float64."""
     gradients = []
     for dtype in (torch.float64, torch.float32):
         inputs, objective = inputs_of(name, 3, dtype=dtype), make_objective(name)
@@ -178,8 +180,8 @@ TOPK = ["forward_kl_topk", "reverse_kl_topk"]
 
 @pytest.mark.parametrize("form", TOPK)
 def test_a_divergence_of_200_and_masked_infinities(form: str) -> None:
-    """Log-probs are -200 and -inf. The result is the definition in float64, and finite in
-    float32."""
+    """Some log-probs are -200, and those outside the mask are -inf. The result agrees with the
+    definition in float64, and is finite in float32."""
     far = [math.log1p(-math.exp(-1.0)), -200.0, -1.0]
     near = [-200.0, math.log1p(-math.exp(-1.0)), -1.0]
     lost = [-math.inf, -math.inf, -math.inf]
@@ -203,14 +205,14 @@ def a_pair(seed: int, tokens: int = 6, vocab: int = 11) -> tuple[Tensor, Tensor]
 
 
 def in_buckets(logits: Tensor, best: Tensor) -> Tensor:
-    """The log-probs of the tokens `best` [tokens, k], and of all others together."""
+    """The log-probs of the tokens `best` [tokens, k], and of all other tokens together."""
     p = logits.softmax(1)
     rest = p.scatter(1, best, 0.0).sum(1, keepdim=True)
     return torch.cat([p.gather(1, best), rest], 1).log()
 
 
 def by_loops(form: str, ours: Tensor, theirs: Tensor, best: Tensor) -> list[Tensor]:
-    """The divergence of each token by its definition, with all tokens in one sum."""
+    """The divergence of each token by its definition, with a sum over the whole vocabulary."""
     found = []
     for row in range(len(ours)):
         q, p = ours[row].softmax(0), theirs[row].softmax(0)
@@ -247,7 +249,7 @@ def test_more_tokens_say_more_up_to_the_whole_vocabulary(form: str) -> None:
     log_q, log_p = ours.log_softmax(1), theirs.log_softmax(1)
     over, under = (log_p, log_q) if form == "forward_kl_topk" else (log_q, log_p)
     whole, before = (over.exp() * (over - under)).sum(1), torch.zeros(6)
-    for k in (1, 2, 5, 10):  # with 10, the rest is the eleventh token
+    for k in (1, 2, 5, 10):  # for 10 of the 11 tokens, the rest is one token
         best = theirs.topk(k)[1]
         buckets = [in_buckets(each, best) for each in (ours, theirs)]
         found = bucket_divergence(form, *buckets, torch.ones(6, dtype=torch.bool))
@@ -272,13 +274,13 @@ def test_equal_distributions_have_no_divergence_and_no_gradient(
 
 @pytest.mark.parametrize("form", TOPK)
 def test_what_is_not_learnt_from_may_hold_anything(form: str) -> None:
-    """The teacher has NaN at tokens without a teacher or outside the mask, and probabilities near 0
-    and 1 elsewhere."""
+    """The teacher has NaN outside the mask and at tokens that it does not judge. Elsewhere it has
+    probabilities near 0 and 1."""
     ours, theirs = a_pair(5)
     best = theirs.topk(3)[1]
     teacher, chosen = in_buckets(theirs, best), torch.tensor([1, 1, 0, 1, 0, 1], dtype=torch.bool)
     teacher[~chosen] = math.nan
-    # a teacher with a probability of nearly 1
+    # The teacher is nearly sure of one token.
     teacher[0] = torch.tensor([0.0, -90.0, -95.0, -16.6])
     scaled = ours * torch.tensor([1.0, 200.0, 1.0, 1.0, 1.0, 1.0])[:, None]
     policy, _ = bucket_logprobs(scaled, torch.eye(11, dtype=torch.float64), best)

@@ -1,5 +1,5 @@
-"""Requests that servers start before their step. The loop of these tests generates in process,
-where `begin` does nothing."""
+"""Requests that servers start before their step. The engine of these tests is in the same process,
+so its `begin` does nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AHEAD = 2
 
 
 class Recorded(ReinforcementLoop):
-    """A loop that records the requests to its collector."""
+    """A loop that records its requests to the collector."""
 
     def __init__(self, run: Any) -> None:
         super().__init__(run)
@@ -57,7 +57,7 @@ def make_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     loggers: list[RunLogger] = []
 
     def make(ahead: int, selection: dict[str, Any] | None = None) -> Recorded:
-        stop_processes()  # those of another loop
+        stop_processes()  # leaves the process group of an earlier loop
         config = tiny_config(
             data={
                 "tokenizer": str(folder),
@@ -77,7 +77,7 @@ def make_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             training={"steps": STEPS, "seed": SEED},
             checkpoint={"interval": 0},
         )
-        # the rewards have no spread, so every refill is requested
+        # Without a spread of rewards, every possible refill is requested.
         reward = Reward("always the same", lambda _: 1.0)
         run = assemble(config, read_inputs(config), reward, build_objective(config.objective, 2))
         loggers.append(run.logger)
@@ -144,7 +144,8 @@ def test_without_staleness_refills_are_the_next_prompts(make_loop: Any) -> None:
 def test_draws_chosen_by_pass_rates_are_the_same_when_resumed(
     make_loop: Any, tmp_path: Path, ahead: int
 ) -> None:
-    """There are refills, and requests that servers have started before the run ended."""
+    """The run has refills. Before it is interrupted, servers have already started requests of later
+    steps."""
     selection = {"by": "pass_rate", "floor": 0.3, "retire_after": 2}
     whole = rolled_out(make_loop(ahead, selection), 1, 2)
     saved = json.loads(json.dumps(whole.loader.state_dict()))
@@ -172,4 +173,5 @@ def test_draws_chosen_by_pass_rates_are_the_same_when_resumed(
     record = json.loads(lines[0][0])
     assert (record["responses"], record["solved"], record["spread"]) == (2, 2, False)
     explored = [json.loads(line).get("explored", False) for line in lines[0][9:12]]
-    assert explored == [True, False, False]  # for the second step: floor(6 * 0.3) - floor(3 * 0.3)
+    # the second step has floor(6 * 0.3) - floor(3 * 0.3) such prompts
+    assert explored == [True, False, False]

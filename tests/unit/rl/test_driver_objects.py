@@ -1,5 +1,5 @@
-"""Python objects that the driver of a step makes: some for each sequence, but none for each
-token."""
+"""Python objects that the driver makes in a step. Some are made for each sequence, but none for
+each token."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 SEQUENCES, PROMPT = 64, 4
 SHORT, LONG = 32, 256  # tokens of a response
-LEAST_BYTES = 8  # the least bytes of a number in a Python list; large numbers have 28 more
+LEAST_BYTES = 8  # the smallest size of a number in a Python list; large numbers take 28 bytes more
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """The most memory that the Python objects of a call use at one time, without the memory of
-    tensors."""
+    """The peak memory of the Python objects that a call makes, without the memory of tensors."""
     gc.collect()
     tracemalloc.start()
     try:
@@ -44,10 +43,10 @@ def peak_bytes(run: Callable[[], object]) -> int:
 
 
 def assert_none_for_each_token(run: Callable[[int], object]) -> None:
-    """Check that no object is made for each token. run: called with the number of tokens of a
+    """Check that no object is made for each token. `run` is called with the number of tokens of a
     response."""
     for length in (SHORT, LONG):
-        run(length)  # objects that are made only once are not counted
+        run(length)  # the first call makes the objects that stay
     short, long = (peak_bytes(partial(run, length)) for length in (SHORT, LONG))
     extra = SEQUENCES * (LONG - SHORT)
     assert long - short < 0.5 * LEAST_BYTES * extra

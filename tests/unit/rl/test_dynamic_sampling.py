@@ -1,4 +1,4 @@
-"""Dynamic sampling: which groups are trained, and when more prompts are requested."""
+"""Dynamic sampling: the groups that are trained, and the need for more prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ YES, NO = True, False
 
 
 def selection(*rounds: list[bool], max_refills: int = 2) -> DynamicSampling:
-    """The selection after these rounds, each of which was needed."""
+    """The selection after these rounds. Each round was needed."""
     chosen = DynamicSampling(len(rounds[0]), max_refills)
     for has_spread in rounds:
         assert chosen.wants_more
@@ -24,10 +24,10 @@ def selection(*rounds: list[bool], max_refills: int = 2) -> DynamicSampling:
         ([[YES, YES, YES]], False, [0, 1, 2], (0, 0, 0)),
         ([[NO, YES, NO]], True, [1], (0, 2, 0)),
         ([[NO, YES, NO], [NO, YES, YES]], False, [1, 4, 5], (1, 3, 0)),
-        # too many groups: the last ones are dropped
+        # There are more groups than needed, so the last ones are dropped.
         ([[NO, YES, YES], [YES, YES, NO]], False, [1, 2, 3], (1, 3, 0)),
         ([[NO, YES, NO], [NO, NO, NO], [NO, NO, YES]], False, [1, 8], (2, 7, 0)),
-        # no group has a spread: the first round is taken, after all refills
+        # No group has a spread. The first round is used, but only after all refills.
         ([[NO, NO, NO], [NO, NO, NO]], True, [0, 1, 2], (1, 3, 1)),
         ([[NO, NO, NO]] * 3, False, [0, 1, 2], (2, 6, 1)),
     ],

@@ -1,4 +1,4 @@
-"""Responses of several requests: chosen, counted and joined."""
+"""Responses of several requests: the choice of groups, their counts, and joining them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gspo_megatron.rl.rollout_metrics import turns_and_branches
 from gspo_megatron.rollout.types import RolloutGroup
 
 PROMPT_LENGTHS, RESPONSE_LENGTHS, TURNS = [2, 1, 3, 1], [1, 4, 2, 3], [1, 2, 1, 3]
-# The third has two branches.
+# The third response has two branches.
 IN_RESPONSE = [n == "r" for n in "pprprrrrprpprprrr"]
 
 
@@ -84,7 +84,7 @@ def test_draws_are_put_end_to_end() -> None:
     assert found.failed == (2, 0, 4) and found.reasons == [f"of {n}" for n in range(8)]
     plain = [replace(group_of(first), mask=None, routes=None) for first in (0, 4)]
     assert RolloutGroup.join(plain).routes is None and RolloutGroup.join(plain).mask is None
-    # groups of an earlier version have no reasons
+    # An earlier version stored groups without reasons.
     older = replace(group_of(4), reasons=None)
     assert RolloutGroup.join([group_of(0), older]).reasons is None
     with pytest.raises(DataError, match="group 2 lacks routes"):
@@ -92,7 +92,8 @@ def test_draws_are_put_end_to_end() -> None:
 
 
 def test_parts_that_nobody_knew_yet_are_no_numbers() -> None:
-    """All calls for the first request have failed."""
+    """All calls of the reward failed for the first request, so the names of its parts are
+    unknown."""
     first = replace(group_of(0), parts=np.zeros((4, 0)), part_names=None)
     then = replace(group_of(4), parts=np.ones((4, 2)), part_names=("even", "late"))
     found = RolloutGroup.join([first, then])

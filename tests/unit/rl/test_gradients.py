@@ -1,4 +1,5 @@
-"""Gradients through Megatron's schedule: the loss is used as it is, and the routers' own losses."""
+"""Gradients through Megatron's schedule. The given loss is not scaled, and the routers' own losses
+are added."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ BATCHES = [
 
 
 class Setting:
-    """A policy with its optimizer, which Megatron needs to finish gradients."""
+    """A policy with an optimizer, which Megatron needs to complete gradients."""
 
     def __init__(self, **megatron: object) -> None:
         model = {"megatron": {"init_method_std": 0.15, **megatron}}
@@ -58,7 +59,7 @@ class Setting:
     def gradients(
         self, micro_batches: Sequence[MicroBatch], weight: float = 1.0
     ) -> dict[str, Tensor]:
-        """The gradients by the schedule, of `weight` times the sum of all log-probs."""
+        """The gradients that the schedule computes, for `weight` times the sum of all log-probs."""
         zero_gradients(self.policy.chunks, self.trainer.optimizer)
 
         def loss(_: MicroBatch, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, int]:
@@ -74,8 +75,8 @@ class Setting:
 def explicit_gradients(
     setting: Setting, micro_batches: Sequence[MicroBatch], *, weight: float, aux: float, z: float
 ) -> dict[str, Tensor]:
-    """The gradients by autograd from the formulas: the loss is summed over micro-batches, the
-    routers' losses are averaged."""
+    """The gradients that autograd computes from the formulas. The loss is summed over
+    micro-batches, and the routers' losses are averaged."""
     model = setting.policy.models[0]
     total = torch.zeros(())
     for batch in micro_batches:
@@ -112,8 +113,8 @@ def recording(gating: object, seen: list[Tensor]) -> object:
 
 
 def router_losses(logits: Tensor, aux: float, z: float) -> Tensor:
-    """The losses of one layer's logits [tokens, experts]: load balancing (Fedus et al. 2021,
-    equation 4, with top-k) and z loss (Zoph et al. 2022, equation 5)."""
+    """The losses for the logits [tokens, experts] of one layer: load balancing (Fedus et al. 2021,
+    equation 4, with top-k), and z loss (Zoph et al. 2022, equation 5)."""
     probabilities = torch.softmax(logits, dim=-1)
     chosen = logits.topk(TOP_K).indices
     shares = torch.bincount(chosen.flatten(), minlength=EXPERTS) / chosen.numel()
@@ -123,7 +124,7 @@ def router_losses(logits: Tensor, aux: float, z: float) -> Tensor:
 
 @pytest.fixture(scope="module")
 def plain(one_rank: None) -> Setting:
-    """A model with the same weights as `balanced`, without losses of the routers."""
+    """A model with the weights of `balanced`, but without losses of the routers."""
     return Setting()
 
 
@@ -135,7 +136,7 @@ def balanced(one_rank: None) -> Setting:
 def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert got.keys() == expected.keys()
     for name, gradient in got.items():
-        # fp32: the sums over tokens have another order
+        # In fp32, the two results differ by the order of sums over tokens.
         scale = float(expected[name].abs().max())
         difference = float((gradient - expected[name]).abs().max())
         assert difference <= 2e-5 * scale + 1e-7, name
@@ -163,7 +164,7 @@ def test_the_routers_losses_are_averaged_over_micro_batches(
     got = balanced.gradients(own, weight=weight)
     assert_same(got, expected)
     router = "decoder.layers.0.mlp.router.weight"
-    # the gradient comes from the routers' losses, not from rounding
+    # The gradient is large enough to come from the routers' losses and not from rounding.
     assert float(got[router].abs().max()) > 1e-3
 
 
@@ -182,8 +183,8 @@ def test_an_empty_micro_batch_adds_nothing(plain: Setting, balanced: Setting) ->
 
 
 def test_megatron_divides_by_the_tokens_of_an_empty_micro_batch() -> None:
-    """platform.megatron_fixes clamps them for this reason. If this fails, the fix can be
-    removed."""
+    """The stock function returns a count of 0. For this reason, platform.megatron_fixes returns at
+    least 1. If this test fails, the fix can be removed."""
     nobody = torch.zeros(4, EXPERTS, dtype=torch.bool)
     mended = router_module.get_tokens_per_expert_and_token_count
     group = parallel_state.get_tensor_model_parallel_group()
@@ -214,19 +215,19 @@ def test_the_log_prob_pass_agrees_with_the_training_pass(balanced: Setting) -> N
 
     forward_backward(balanced.policy, micro_batches, loss, len(micro_batches))
     collected = response_logprobs(balanced.policy, micro_batches)
-    # bit for bit: before the first update the ratio is one
+    # Before the first update, the ratio is exactly 1.
     for trained, (logprobs, _) in zip(seen, collected, strict=True):
         assert torch.equal(trained, logprobs)
 
 
-# --- Learning rates: the configuration counts steps, the schedule counts updates ------------------
+# --- Learning rates: the configuration counts steps, and the schedule counts updates -------------
 
 PEAK, STEPS, MINI_BATCHES, WARMUP = 1e-3, 5, 3, 2
 
 
 def rate_of(number: int) -> float:
-    """The rate of optimizer update `number` (from 0): it rises over WARMUP steps, then falls
-    linearly to 0."""
+    """The rate of optimizer update `number`, which counts from 0. It rises over WARMUP steps, and
+    then falls linearly to 0."""
     warmup, total = WARMUP * MINI_BATCHES, STEPS * MINI_BATCHES
     if number < warmup:
         return PEAK * (number + 1) / warmup
@@ -252,14 +253,15 @@ def test_the_rate_of_a_step_is_that_of_its_last_update() -> None:
 @pytest.mark.parametrize("source", ["recompute", "auto", "rollout"])
 def test_where_old_log_probs_come_from(source: str) -> None:
     updater, step = updater_for(moe_policy(), {}, {"old_logprobs": source}), a_step()
-    updater.recomputes = source == "recompute"  # auto would take the engine's, which are exact
+    # with auto, the exact log-probs of the engine would be used
+    updater.recomputes = source == "recompute"
     mini_batches = updater.build_micro_batches(step.plans, step.sequences, step.index)
     updater.compute_old_logprobs(mini_batches)
     for number, batch in enumerate(mini_batches):
         for each in batch:
             old, drawn = each.old_logprobs, each.rollout_logprobs
             if number == 0 and source != "rollout":
-                assert old is None  # those of the training pass itself are used
+                assert old is None  # the training pass computes the old log-probs itself
             else:
                 assert torch.equal(old, drawn) == (source != "recompute")
 
@@ -268,4 +270,5 @@ def test_adam_updates_all_parameters_by_one_operation(plain: Setting) -> None:
     groups = plain.trainer.optimizer.param_groups
     assert [group["fused"] for group in groups if group["params"]] == [True] * len(groups)
     stock = torch.optim.AdamW([torch.zeros(2, requires_grad=True)])
-    assert not stock.param_groups[0]["fused"]  # otherwise we need not ask for it
+    # if torch did this by default, the option would be unnecessary
+    assert not stock.param_groups[0]["fused"]

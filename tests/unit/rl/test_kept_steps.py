@@ -1,4 +1,5 @@
-"""The inputs of a run's last steps: what is kept, what is read back, and with which weights."""
+"""The kept inputs of a run's last steps: which steps are kept, how they are read, and with which
+weights they are used."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def rollouts(seed: int, *, routes: bool = True) -> Experience:
 
 @dataclasses.dataclass
 class Run:
-    """A run that keeps steps."""
+    """A run that keeps the inputs of its steps."""
 
     folder: Path
     keep: int = 2
@@ -76,7 +77,7 @@ class Run:
         return StepInputs.read(self.folder / "run", step)
 
     def checkpoint(self, position: Position, *, state: bool = True) -> Path:
-        """A complete checkpoint, as far as the choice of one needs it."""
+        """A checkpoint that is complete enough to be chosen."""
         publication = Publication(self.folder / "run" / CHECKPOINTS, position.name)
         publication.begin()
         if state:
@@ -116,7 +117,7 @@ def test_the_last_steps_stay(tmp_path: Path) -> None:
     for step in range(1, 6):
         run.write(step)
         assert kept_steps(folder) == list(range(max(1, step - 2), step + 1))
-    run.write(4)  # the run resumed before step 5, which therefore did not happen
+    run.write(4)  # The run was resumed before step 4, so step 5 is no longer part of it.
     assert kept_steps(folder) == [3, 4]
     run.write(5)
     assert kept_steps(folder) == [3, 4, 5]
@@ -152,7 +153,7 @@ def test_a_disk_that_refuses_costs_the_inputs_and_not_the_run(
     assert list((tmp_path / "run" / FOLDER).iterdir()) == []
     assert "warning: the inputs of step 7 could not be kept" in (said := capsys.readouterr().err)
     assert "No space left on device" in said
-    assert run.write(7).step == 7  # there is room now
+    assert run.write(7).step == 7  # now there is room on the disk
 
     (tmp_path / "other").mkdir()
     other = Run(tmp_path / "other")
@@ -252,7 +253,7 @@ def test_the_weights_are_the_newest_that_are_not_later(tmp_path: Path) -> None:
     assert find_weights(dataclasses.replace(kept, step=1), run.config, None).is_start
 
     older = run.checkpoint(Position("rl", 2))
-    run.checkpoint(Position("rl", 4))  # after the step
+    run.checkpoint(Position("rl", 4))  # from after the step
     run.checkpoint(Position("rl", 4, rolled_out=True))
     found = find_weights(kept, run.config, None)
     assert (found.checkpoint, found.is_start, found.optimizer) == (older, False, False)
@@ -300,7 +301,7 @@ def test_weights_that_are_given_are_checked(tmp_path: Path) -> None:
 
 
 def reference_beside(checkpoint: Path) -> Path:
-    """A reference of 4 bytes. Returns its file."""
+    """Write a reference of 4 bytes beside the checkpoint. Returns its file."""
     publication = Publication(checkpoint.parent, REFERENCE)
     publication.begin()
     (publication.folder / "weights").write_bytes(b"1234")

@@ -1,5 +1,5 @@
-"""Rules of the RL loop that need no model: seeds of requests, the warning about noise, which steps
-are saved, and what the ranks agree on after scoring."""
+"""Rules of the RL loop that need no model: seeds of requests, the warning about noise, steps that
+are saved, and the agreement of ranks after scoring."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def config_of(**sections: dict[str, Any]) -> Config:
 
 
 def a_loop(config: Config, **parts: Any) -> Any:
-    """A loop without the model that it would build."""
+    """A loop that has not built a model."""
     loop = object.__new__(ReinforcementLoop)
     loop.run_components = SimpleNamespace(checkpoints=SimpleNamespace(rollbacks=0))
     vars(loop).update(config=config, sampling=Sampling(4), last=config.training.steps, **parts)
@@ -40,14 +40,14 @@ def a_loop(config: Config, **parts: Any) -> Any:
 
 
 def test_runs_of_neighbouring_seeds_share_no_draw() -> None:
-    """Runs with seeds 1, 2, ... are compared, so they must be independent."""
+    """Runs with the seeds 1, 2, ... are compared with each other, so they must be independent."""
     loops = [a_loop(config_of(training={"seed": seed})) for seed in range(4)]
     drawn = [loop._request(step).seed for loop in loops for step in range(1, 300)]
     assert len({*drawn}) == len(drawn)
-    # a longer run samples the same as the shorter one
+    # The number of steps does not change the requests.
     longer = a_loop(config_of(training={"seed": 3, "steps": 999}))
     assert longer._request(7).seed == loops[3]._request(7).seed
-    # but after a rollback nothing is the same
+    # A rollback changes all requests.
     longer.run_components.checkpoints.rollbacks = 1
     assert not {longer._request(step).seed for step in range(1, 300)} & {*drawn}
 
@@ -62,11 +62,11 @@ def test_a_draw_may_be_of_weights_as_old_as_is_configured(ahead: int, versions: 
 
 
 class HasEndedError(Exception):
-    """Stands for the end of a run that was saved."""
+    """Raised in place of the end of a run that was saved."""
 
 
 class Unwritable:
-    """Rollouts, or an evaluation, with a store on a full disk."""
+    """Stands in for the rollouts and the evaluation of a run whose store is on a full disk."""
 
     error = DataError("rollouts/step_00000003: cannot be written: No space left on device")
     moments: dict[str, float]
@@ -80,7 +80,7 @@ class Unwritable:
         raise self.error
 
     def sample(self, request: Any) -> None:
-        self.moments["count"] = 9.0  # a first request of the step has been scored
+        self.moments["count"] = 9.0  # as if the first request of the step had been scored
         raise self.error
 
     def evaluate(self, step: int) -> None:
@@ -110,7 +110,7 @@ def test_a_store_that_cannot_be_written_ends_a_run_that_is_saved(ahead: int) -> 
     loop.collector.config, loop.collector.device = config, torch.device("cpu")
     with pytest.raises(HasEndedError):
         loop.roll_out(3)
-    # the prompts of the step are requested again, and their scores counted again
+    # The resumed run requests the prompts of the step again, and counts their scores again.
     assert told == [(2, before, Unwritable.error)]
     assert checkpoints.reward_moments == moments != loop.collector.moments
     with pytest.raises(HasEndedError):
@@ -147,7 +147,7 @@ def test_the_narrower_side_of_the_range_counts() -> None:
 
 
 def test_responses_of_earlier_weights_say_nothing_of_noise() -> None:
-    """A later step with responses only from the newest weights does show it."""
+    """The warning needs a step in which all responses are from the newest weights."""
     known: list[str] = []
     assert warned(NOISE | {"staleness/max": 1.0}, known) == "" and known == []
     assert warned(NOISE | {"staleness/max": 0.0}, known) != ""
@@ -163,11 +163,11 @@ def test_the_advice_is_of_the_log_probs_in_use() -> None:
     assert "but not out of the samples" in warned(NOISE, old_logprobs="recompute")
 
 
-# What is saved
+# Steps that are saved
 
 
 class Saved:
-    """Stands in for the checkpoints, and records the calls."""
+    """Stands in for the checkpoints, and records calls."""
 
     def __init__(self) -> None:
         self.told: list[tuple[int, bool]] = []
@@ -185,8 +185,8 @@ class Saved:
 
 
 def ended(step: int, unevaluated: dict[str, float] | None) -> tuple[list[tuple[int, bool]], Any]:
-    """End this step and the next one, of nine. Returns the steps that the checkpoints were told of,
-    with whether each must be saved, and the unevaluated metrics."""
+    """End this step of nine, and the next one. Returns each step that the checkpoints heard of,
+    with whether it must be saved; and the unevaluated metrics."""
 
     def nothing(*_: Any) -> None: ...
 
@@ -209,8 +209,8 @@ def ended(step: int, unevaluated: dict[str, float] | None) -> tuple[list[tuple[i
 
 
 def test_a_step_that_is_evaluated_in_a_second_attempt_is_saved_again() -> None:
-    """Its checkpoint says that it was not evaluated. A run that resumes from it would evaluate and
-    log the step again."""
+    """The checkpoint of this step says that the step was not evaluated. Without a new one, a
+    resumed run would evaluate and log the step again."""
     assert ended(4, {"loss": 1.0}) == ([(4, True), (5, False)], None)
     assert ended(4, None) == ([(4, False), (5, False)], None)
     assert ended(8, None) == ([(8, False), (9, True)], None)
@@ -240,8 +240,8 @@ def test_ranks_wait_for_the_slowest_and_count_the_failures_of_all(
 
 
 def scored_by(config: Config, function: Callable[[Sample], Any], lengths: list[int]) -> np.ndarray:
-    """The values that are trained on, for responses of these lengths. The first two belong to one
-    prompt."""
+    """The values that a step learns from, for responses of these lengths. The first two responses
+    belong to one prompt."""
     given = [Sample("p", "", f"r{n}", False, num_tokens=size) for n, size in enumerate(lengths)]
     tokenizer: Any = None
     reward = Reward("mine", function)
@@ -262,7 +262,8 @@ def test_gdpo_learns_from_each_part_by_its_weight_and_from_the_penalty() -> None
     def parts(sample: Sample) -> dict[str, float]:
         return {"a": 1e6 * (sample.response == "r0"), "b": float(sample.response == "r1")}
 
-    # the first is better in both parts, whatever their size, but too long; the third is alone
+    # The first response is better in both parts, but too long. The parts count equally, whatever
+    # their size. The third response is alone in its group.
     assert scored_by(config, parts, [8, 2, 2]) == pytest.approx([1 + 1 - 1, -1 - 1 + 1, 0])
     assert scored_by(config, parts, [2, 2, 8]) == pytest.approx([2, -2, 0])
 

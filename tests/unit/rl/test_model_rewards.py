@@ -1,5 +1,5 @@
-"""What a step learns from a reward model: parts, normalisation, shaping, failures. The server of
-the model is in the process of the test, and the responses are known beforehand."""
+"""The values that a step learns from a reward model: parts, normalisation, shaping, failures. The
+model's server runs in the process of the test, and all responses are known beforehand."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from tests.unit.rollout.reward_server import right, score_of, served
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-OWN = "exact_match"  # the part's name: reward.name of the configuration
+OWN = "exact_match"  # the part has the name of the reward, which is reward.name
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer without a template."""
+    """A folder with a tokenizer that has no chat template."""
     path = tmp_path_factory.mktemp("tokenizer")
     write_character_tokenizer(path, ["prompt 0123456789ABCDEFGHIJKLMNOP"], 64, byte_fallback=False)
     return path
@@ -53,7 +53,7 @@ def learnt(
     moments: RunningMoments | None = None,
     **reward: Any,
 ) -> Experience:
-    """A step; from the same prompts and responses each time."""
+    """A step with the same prompts and responses in each call."""
     model = {"url": url, "tokenizer": str(folder), "normalize": normalize}
     section = {"retries": 0, "model": model, **reward}
     found = collector(function, reward=section, objective=objective or {})
@@ -63,11 +63,11 @@ def learnt(
 
 
 def raw(folder: Path, step: Experience) -> np.ndarray:
-    """The scores of a step's responses, [num_sequences]."""
+    """The raw scores of the responses of a step, [num_sequences]."""
     tokenizer, scores = load_tokenizer(folder), []
     for row, sample in enumerate(step.group.sample_index.tolist()):
         number = int(step.group.group_index[row])
-        length = sample % 4 + 1 - (sample % 4 < 3)  # without the end-of-sequence token
+        length = sample % 4 + 1 - (sample % 4 < 3)  # the tokens without the end-of-sequence token
         text = f"prompt {number}" + chr(65 + sample) * length
         scores.append(score_of([*tokenizer.encode(text), tokenizer.eos_id]))
     return np.array(scores)
@@ -180,7 +180,7 @@ def test_a_suite_has_a_model_of_its_own_beside_a_run_without_one(folder: Path, u
 
 def test_a_call_that_fails_for_good_costs_its_group(folder: Path) -> None:
     def answer(given: dict[str, Any]) -> Any:
-        if len(given["input"]) == 1:  # the last response of the last group
+        if len(given["input"]) == 1:  # this call has only the last response of the last group
             raise ConnectionAbortedError
         return right(given)
 

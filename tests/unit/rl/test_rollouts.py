@@ -1,4 +1,4 @@
-"""The responses that a step learns from, on one rank, with an engine whose responses are known."""
+"""The responses that a step on one rank learns from. The engine's responses are known."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SAMPLING = Sampling(max_tokens=LONGEST)
 
 
 class Tokenizer:
-    """Token 65 is "A", and so on."""
+    """A tokenizer in which token 65 is "A", and so on."""
 
     eos_ids, eos_id = (0, EOS), EOS
 
@@ -47,7 +47,7 @@ class Tokenizer:
 
 
 class Engine:
-    """Sample n has n % 4 + 1 tokens. With 4 it is truncated."""
+    """An engine whose response n has n % 4 + 1 tokens. A response of 4 tokens is truncated."""
 
     def __init__(self) -> None:
         self.samples: list[int] = []
@@ -82,8 +82,8 @@ class Engine:
 
 
 class Prompts:
-    """Prompts 0, 1, 2, ..., which calls take in turn. All responses to those in `flat` are
-    equal."""
+    """The prompts 0, 1, 2, .... Each call returns the next ones. All responses to a prompt in
+    `flat` get the same reward."""
 
     def __init__(self, *flat: int) -> None:
         self.flat, self.drawn = flat, 0
@@ -155,7 +155,7 @@ def test_noise_on_the_routers_is_of_a_step_and_not_of_a_suite() -> None:
 
 
 class Talk:
-    """Two turns. In the episode of the second prompt nothing happens."""
+    """An environment with two turns. It fails at once for a prompt of `flat`."""
 
     async def rollout(self, client: Client, task: Prompt) -> None:
         if task.answer == "flat":
@@ -165,7 +165,7 @@ class Talk:
 
 
 def test_each_turn_has_random_numbers_of_its_own() -> None:
-    """A single turn has the random numbers of a first turn."""
+    """The first turn has the random numbers of a response without an environment."""
     engine, tokenizer = Engine(), cast(Any, Tokenizer())
     runner = EpisodeRunner(cast(Any, Talk()), tokenizer, EpisodeLimits(2, 20))
     batched = MegatronRollouts(cast(Any, engine), runner, torch.device("cpu"))
@@ -173,11 +173,12 @@ def test_each_turn_has_random_numbers_of_its_own() -> None:
     prompts[0] = replace(prompts[0], token_ids=(5,))
     found = batched.share(batched.generate({2: prompts[1], 1: prompts[0]}, GROUP, SAMPLING, seed=7))
     assert engine.seeds == [7, 7 + 2**56]
-    assert engine.samples == [4, 5, 4, 5]  # the samples of the prompt whose episodes have turns
+    # two samples of the prompt that does not fail, in two turns
+    assert engine.samples == [4, 5, 4, 5]
     assert found.sample_index.tolist() == [4, 5, 2, 3]
     assert found.truncated.tolist() == [False, False, True, True]
-    # turns of 1 and 2 tokens with an "A" in between; the other group has failed before its first
-    # turn
+    # The turns have 1 and 2 tokens, with an "A" between them. The other group failed before its
+    # first turn.
     assert found.response_lengths.tolist() == [1 + 1 + 1, 2 + 1 + 2, 1, 1]
     assert found.sampled.tolist() == [
         *(True, False, True), *(True, True, False, True, True), False, False
@@ -247,7 +248,7 @@ def test_groups_without_spread_make_room_for_further_prompts() -> None:
     assert batch.rollout_logprobs.tolist() == [
         -s - 0.5 for s in (2, 3, 6, 7, 10, 11) for _ in range(s % 4 + 1)
     ]
-    # the metrics are those of all responses
+    # All responses count in the metrics, also those of dropped groups.
     rewards = [1.0, 1.0, 3 / 8, 4 / 8] * 3
     assert experience.metrics["reward/mean"] == pytest.approx(sum(rewards) / 12)
     assert experience.metrics["reward/std"] == pytest.approx(statistics.pstdev(rewards))
@@ -284,7 +285,8 @@ def test_written_samples_are_the_first_of_all_and_as_the_reward_has_them() -> No
 def test_shaped_rewards_are_trained_on_and_the_others_logged() -> None:
     sections = {"reward": {"scale": 2.0, "clip": 0.5, "overlong_buffer": 2}}
     experience = collected(Prompts(1), **sections)
-    # 1/8, 2/8, 1, 1, 1/8, 2/8 are doubled, limited to 0.5, and lose 0.5 for 3 tokens and 1 for 4
+    # The rewards 1/8, 2/8, 1, 1, 1/8, 2/8 are doubled and limited to 0.5. A response of 3 tokens
+    # then loses 0.5, and one of 4 tokens loses 1.
     assert experience.scores.shaped.tolist() == [0.25, 0.5, 0, -0.5, 0.25, 0.5]
     assert experience.metrics["reward/mean"] == pytest.approx(2.75 / 6)
     assert experience.metrics["reward/shaped_mean"] == pytest.approx(1 / 6)
@@ -299,8 +301,8 @@ def test_a_spread_that_clipping_takes_away_is_none() -> None:
 
 
 def in_turns(sample: Sample) -> TurnRewards:
-    """One turn for every two tokens, with its number as the reward; in flat groups the rewards are
-    equal."""
+    """A turn has two tokens, and its number is its reward. Prompts in `flat` have turns of reward
+    0."""
     ends = [*range(2, sample.num_tokens, 2), sample.num_tokens]
     worth = 0.0 if sample.answer == "flat" else 1.0
     return TurnRewards([worth * (n + 1) for n in range(len(ends))], ends)
@@ -311,7 +313,7 @@ TOKENS = {"name": "gspo_token"}
 
 @pytest.mark.parametrize("scale", [1.0, 2.0])
 def test_the_sum_of_its_turns_is_a_responses_reward(scale: float) -> None:
-    """The first token is a turn, and the others are one turn."""
+    """The first token is one turn, and all others are a second turn."""
 
     def first_and_rest(sample: Sample) -> TurnRewards:
         if sample.num_tokens == 1:
@@ -333,7 +335,8 @@ def test_the_sum_of_its_turns_is_a_responses_reward(scale: float) -> None:
         ([0.5, 3, 0.5, 5], [1, 2, 1, 3]),
         ([2, 0.5, 3], [1, 1, 1]),
     ):
-        mean, std = statistics.mean(turns), statistics.stdev(turns)  # any scale gives the same
+        # the scale does not change this
+        mean, std = statistics.mean(turns), statistics.stdev(turns)
         expected += [(r - mean) / std for r, n in zip(turns, tokens, strict=True) for _ in range(n)]
     found = token_advantages(experience, objective=TOKENS)
     assert found.dtype == torch.float32
@@ -341,7 +344,8 @@ def test_the_sum_of_its_turns_is_a_responses_reward(scale: float) -> None:
 
 
 def test_advantages_of_tokens_go_with_the_groups_that_are_kept() -> None:
-    """Even prompts get one turn with reward 1, odd ones two such turns."""
+    """Responses to even prompts have one turn of reward 1. Those to odd prompts have two such
+    turns."""
 
     def reward(sample: Sample) -> TurnRewards:
         halves = in_turns(sample)
@@ -372,7 +376,7 @@ def test_rewards_of_turns_with_an_objective_of_sequences() -> None:
 
 
 def accuracy_of(share: float, count: int) -> dict[str, object]:
-    """The accuracy over so many prompts, with its interval."""
+    """The accuracy over `count` prompts, with its interval."""
     interval = stats.binomtest(round(share * count), count).proportion_ci(method="wilson")
     return {
         "evaluation/accuracy": pytest.approx(share),
@@ -386,7 +390,7 @@ def test_an_evaluation_takes_the_sum_and_no_shaping() -> None:
     sections = {"reward": {"scale": 9.0, "overlong_buffer": 2}}
     found = collector(in_turns, **sections)
     metrics, _ = evaluated(found)
-    # one response for each prompt, with 1, 2 and 3 tokens: 1, 1 and 1 + 2
+    # Each prompt has one response, with 1, 2 or 3 tokens. Their rewards are 1, 1, and 1 + 2.
     assert metrics == {
         "evaluation/reward": pytest.approx(5 / 3),
         **accuracy_of(1.0, 3),
@@ -411,7 +415,7 @@ def test_a_held_out_response_is_correct_from_a_reward_on() -> None:
     assert "parts" not in responses[0] and "row_id" in responses[0]
 
 
-# --- Parts of rewards, and calls that fail --------------------------------------------------------
+# --- The parts of rewards, and calls that fail ----------------------------------------------------
 
 
 def in_parts(sample: Sample) -> dict[str, float]:
@@ -448,7 +452,7 @@ def test_reasons_of_rewards_are_written_with_the_responses() -> None:
 
 
 def failing_for(*prompts: int, since: int = 0) -> Callable[[Sample], float]:
-    """A reward that fails for these prompts, except for their first response."""
+    """A reward that fails for these prompts, except for responses of at most `since` tokens."""
 
     def reward(sample: Sample) -> float:
         if number(sample) in prompts and sample.num_tokens > since:
@@ -462,11 +466,11 @@ DROPPING = {"retries": 0, "on_failure": "drop_group"}
 
 
 def test_the_group_of_a_failed_call_is_left_out_and_counted() -> None:
-    """The second response of group 0, with two tokens, has no reward."""
+    """The reward fails for the second response of group 0, which has two tokens."""
     experience = collected(Prompts(), failing_for(0, since=1), reward=DROPPING)
     assert experience.batch.group_index.tolist() == [1, 1, 2, 2]
     assert experience.scores.shaped.tolist() == [3 / 8, 4 / 8, 1 / 8, 2 / 8]
-    rewards = [1 / 8, 3 / 8, 4 / 8, 1 / 8, 2 / 8]  # all rewards that exist
+    rewards = [1 / 8, 3 / 8, 4 / 8, 1 / 8, 2 / 8]  # the rewards of calls that did not fail
     assert experience.metrics["reward/mean"] == pytest.approx(sum(rewards) / 5)
     assert experience.metrics["reward/std"] == pytest.approx(statistics.pstdev(rewards))
     assert experience.metrics["reward/zero_spread_groups"] == 0
@@ -501,7 +505,7 @@ def test_a_step_or_evaluation_without_any_reward_ends_the_run(rollout: dict[str,
 
 
 def ended(found: Collector, *errors: str) -> Generated:
-    """Episodes of one turn. Those with a text have failed."""
+    """Episodes of one turn. An episode with an error text has failed."""
     generated = found.source.generate({0: Prompts()[0]}, len(errors), SAMPLING, 1)
     client = Client(
         Prompts()[0], EpisodeLimits(1, LONGEST), cast(Any, Tokenizer()), cast(Any, None)

@@ -1,4 +1,4 @@
-"""The parts of a run, built from a configuration and its input files."""
+"""The parts of a run that are built from a configuration and its input files."""
 
 from __future__ import annotations
 
@@ -54,13 +54,14 @@ def test_the_schedule_counts_updates_and_responses_end_at_all_end_tokens_and_sto
         )
     finally:
         stop_processes()
-    # names that nothing reads are not among the values that the run used
+    # A name that nothing reads appears as a comment, not as a value of the run.
     resolved = (tmp_path / "run" / "config.resolved.yaml").read_text()
     assert "  # name: not read; the environment gives the rewards\n" in resolved
     assert "  # name: not read; environment.import_path replaces it\n" in resolved
     assert "single_turn" not in resolved and "exact_match" not in resolved
-    assert schedule.lr_warmup_steps == 3 * 2  # it counts updates, the configuration counts steps
-    # <|doc|> is special; <sep> is a token, too, but one of text
+    # the schedule counts updates, and the configuration counts steps
+    assert schedule.lr_warmup_steps == 3 * 2
+    # <|doc|> is a special token. <sep> is a token of text, so it ends no response.
     assert end_ids.tolist() == [tokenizer.eos_id, 7, tokenizer.symbol_id("<|doc|>")]
     document, separator = (tokenizer.symbol_id(symbol) for symbol in ("<|doc|>", "<sep>"))
     plain, mixed = found

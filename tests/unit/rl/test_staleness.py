@@ -1,5 +1,5 @@
-"""Responses of servers as a step gets them from the store: the ages of tokens, what is learnt from,
-and the metrics. The expected values were counted by hand."""
+"""The responses of servers that a step reads from the store: the ages of tokens, the tokens that
+are learnt from, and metrics. The expected values were counted by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from tests.unit.models.one_rank import tiny_config, tiny_policy
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-VERSION, AHEAD = 7, 3  # the version of the weights now, and how many versions older a token may be
+# the current version of the weights, and the largest age of a token in versions
+VERSION, AHEAD = 7, 3
 DRAW = RolloutRequest(
     "step_00000008_0", "data.prompts", [0, 1], 0, 2, Sampling(9), 1, VERSION - AHEAD
 )
@@ -41,9 +42,12 @@ class Tokenizer:
 
 @dataclass(frozen=True)
 class Row:
-    """kinds: p for a prompt's token, R for one that the policy wrote, r for one between its turns;
-    ages: of each token that is not of a prompt; lost: numbers of tokens whose experts the server
-    did not return."""
+    """One sequence.
+
+    kinds: p is a token of a prompt, R is one that the policy wrote, r is one between turns. ages:
+    the age of each token outside of prompts. lost: numbers of tokens for which the server returned
+    no experts.
+    """
 
     kinds: str
     ages: str
@@ -54,14 +58,14 @@ class Row:
         return self.kinds.replace("p", "")
 
 
-# Two groups of two. The policy wrote 14 tokens, by age: 5 of 0, 3 of 1, 2 of 2, 4 of 3. Tokens
-# between turns have the age of the turn that follows, and are not counted.
+# Two groups of two responses. The policy wrote 14 tokens: 5 of age 0, 3 of age 1, 2 of age 2, 4 of
+# age 3. Tokens between turns have the age of the next turn, and are not counted.
 EPISODES = [
     [Row("ppRRrrRRpR", "0033330"), Row("pRRR", "012", lost=(1,))],
-    # one branch of two turns; three branches
+    # one branch with two turns; three branches
     [Row("pRrrrR", "13333"), Row("pRppRRprR", "13022", lost=(4, 7))],
 ]
-# The same without tokens between turns.
+# Two groups without tokens between turns.
 SINGLE = [[Row("ppRRR", "330"), Row("pR", "2")], [Row("pRR", "10")] * 2]
 
 
@@ -101,8 +105,8 @@ def write(folder: Path, groups: list[list[Row]], *, episodes: bool, routes: bool
 
 
 def experts(sequence: Row) -> np.ndarray:
-    """The experts [tokens, layers, k]. The last token of each branch has none, because it was never
-    fed."""
+    """The experts [tokens, layers, k]. The last token of a branch has none, because it was never an
+    input."""
     found = np.ones((len(sequence.kinds), LAYERS, TOP_K), np.uint8)
     found[list(sequence.lost)] = 0
     found[[n for n in range(len(found)) if sequence.kinds[n : n + 2] in ("Rp", "R", "r")]] = 0
@@ -117,7 +121,7 @@ def read(
     episodes: bool = True,
     routes: bool = False,
 ) -> tuple[RolloutShare, dict[str, float], ServedRollouts]:
-    """The data of a step from these groups, and its metrics."""
+    """The data that a step reads for these groups, and its metrics."""
     write(folder, groups, episodes=episodes, routes=routes)
     config = tiny_config(
         rollout={"engine": "vllm", "max_staleness": AHEAD, "vllm": {"servers": 1}},
@@ -151,7 +155,7 @@ def test_ages_of_episodes_are_those_of_what_the_policy_wrote(tmp_path: Path) -> 
         "max": 3,
         "tokens_older_than_1": pytest.approx(6 / 14),
     }
-    # without a bound, all tokens of the policy are learnt from
+    # Without a bound of the age, a step learns from all tokens of the policy.
     assert drawn.group.learnt is not None
     assert drawn.group.learnt.tolist() == drawn.group.sampled.tolist()
 
@@ -167,7 +171,7 @@ def test_tokens_of_episodes_beyond_the_bound_are_left_out(
     wanted = [kind == "R" and int(age) <= bound for kind, age in zip(kinds, ages, strict=True)]
     assert drawn.group.learnt is not None
     assert drawn.group.learnt.tolist() == wanted and sum(wanted) == 14 - masked
-    # the mask of the policy's tokens is kept, because turns are counted by it
+    # The mask of the policy's tokens stays as it is, because turns are counted with it.
     assert drawn.group.sampled is not None and int(drawn.group.sampled.sum()) == 14
 
 
@@ -181,7 +185,7 @@ def test_ages_of_single_turns_are_those_of_all_tokens(tmp_path: Path) -> None:
         "mean": 10 / 8,
         "max": 3,
         "tokens_older_than_1": 3 / 8,
-        "masked": 2 / 8,  # tokens of age 2 are within the bound
+        "masked": 2 / 8,  # a token of age 2 is within the bound
     }
 
 
@@ -198,7 +202,8 @@ def test_turns_and_branches_of_episodes_are_counted(tmp_path: Path) -> None:
 
 
 def test_missing_experts_are_counted_beside_the_last_token_of_each_branch(tmp_path: Path) -> None:
-    """The 29 tokens belong to seven branches. The server left three other tokens out."""
+    """The 29 tokens are in seven branches, whose last tokens have no experts. The server left out
+    three more."""
     _, _, source = read(tmp_path, EPISODES, routes=True)
     assert sum(len(each.kinds) for group in EPISODES for each in group) == 29
     assert (source.counted["missing_routes"], source.counted["routes"]) == (3, 29 - 7)

@@ -1,4 +1,4 @@
-"""Files that some data ranks wrote, read by another number of them."""
+"""Files that some data-parallel ranks wrote, read by another number of ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ TOP_K = 2
 
 
 def a_group(groups: list[list[int]], *, with_turns: bool, with_routes: bool) -> RolloutGroup:
-    """3 responses for each of these, one data rank after the other, with all columns."""
+    """A group of 3 responses for each of these numbers, with all columns. `groups` has the numbers
+    of each data-parallel rank."""
     draws = np.random.default_rng(len(groups))
     samples = np.array([3 * number + n for own in groups for number in own for n in range(3)])
     count = len(samples)
@@ -53,7 +54,7 @@ def a_group(groups: list[list[int]], *, with_turns: bool, with_routes: bool) -> 
 
 
 def write(folder: Path, whole: RolloutGroup, groups: list[list[int]]) -> None:
-    """Write the files of `len(groups)` data ranks, each with some of the groups."""
+    """Write the files of `len(groups)` data-parallel ranks, each with its groups."""
     for data_rank, own in enumerate(groups):
         share = whole.of_prompts(own)
         for stage, layers in LAYERS.items():
@@ -67,7 +68,7 @@ def write(folder: Path, whole: RolloutGroup, groups: list[list[int]]) -> None:
 def assert_same(found: RolloutGroup, expected: RolloutGroup) -> None:
     for name in COLUMNS:
         one, other = getattr(found, name), getattr(expected, name)
-        # these two are sums over all that were read
+        # These two are sums over everything that was read.
         if name not in ("failed_calls", "reward_seconds"):
             assert type(one) is type(other), name
             np.testing.assert_equal(one, other, name)
@@ -80,7 +81,8 @@ def assert_same(found: RolloutGroup, expected: RolloutGroup) -> None:
     [
         ([[0, 1, 2, 3, 4, 5, 6]], False, True),
         ([[0, 2, 4, 6], [1, 3, 5]], True, True),
-        # what dynamic sampling may leave: gaps, unequal numbers, a rank without groups
+        # After dynamic sampling: numbers with gaps, ranks with different numbers of groups, a rank
+        # without groups.
         ([[0, 9], [], [5, 8, 11]], True, True),
         ([[3, 6, 15], [1], [2, 5]], False, False),
     ],
@@ -92,7 +94,7 @@ def test_every_sequence_comes_back_once_to_the_rank_of_its_group(
     write(tmp_path, whole, groups)
     for rank in range(size):
         mine = [number for own in groups for number in own if number % size == rank]
-        found = read_share(tmp_path, rank, size, lambda: [3, 1])  # layers, of two stages
+        found = read_share(tmp_path, rank, size, lambda: [3, 1])  # layers of two stages
         assert_same(found, whole.of_prompts(mine).of_layers([3, 1]))
 
 
@@ -111,8 +113,7 @@ def test_a_layer_that_nobody_recorded_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("with_turns", [True, False])
 def test_files_of_the_version_before_are_read(tmp_path: Path, with_turns: bool) -> None:
-    """They have token ids of 64 bits, the columns of a batch, and only those values of the reward
-    that are trained on."""
+    """Such files have 64-bit token ids, fewer columns, and only the rewards that are trained on."""
     groups = [[0, 2], [1]]
     whole = a_group(groups, with_turns=with_turns, with_routes=True)
     write(tmp_path, whole, groups)

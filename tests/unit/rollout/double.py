@@ -1,8 +1,8 @@
-"""A program that answers like a vLLM server. It also makes errors on demand that vLLM cannot be
-made to make.
+"""A program that answers like a vLLM server. On demand, it also makes errors that cannot be
+provoked in vLLM.
 
-Its model is a formula: a greedy token is a function of all tokens before it, and its log-prob is a
-function of the token and the weights' version.
+Its model is a formula. A greedy token is a function of all tokens before it. The log-prob of a
+token is a function of the token and of the weights' version.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CONFIG: Mapping[str, Any] = FAMILIES["qwen3_moe"].config(
     VOCABULARY,
 )  # type: ignore[assignment]
 
-# Takes a request and the answer to it; returns the answer to give instead.
+# Gets a request and the right answer, and returns the answer to give instead.
 Fault = Callable[[web.Request, Any], Awaitable[web.StreamResponse]]
 
 
@@ -53,7 +53,8 @@ def logprob(token: int, version: str) -> float:
 
 
 def experts(tokens: Sequence[int]) -> np.ndarray:
-    """The experts [tokens, LAYERS, TOP_K] of each token. Those of layer 0 have no meaning."""
+    """The experts [tokens, LAYERS, TOP_K] of each token. Layer 0 has no experts, so its values have
+    no meaning."""
     first = (np.array(tokens)[:, None] + np.arange(LAYERS)) % EXPERTS
     chosen = np.stack([first, (first + 3) % EXPERTS], -1)
     chosen[:, 0] = 99
@@ -61,14 +62,14 @@ def experts(tokens: Sequence[int]) -> np.ndarray:
 
 
 def encoded(array: np.ndarray) -> str:
-    """The encoding that vLLM sends."""
+    """The array in the encoding that vLLM sends."""
     buffer = io.BytesIO()
     np.save(buffer, array)
     return base64.b64encode(buffer.getvalue()).decode()
 
 
 def weights(folder: Path, version: int) -> Weights:
-    """The weights that the trainer sends. A server has version n after loading this folder."""
+    """The weights of the trainer. A server that loads this folder has version n."""
     place = folder / f"version_{version}"
     place.mkdir(exist_ok=True)
     (place / "config.json").write_text(json.dumps(CONFIG))
@@ -83,17 +84,18 @@ def _version(folder: str) -> str:
 
 
 class Double:
-    """One server. faults: by path; a test may change them while the server runs."""
+    """One server. `faults` has a fault for some paths, and may change while the server runs."""
 
-    gives_parts = False  # whether the real middleware is in front of it
+    gives_parts = False  # whether the package's middleware is in front of the server
 
     def __init__(self) -> None:
         self.faults: dict[str, Fault] = {}
         self.calls: Counter[str] = Counter()
-        self.running = self.drawn = 0  # requests in progress, and tokens so far
-        self.names: list[str] = []  # names of requests, in their order; a probe has none
-        self.counts: dict[str, int] | None = None  # tokens of requests in progress, by their names
-        self.loaded, self.named = "0", "default"  # versions
+        self.running = self.drawn = 0  # requests in progress, and all tokens so far
+        self.names: list[str] = []  # the names of requests in order; a probe has no name
+        self.counts: dict[str, int] | None = None  # the tokens of requests in progress, by name
+        # the versions of the loaded weights and of their name
+        self.loaded, self.named = "0", "default"
         self.model = {
             "logprobs_mode": "processed_logprobs",
             "enable_return_routed_experts": True,
@@ -105,8 +107,8 @@ class Double:
             "world_size": 1,
             "data_parallel_size": 1,
         }
-        self.sequences = 256  # the number that it works on at a time
-        self.paths = set(_PATHS)  # paths that only some servers have
+        self.sequences = 256  # the number of requests that it processes at the same time
+        self.paths = set(_PATHS)  # the paths that this server has
         self.url = ""
         self.connections: list[Any] = []
         self.front_faults: dict[str, Fault] = {}  # faults of the middleware's own routes
@@ -124,7 +126,7 @@ class Double:
                 yield self
 
     def hang_up(self) -> None:
-        """End the connections of the middleware's own routes, as a killed server does."""
+        """End the connections to the middleware's own routes, as if the server was killed."""
         for connection in self.connections:
             connection.abort()
 
@@ -177,7 +179,7 @@ class Double:
         }.get(path, {})
 
     def _calls(self, method: str, arguments: Mapping[str, Any]) -> Any:
-        """The result of its only worker."""
+        """The result of the server's only worker."""
         if method == "reload_weights":
             self.loaded = _version(arguments["weights_path"])
         if method == "response_tokens" and self.counts is not None:
@@ -203,7 +205,7 @@ class Double:
 
 @contextlib.asynccontextmanager
 async def _site(handler: Any) -> AsyncIterator[str]:
-    """The URL of a server."""
+    """Run a server. Yields its URL."""
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", handler)
     runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
@@ -216,7 +218,8 @@ async def _site(handler: Any) -> AsyncIterator[str]:
 
 
 def _forward(session: ClientSession, url: str) -> Any:
-    """An ASGI application that forwards to another server. A client that leaves one leaves both."""
+    """An ASGI application that forwards requests to another server. If the client leaves, the
+    forwarded request ends, too."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         body = (await receive())["body"]
@@ -275,7 +278,7 @@ async def drops(request: web.Request, _: Any) -> web.StreamResponse:
 
 
 async def ends_early(request: web.Request, answer: Any) -> web.StreamResponse:
-    """End the connection in the middle of an answer."""
+    """End the connection in the middle of the answer."""
     text = json.dumps(answer).encode()
     response = web.StreamResponse(headers={"Content-Length": str(len(text))})
     await response.prepare(request)
@@ -286,13 +289,13 @@ async def ends_early(request: web.Request, answer: Any) -> web.StreamResponse:
 
 
 async def cut(_: web.Request, answer: Any) -> web.StreamResponse:
-    """Send half of the JSON as if it were all."""
+    """Send half of the JSON text as if it were complete."""
     text = json.dumps(answer)
     return web.Response(text=text[: len(text) // 2], content_type="application/json")
 
 
 def choice_with(**changes: Any) -> Fault:
-    """Other values in a response. Functions get the right value."""
+    """Replace values in a response. A function gets the right value and returns another one."""
 
     async def fault(request: web.Request, answer: Any) -> web.StreamResponse:
         [choice] = answer["choices"]
@@ -303,7 +306,7 @@ def choice_with(**changes: Any) -> Fault:
 
 
 def routes_with(change: Callable[[np.ndarray], np.ndarray]) -> Fault:
-    """Another table of experts."""
+    """Replace the table of experts."""
     return choice_with(routed_experts=lambda text: encoded(change(decoded(text))))
 
 

@@ -1,4 +1,4 @@
-"""A reward model's server in the process of a test: it answers as vLLM does. tests/vllm asks a real
+"""A reward model's server in the process of the test. It answers like vLLM; tests/vllm uses a real
 one."""
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def right(given: dict[str, Any]) -> dict[str, Any]:
 def served(
     answer: Answer, tokens: list[int], keys: list[str | None] | None = None, longest: int = 4096
 ) -> Generator[str]:
-    """Serve, and give the URL. What `answer` raises is an error 500; ConnectionAbortedError ends
-    the connection, and TimeoutError is no answer at all. tokens: the answer to the probe of the
-    tokenizer; keys: gets the keys of requests."""
+    """Serve a reward model, and yield its URL. An error in `answer` becomes status 500, except that
+    ConnectionAbortedError closes the connection, and TimeoutError gives no answer. tokens: the
+    answer to the probe of the tokenizer. keys: collects the keys of requests."""
 
     async def models(_: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "scorer", "max_model_len": longest}]})
@@ -56,7 +56,7 @@ def served(
         except TimeoutError:
             await asyncio.sleep(3600)
             raise
-        except ConnectionAbortedError:  # as where the server is killed
+        except ConnectionAbortedError:  # as if the server was killed
             assert request.transport is not None
             request.transport.abort()
             raise
@@ -66,7 +66,7 @@ def served(
     application.router.add_post("/tokenize", tokenize)
     application.router.add_post("/classify", classify)
     started = threading.Event()
-    found: list[Any] = []  # the event loop, what ends it, and the port
+    found: list[Any] = []  # the event loop, the event that ends it, and the port
 
     async def serve() -> None:
         runner, ended = web.AppRunner(application, shutdown_timeout=0.1), asyncio.Event()

@@ -1,4 +1,4 @@
-"""Adapters on servers: a name for each version, the check of an adapter, and which names are
+"""Adapters on servers: each version has a name, each adapter is checked, and old names are
 removed."""
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ def test_each_version_has_a_name_and_goes_after_its_last_request() -> None:
         ("generate", "policy-6"),
         ("unload", "policy-4"),
     ]
-    # the base is checked at the server's start, and compared with its own folder
+    # The base is checked once, when the server starts, by a comparison with its own folder.
     assert [folder for kind, folder in client.calls if kind == "sums"] == [None, "/models/base"]
-    # it ended with the adapter that it began with
+    # The response ended with the adapter with which it began.
     assert late.version == 4 and not late.is_taken_back
 
 
@@ -123,7 +123,8 @@ def test_each_version_has_a_name_and_goes_after_its_last_request() -> None:
     "left", [{"layers.0.self_attn.q_proj": 2.0}, PARTS | {"layers.0.mlp.gate": 0.0}]
 )
 def test_parts_that_a_server_drops_are_named(left: dict[str, float]) -> None:
-    """All log-probs agree, as at the start, when every B is zero."""
+    """At the start of a run every B is zero, so the log-probs agree even if the server drops a
+    part."""
     fleet, server = a_server(Recorded(loaded=left))
     weights = Weights(0, "/weights/0", CHECK)
 
@@ -170,13 +171,14 @@ def test_a_part_of_a_group_names_its_model() -> None:
     for model in (None, "policy-3"):
         body = part_request(*arguments, routes=False, salt=None, model=model)
         assert _Part.read(body).model == model
-        # earlier versions of the middleware do not read such a field
+        # Without an adapter the body must not have this field, which earlier versions of the
+        # middleware lack.
         assert (b"policy-3" in _Part.read(body).request(0)) == (b'"model"' in body) == bool(model)
 
 
 def test_the_parts_of_a_loaded_adapter_are_those_that_layers_compute_with() -> None:
-    """The form of vLLM 0.30: padded, several matrices in one layer, and the head as one tensor. The
-    test with a real server has real ones."""
+    """The tensors have the form of vLLM 0.30: padded, several matrices in one layer, and the head
+    as one tensor. The test with a real server has real tensors."""
 
     @dataclass
     class Layer:
@@ -190,7 +192,7 @@ def test_the_parts_of_a_loaded_adapter_are_those_that_layers_compute_with() -> N
     slot = torch.zeros(3, 1, 8, 5)
     q, k, head = slot.clone(), slot.clone(), slot.clone()
     q[1, 0, :2], k[1, 0, :2], head[1, 0, 0] = 1.0, 2.0, 3.0
-    q[0] = 9.0  # from an earlier version
+    q[0] = 9.0  # left from an earlier version
     gate, down = torch.ones(3, 4, 8, 5), torch.ones(3, 4, 8, 6)
 
     @dataclass

@@ -1,5 +1,5 @@
-"""Servers on other nodes: the side of the service and that of an agent, in separate processes. The
-servers are small HTTP programs; tests/slurm starts vLLM itself."""
+"""Servers on other nodes: the rollout service and an agent, in separate processes. The servers are
+small HTTP programs; tests/slurm starts vLLM itself."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gspo_megatron.rollout.vllm import remote
 from gspo_megatron.rollout.vllm.remote import HeartbeatFile, Nodes, RemoteProcess
 from tests.programs import command_environment
 
-# A server that answers everything on the address that it is given.
+# A server that answers every request at its address.
 _SERVER = """
 import http.server, os, shutil, signal, socket, sys
 from pathlib import Path
@@ -53,7 +53,7 @@ NODE = "node-a"
 
 
 class Run:
-    """A run's folder, and the agent of one node."""
+    """The folder of a run, and the agent of one node."""
 
     def __init__(self, folder: Path) -> None:
         self.run_folder = folder / "run"
@@ -77,7 +77,7 @@ class Run:
         return RemoteProcess(nodes.nodes[0], number, words, {"WHO": f"server {number}"}, gpus=())
 
     def processes(self) -> list[psutil.Process]:
-        """The processes of running servers."""
+        """The processes of the servers that are running."""
         found = []
         for process in psutil.process_iter(["cmdline", "status"]):
             is_zombie = process.info["status"] == psutil.STATUS_ZOMBIE
@@ -121,7 +121,7 @@ def answer_of(url: str) -> str | None:
 
 
 async def started(server: RemoteProcess) -> str:
-    """The server's URL, when it answers there."""
+    """Wait until the server answers. Returns its URL."""
     await until(lambda: server.url and answer_of(server.url))
     return server.url
 
@@ -140,10 +140,10 @@ def test_a_server_starts_and_ends_as_the_service_says(run: Run) -> None:
             assert answer_of(urls[0]) is None and answer_of(urls[1]) == "server 1"
             again = run.server(nodes, 0)
             assert await started(again) != urls[0]
-            first.kill()  # a late message about the server before
+            first.kill()  # a late request to end the earlier server
             await asyncio.sleep(2)
             assert again.has_ended() is None and answer_of(again.url) == "server 0"
-        await until(lambda: not run.processes())  # the service has ended, and says so
+        await until(lambda: not run.processes())  # the service tells the agent that it ends
 
     asyncio.run(go())
 
@@ -189,7 +189,8 @@ def test_an_agent_that_dies_is_noticed_and_another_takes_its_place(
             await started(server)
             agent.send_signal(signal.SIGKILL)
             assert agent.wait(60) == -signal.SIGKILL
-            await until(lambda: not run.processes())  # the kernel ends them with it
+            # the kernel ends the servers when the agent dies
+            await until(lambda: not run.processes())
             await until(server.has_ended)
             assert "no sign of life from node-a for " in str(server.has_ended())
             run.start_agent()
@@ -216,9 +217,9 @@ def test_a_service_that_dies_without_a_word_is_noticed(
         kept = wanted.read_bytes()
         wishes.cancel()
         await asyncio.wait([wishes])
-        wanted.write_bytes(kept)  # the service was killed, so it could not remove the file
+        wanted.write_bytes(kept)  # a killed service could not have removed this file
         await until(lambda: not run.processes())
-        # A request of an earlier service must not start anything.
+        # An agent must not start servers for an earlier service.
         ended.set()
         await working
         late = agent_module.NodeAgent(run.folder, NODE, "127.0.0.1")
@@ -246,8 +247,8 @@ def test_clocks_do_not_matter(tmp_path: Path) -> None:
     file.read()
     HeartbeatFile(path).write({"0": {"boot": "a"}})
     file.read()
-    assert file.heard is None and file.servers  # nobody knows how old it is
-    for beat in (4e9, 1.0):  # the writer's clock is far ahead, and is then set back
+    assert file.heard is None and file.servers  # the age of the first reading is unknown
+    for beat in (4e9, 1.0):  # the writer's clock is far ahead, and is later set back
         path.write_text(json.dumps({"beat": beat, "servers": {}}))
         before = time.monotonic()
         file.read()
@@ -255,7 +256,7 @@ def test_clocks_do_not_matter(tmp_path: Path) -> None:
     heard = file.heard
     file.read()
     assert file.heard == heard
-    path.write_text('{"beat": 1')  # NFS may show it like this while it is replaced
+    path.write_text('{"beat": 1')  # NFS may show a file like this while it is replaced
     file.read()
     assert file.heard == heard
     os.unlink(path)

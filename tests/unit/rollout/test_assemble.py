@@ -1,4 +1,4 @@
-"""The assembler: all kinds of responses become one group, for both engines."""
+"""The assembler makes one group of responses of all kinds, for both engines."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response, no_rou
 from gspo_megatron.types import Prompt, RolloutBatch
 from tests.unit.rollout.double import FACTS, LAYERS, TOP_K
 
-EOS, VERSION = 2, 5  # the version of an episode that has failed before its first turn
+# the end-of-sequence token; the version of an episode that failed before its first turn
+EOS, VERSION = 2, 5
 
 
 def response(first: int, ids: np.ndarray, with_routes: bool) -> Response:
-    """A response in which the server's values of a token contain its number. The branch begins with
-    the token `first`."""
+    """A response whose values can be told by the numbers of its tokens. Its branch begins with the
+    token `first`."""
     routes = None
     if with_routes:
         experts = np.arange(first, ids[-1] + 1, dtype=np.int16)
         routes = np.broadcast_to(experts[:, None, None], (len(experts), LAYERS, TOP_K)).copy()
-        routes[-1] = 0  # it was never fed
+        routes[-1] = 0  # the last token was never an input
     cut = bool(ids[-1] % 2)
     return Response(ids.astype(np.int32), ids.astype(np.float32) / 8, cut, routes, versions=ids * 2)
 
@@ -40,8 +41,8 @@ def episode(
     failed: bool = False,
     cut: bool = False,
 ) -> Episode:
-    """branches: the tokens of the prompt, and then for each turn the tokens before it and in it.
-    Tokens are numbered."""
+    """An episode. branches: the number of tokens of the prompt, and for each turn the numbers of
+    tokens before it and in it. Tokens are consecutive numbers."""
     client = Client(Prompt("p", "a", "f:1"), EpisodeLimits(9, 99), None, None)  # type: ignore[arg-type]
     start = 100
     for prompt, turns in branches:
@@ -71,9 +72,9 @@ def no_turn(prompt_tokens: int) -> Response:
     )
 
 
-# By the way in which they end: branches, and the tokens of the sequence. p: prompt; R: written by
-# the policy; r: between its turns; x: written in an episode that has failed; .: the token that
-# stands for a turn that never began.
+# The branches of an episode, and the kinds of its tokens. p: prompt; R: written by the policy; r:
+# between turns; x: written in an episode that has failed; .: a token in place of a turn that never
+# began.
 EPISODES = {
     "of one turn": (episode([(2, [(0, 3)])]), "ppRRR"),
     "of turns": (episode([(3, [(0, 2), (1, 2), (2, 1)])]), "pppRRrRRrrR"),
@@ -101,13 +102,13 @@ def test_episodes_of_every_kind_stand_end_to_end() -> None:
     by_policy = np.isin(marks, ["R", "x"])
     assert group.sampled.tolist() == (marks == "R").tolist()
     assert group.rollout_logprobs.tolist() == np.where(by_policy, response / 8, 0).tolist()
-    # between two turns, tokens have the version of the turn that follows
+    # A token between two turns has the version of the next turn.
     follows = [int(np.flatnonzero(by_policy[n:])[0]) + n for n in range(len(marks) - 1)]
     assert group.versions.tolist() == [*(response[follows] * 2), VERSION]
     assert group.truncated.tolist() == [False, False, False, True, False, True]
     assert group.sample_index.tolist() == [*range(12, 18)] and group.number == 2
-    # a token has the experts of the turn in which it was first fed; the last one of a branch has
-    # none
+    # A token has the experts of the first turn in which it was an input. The last token of a branch
+    # has no experts.
     ends = [n for n in range(len(kinds)) if kinds[n] not in "pr" and (kinds + "p")[n + 1] == "p"]
     experts = np.where(np.isin(np.arange(len(ids)), [*ends, len(ids) - 3, len(ids) - 2]), 0, ids)
     assert (group.routes == experts[:, None, None]).all()
@@ -137,8 +138,8 @@ def test_a_single_turn_is_an_episode_of_one_turn(with_routes: bool) -> None:
 
 
 def test_each_rank_adds_the_routes_of_its_layers_by_the_places_of_the_turns() -> None:
-    """A server does the same, which returns the routes of each turn. The turns of a round belong to
-    several episodes."""
+    """The result equals that of a server, which returns the routes of each turn. Each round of the
+    engine has turns of several episodes."""
     episodes = [each for each, _ in EPISODES.values()]
     rounds: list[list[Any]] = [[], [], [], [], []]
     expected = assemble(
@@ -167,7 +168,7 @@ def test_each_rank_adds_the_routes_of_its_layers_by_the_places_of_the_turns() ->
 
 
 def batch_of(turns: list[Response]) -> RolloutBatch:
-    """A call of the engine, as far as its routes are concerned."""
+    """A call of the engine, with the columns that its routes need."""
     lengths = torch.tensor([len(turn.routes) for turn in turns])
     empty = torch.empty(0)
     responses = torch.tensor([len(turn.token_ids) for turn in turns])
@@ -178,7 +179,7 @@ def batch_of(turns: list[Response]) -> RolloutBatch:
 
 
 def test_a_rank_without_prompts_has_the_columns_of_the_others() -> None:
-    """Ranks exchange the columns one by one."""
+    """The columns must exist, because ranks exchange them one by one."""
     for has_episodes in (True, False):
         group = assemble([], [], 4, has_episodes=has_episodes)
         assert len(group.tokens) == 0 and group.tokens.dtype == np.int32

@@ -1,4 +1,4 @@
-"""The store: finished groups survive any kill, and an incomplete record does not count."""
+"""The store. Finished groups survive any kill, and an incomplete record is ignored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REQUEST = {"name": "step_00000001_0", "rows": [3, 1, 2]}
 
 
 def a_group(number: int) -> RolloutGroup:
-    """Three responses to a prompt."""
+    """A group of three responses to one prompt."""
     draws = np.random.default_rng(number)
     prompts, responses = np.full(3, number + 1), draws.integers(1, 6, 3)
     tokens = int(responses.sum()) + 3 * (number + 1)
@@ -46,7 +46,7 @@ def a_group(number: int) -> RolloutGroup:
 
 
 def written(path: Path, *numbers: int) -> list[int]:
-    """Append groups in one process. Returns the size of the file after each."""
+    """Append groups in one process. Returns the size of the file after each group."""
     file, sizes = RequestFile(path, REQUEST), []
     for number in numbers:
         file.append(a_group(number))
@@ -108,7 +108,7 @@ def test_a_damaged_record_is_named_and_those_behind_it_are_kept(
     file.close()
     assert_holds(path, 0, 1, 2)
     RequestFile(path, REQUEST).close()
-    assert capsys.readouterr().out == ""  # it exists by now
+    assert capsys.readouterr().out == ""  # the file exists already and is undamaged
 
 
 def test_with_its_request_damaged_all_of_a_draw_is_drawn_again(
@@ -143,7 +143,8 @@ def test_groups_of_an_older_form_are_drawn_again(tmp_path: Path) -> None:
 
 
 def test_groups_of_the_version_before_are_used(tmp_path: Path) -> None:
-    """A record has the bytes that this version wrote: header, names, shapes and types."""
+    """The record consists of the bytes that the earlier version wrote: header, names, shapes and
+    types."""
     path, group = tmp_path / "a.groups", a_group(0)
     columns = {
         "tokens": group.tokens.astype(np.int32),

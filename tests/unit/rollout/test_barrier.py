@@ -1,4 +1,4 @@
-"""The barrier at which the episodes of a rank wait for their next turn."""
+"""The barrier at which the episodes of a rank wait for each other's turns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.unit.environments.characters import character_tokenizer
 
 
 def turns(number: int, *ids: list[int]) -> list[MegatronTurn]:
-    """One call of the engine: for each, a prompt of one token and a turn."""
+    """The turns of one call of the engine. Each prompt has one token."""
     count = torch.arange(len(ids))
     batch = RolloutBatch(
         tokens=torch.tensor([n for turn in ids for n in (9, *turn)]),
@@ -40,7 +40,7 @@ def turns(number: int, *ids: list[int]) -> list[MegatronTurn]:
 
 
 def test_an_episode_that_gives_up_a_turn_is_waited_for() -> None:
-    """Its client has gone, and asks for something else later."""
+    """The client gives up one request and sends another one later."""
 
     async def plain(barrier: Barrier) -> Any:
         return [
@@ -88,7 +88,7 @@ def test_all_responses_to_a_prompt_wait_together() -> None:
 
 
 class Twice:
-    """An environment with two turns, and a text between them."""
+    """An environment with two turns and a text between them."""
 
     async def rollout(self, client: Client, task: Prompt) -> Trajectory:
         await client.generate()
@@ -97,7 +97,7 @@ class Twice:
 
 
 class Engine:
-    """Records the seeds with which it is called. Each turn is one token."""
+    """An engine that records the seeds of its calls. Each turn is one token."""
 
     def __init__(self) -> None:
         self.seeds: list[int] = []
@@ -127,5 +127,6 @@ def test_each_turn_of_an_episode_has_random_numbers_of_its_own(tmp_path: Path) -
     task = Prompt("a", None, "f:1", token_ids=(9,))
     generated = episodes.generate({0: task}, 2, Sampling(9), seed=7)
     assert generated.group is not None
-    assert generated.group.response_lengths.tolist() == [3, 3]  # two turns, and a token in between
+    # two turns of one token, and a token in between
+    assert generated.group.response_lengths.tolist() == [3, 3]
     assert engine.seeds[0] == 7 and len(set(engine.seeds)) == 2

@@ -1,4 +1,4 @@
-"""Requests to a server over HTTP, while connections end."""
+"""Requests to a server over HTTP, while connections are closed."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ ANSWER = {"choices": [{"token_ids": [7], "logprobs": LOGPROBS, "finish_reason": 
 
 
 def test_a_connection_that_the_server_closes_while_it_is_idle_costs_no_request() -> None:
-    """vLLM closes a connection 5 s after its last answer, even if a request is on its way. Here
-    this always happens: the next request on the connection finds its end."""
+    """vLLM closes a connection 5 s after its last answer, even if the next request is on its way.
+    The server of this test always closes the connection when the next request arrives."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
@@ -51,8 +51,8 @@ def test_a_connection_that_the_server_closes_while_it_is_idle_costs_no_request()
 def with_server(
     answer: Callable[[str], bytes | None], use: Callable[[ServerClient], Awaitable[object]]
 ) -> Counter[str]:
-    """Use a client of a server that answers each path so; None: it closes the connection without
-    an answer. Returns how often it got each path."""
+    """Call `use` with the client of a server that gives the answer for each path. If the answer is
+    None, the server closes the connection. Returns the number of requests for each path."""
     asked = Counter[str]()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -85,7 +85,7 @@ LOAD = {"seconds": 10, "forgets_prepacked": False}
 
 
 def test_a_lost_answer_is_no_reason_to_load_weights_twice() -> None:
-    """The workers may be at it still. What can be asked twice without harm is."""
+    """The workers may still be loading. Only requests that do no harm twice are repeated."""
 
     async def load(client: ServerClient) -> None:
         with pytest.raises(ServerGone, match="/collective_rpc: Server disconnected"):

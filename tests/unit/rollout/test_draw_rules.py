@@ -1,5 +1,5 @@
-"""Rules of requests: seeds, numbers, bounds and columns, without a server. A recorder takes the
-place of the servers. Its tokens show what was asked."""
+"""Rules of requests without a server: seeds, numbers, limits and columns. A recorder takes the
+place of the servers, and its tokens show the arguments that it got."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.unit.rollout.double import EXPERTS, FACTS, LAYERS, TOP_K
 
 LONGEST = 20  # the longest sequence of the servers, in tokens
 EOS = 2
-ROWS = 8  # prompts of the file; prompt n has n + 1 tokens with the value 10 + n
+ROWS = 8  # The file has 8 prompts. Prompt n has n + 1 tokens of the value 10 + n.
 GROUP = 3
 DRAW = RolloutRequest(
     name="step_00000001_0",
@@ -48,7 +48,7 @@ DRAW = RolloutRequest(
 
 
 class Tokenizer:
-    """Each token is a character."""
+    """A tokenizer in which each token is a character."""
 
     eos_id, eos_ids = EOS, (EOS,)
 
@@ -61,8 +61,8 @@ class Tokenizer:
 
 @dataclass
 class Recorder:
-    """Takes requests like the fleet of servers. Its responses have at most `length` tokens, and are
-    cut off if more would follow."""
+    """Takes requests in place of the fleet of servers. A response has at most `length` tokens, and
+    is cut off if the limit is smaller."""
 
     length: int = 4
     with_routes: bool = False
@@ -101,7 +101,7 @@ class Recorder:
 
 
 class Unscored:
-    """A scorer that keeps groups as they are, with the episodes' outcomes."""
+    """A scorer that leaves groups unscored, and collects their episodes."""
 
     def __init__(self) -> None:
         self.episodes: list[Episode] = []
@@ -125,7 +125,7 @@ def drawn(
     environment: Any = None,
     limits: EpisodeLimits | None = None,
 ) -> tuple[list[dict[int, RolloutGroup]], list[Episode]]:
-    """The groups of these requests, by number, and their episodes."""
+    """The groups of these requests by number, and their episodes."""
     prompts = [Prompt("p", "", f"f:{n}", {}, (10 + n,) * (n + 1)) for n in range(ROWS)]
     runner = None
     if environment is not None:
@@ -149,7 +149,7 @@ def drawn(
 
 
 class Talk:
-    """Three turns with "x" between them."""
+    """An environment with three turns and "x" between them."""
 
     async def rollout(self, client: Client, task: Prompt) -> None:
         await client.generate(max_tokens=2)
@@ -174,7 +174,7 @@ def test_a_seed_is_of_the_draw_and_the_sample(tmp_path: Path) -> None:
 def test_each_turn_has_a_seed_of_its_own(tmp_path: Path) -> None:
     pool = Recorder()
     drawn(tmp_path, pool, DRAW, environment=Talk())
-    turns = [(), (1,), (2,)]  # the first one has the seed of a response with a single turn
+    turns = [(), (1,), (2,)]  # the first turn has the seed of a response without an environment
     wanted = [(DRAW.seed, sample, *turn) for sample in range(9) for turn in turns]
     assert sorted(pool.seeds()) == sorted(wanted)
 
@@ -203,7 +203,7 @@ def test_a_draw_asks_with_its_version_and_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("environment", [None, Talk()])
 def test_a_refill_goes_on_with_the_numbers_of_the_step(tmp_path: Path, environment: Any) -> None:
-    """Its rows are its own. Its groups and samples have the numbers after those of the step's
+    """The refill has rows of its own. Its groups and samples are numbered after those of the step's
     earlier requests."""
     refill = replace(DRAW, name="step_00000001_1", first=3, rows=[6, 1])
     pool = Recorder()
@@ -221,8 +221,8 @@ def test_a_refill_goes_on_with_the_numbers_of_the_step(tmp_path: Path, environme
 
 
 def test_a_response_has_the_room_that_the_servers_have(tmp_path: Path) -> None:
-    """A prompt that is nearly as long as their longest sequence leaves fewer tokens than the
-    configuration allows."""
+    """The longest sequence of the servers is a second limit. After a long prompt it leaves fewer
+    tokens than the configuration allows."""
     draw = replace(DRAW, rows=[0, 7], sampling=Sampling(max_tokens=15, temperature=0.5))
     pool = Recorder()
     drawn(tmp_path, pool, draw)
@@ -234,7 +234,8 @@ def test_a_response_has_the_room_that_the_servers_have(tmp_path: Path) -> None:
 
 
 def test_a_late_turn_has_the_room_that_is_left(tmp_path: Path) -> None:
-    """The limits of the configuration are wider than the servers' longest sequence."""
+    """Here only the servers' longest sequence is a limit, because the limits of the configuration
+    are wider."""
 
     class Long:
         async def rollout(self, client: Client, task: Prompt) -> None:
@@ -252,24 +253,24 @@ def test_a_late_turn_has_the_room_that_is_left(tmp_path: Path) -> None:
 
 
 class Ends:
-    """An environment that ends in one of the possible ways, depending on the number of the prompt's
-    tokens."""
+    """An environment whose end depends on the number of tokens in the prompt."""
 
     async def rollout(self, client: Client, task: Prompt) -> Trajectory | None:
         kind = len(task.token_ids)
-        if kind == 1:  # its own limit of a turn cuts off the last turn, not a limit of the episode
+        # the environment's own limit cuts off the turn, which is no limit of the episode
+        if kind == 1:
             await client.generate(max_tokens=2)
-        elif kind == 2:  # the last turn is whole, and there is no room for another one
+        elif kind == 2:  # the last turn is complete, and the episode has no room for another turn
             await client.generate()
             await client.generate(text="x" * 4)
             await client.generate(text="x" * 9)
-        elif kind == 3:  # as the second, but the environment accepts it
+        elif kind == 3:  # as before, but the environment handles the limit
             await client.generate()
             try:
                 await client.generate(text="x" * 30)
             except LimitReached:
                 return Trajectory(reward=1.0)
-        elif kind == 4:  # the episode's limit cuts off the last turn
+        elif kind == 4:  # the limit of the episode cuts off the last turn
             await client.generate()
             await client.generate(text="x" * 6)
         else:
@@ -298,7 +299,8 @@ class Fails:
 def test_an_episode_without_a_turn_has_a_row_of_routes_for_each_token(
     tmp_path: Path, temperature: float
 ) -> None:
-    """Groups with and without such episodes are joined, so all columns must fit the tokens."""
+    """Groups with and without such episodes are joined, so the columns of all of them must fit
+    their tokens."""
     pool = Recorder(with_routes=temperature > 0)
     pool.settings = replace(pool.settings, needs=replace(pool.settings.needs, with_routes=True))
     draw = replace(DRAW, rows=[0, 5], sampling=Sampling(6, temperature=temperature))
@@ -322,7 +324,7 @@ def test_an_episode_without_a_turn_has_a_row_of_routes_for_each_token(
 
 
 def test_status_counts_groups_and_tokens(tmp_path: Path) -> None:
-    """Rank 0 shows this while it waits."""
+    """Rank 0 shows these numbers while it waits."""
     recorder: Any = Recorder()
     scorers: Any = Unscored()
     prompts = [Prompt("p", "", f"f:{n}", {}, (10 + n,) * (n + 1)) for n in range(ROWS)]
@@ -341,13 +343,14 @@ def test_status_counts_groups_and_tokens(tmp_path: Path) -> None:
 
 
 def test_a_draw_begins_again_where_it_failed_or_asks_for_something_else(tmp_path: Path) -> None:
-    """Finished groups count only if they belong to the same request."""
+    """A group that is finished is used only by the same request."""
 
     class Refusing(Recorder):
         refuses = True
 
         async def generate_all(self, *asked: Any) -> list[Response]:
-            if self.refuses and len(asked[0]) == 1:  # it fails in group 1; the others are finished
+            # group 1 fails after the other groups are finished
+            if self.refuses and len(asked[0]) == 1:
                 await asyncio.sleep(0.05)
                 raise RolloutError("no server is left")
             return await super().generate_all(*asked)
@@ -371,9 +374,9 @@ def test_a_draw_begins_again_where_it_failed_or_asks_for_something_else(tmp_path
         assert failed["finished"] == 2 and len(recorder.seeds()) == 6
         recorder.refuses = False
         assert (await ended(DRAW))["error"] is None
-        assert len(recorder.seeds()) == 9  # three more, for the group that was missing
+        assert len(recorder.seeds()) == 9  # three more responses, for the missing group
         assert (await ended(DRAW))["error"] is None
-        assert len(recorder.seeds()) == 9  # everything is done
+        assert len(recorder.seeds()) == 9  # no group is missing, so nothing is requested
         other = await ended(replace(DRAW, rows=[1, 2, 3]))
         assert other["finished"] == 3 and len(recorder.seeds()) == 18
 

@@ -1,4 +1,4 @@
-"""Which finished groups of an earlier start are used again."""
+"""The use of groups that an earlier start has finished."""
 
 from __future__ import annotations
 
@@ -49,9 +49,10 @@ _REWARD = "def reward(sample):\n    return {value}\n"
 
 @pytest.fixture
 def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Config]:
-    """The configuration of a run with a custom reward, with overrides."""
+    """A function that makes the configuration of a run with a custom reward and overrides."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])  # a reward's folder is added to it
+    # restores the path after the test, because the reward's folder is added to it
+    monkeypatch.setattr(sys, "path", [*sys.path])
     write_toy_dataset(tmp_path / "toy", "mixed", train=16, test=2, seed=1)
     (tmp_path / "bank_test_reward.py").write_text(_REWARD.format(value=0.25))
     content = {
@@ -67,8 +68,8 @@ def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 def draw(
     config: Config, folder: Path, wanted: RolloutRequest = DRAW, asked: list[Any] | None = None
 ) -> tuple[int, dict[int, RolloutGroup]]:
-    """Generate a request in a new service. Returns how many responses the server gave, and the
-    groups. asked: collects the sampling settings of each request."""
+    """Generate a request in a new service. Returns the number of responses that the server gave,
+    and the groups. `asked` collects the sampling settings of each request."""
     scorers = Scorers(config, inputs := read_inputs(config))
 
     async def run() -> int:
@@ -155,7 +156,7 @@ def test_reasons_of_rewards_travel_with_their_groups(
     )
     config = configured("reward.import_path=reasoned_reward:reward")
     _, groups = draw(config, tmp_path / "run")
-    found = [groups[number] for number in range(3)]  # of the rows 3, 0, 5
+    found = [groups[number] for number in range(3)]  # from the rows 3, 0 and 5
     joined = RolloutGroup.join(found)
     assert joined.reasons == [
         *["é\nof train.jsonl:4"] * 2, "", "", *["é\nof train.jsonl:6"] * 2
@@ -167,7 +168,8 @@ def test_groups_are_used_again_unless_the_reward_has_changed(
     configured: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def drawn(*overrides: str) -> tuple[int, set[float]]:
-        """The same in a new process: the number of responses, and the rewards."""
+        """Generate the request as a new process would. Returns the number of responses, and the
+        rewards."""
         monkeypatch.delitem(sys.modules, "bank_test_reward", raising=False)
         count, groups = draw(configured(*overrides), tmp_path / "run")
         assert groups.keys() == {0, 1, 2}
@@ -259,15 +261,14 @@ def test_what_decides_rollouts_is_told_apart(
     assert origin(f"data.prompts={json.dumps(str(moved))}") != first
 
 
-# There is no bias. The server is a stand-in, because the time that vLLM needs for a prompt cannot
-# be set.
+# --- No bias. The server is a stand-in, because vLLM's time for a prompt cannot be set ------------
 
 STEPS, BATCH, ROWS = 6, 4, 16
 
 
 class Slow:
-    """Prompts with an odd sum take ten times as long. After half of the time the server has the
-    first token."""
+    """Prompts whose tokens have an odd sum take ten times as long. The server reports the first
+    token after half of the time."""
 
     def __init__(self, double: Double) -> None:
         self.double = double
@@ -275,7 +276,7 @@ class Slow:
 
     async def __call__(self, request: web.Request, answer: Any) -> web.StreamResponse:
         given, counts = await request.json(), self.double.counts
-        if "request_id" in given:  # it is not a probe
+        if "request_id" in given:  # a probe has no request_id
             assert counts is not None
             half = (0.1 if sum(given["token_ids"]) % 2 else 0.01) / 2
             await asyncio.sleep(half)
@@ -286,8 +287,8 @@ class Slow:
 
 
 def step_by_step(config: Config, folder: Path, ahead: int) -> tuple[list[list[int]], list[int]]:
-    """Request in the order of ReinforcementLoop. Returns the rows that each step trains, in the
-    order of finishing, and the ages of all their tokens."""
+    """Request like ReinforcementLoop. Returns the rows that each step trains, in the order in which
+    they were finished, and the ages of all tokens."""
     scorers = Scorers(config, inputs := read_inputs(config))
     rows_of = {tuple(p.token_ids): n for n, p in enumerate(inputs.files["data.prompts"])}
     assert len(rows_of) == ROWS
@@ -352,13 +353,16 @@ def test_slow_prompts_are_trained_when_the_synchronous_run_trains_them(
     loader = PromptLoader(ROWS, BATCH, seed=1)
     assert [sorted(rows) for rows in trained] == [sorted(loader.next()) for _ in range(STEPS)]
     assert min(ages) >= 0 and max(ages) <= ahead
-    assert ahead == 0 or max(ages) > 0  # responses were generated ahead
-    # The bias of a run that trains on the first half of each batch that is finished, and drops the
-    # rest.
+    # For comparison, a biased run trains only on the half of each batch that is finished first. It
+    # uses hardly any slow prompts.
+    assert ahead == 0 or max(ages) > 0
+    # The assertion below would fail for all groups. It shows the bias of a run that would train
+    # only on the half of each batch that is finished first.
     prompts = read_inputs(config).files["data.prompts"]
     slow = {n for n, prompt in enumerate(prompts) if sum(prompt.token_ids) % 2}
     kept = [row for rows in trained for row in rows[: BATCH // 2]]
     slow_ones = [sum(row in slow for row in rows) for rows in trained]
     fewest = sum(max(0, count - BATCH // 2) for count in slow_ones)
-    # one more than the smallest possible number: a busy machine may delay a fast one
+    # A busy machine may delay one fast response, so one slow response more than the minimum is
+    # accepted.
     assert sum(row in slow for row in kept) <= fewest + 1 < sum(slow_ones) / 2

@@ -1,5 +1,5 @@
-"""Servers with faults that vLLM cannot be made to have. The run goes on with another server, or one
-line says what is wrong."""
+"""Servers with faults that cannot be provoked in vLLM. The run continues with another server, or
+ends with one line that names the fault."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ SAMPLING = {"temperature": 1.0, "max_tokens": 6}
 
 @pytest.fixture(params=[False, True], ids=["json", "parts"])
 def gives_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the stand-ins have our middleware."""
+    """Whether the stand-ins have the package's middleware."""
     monkeypatch.setattr(Double, "gives_parts", request.param)
     return request.param
 
 
 async def draw(fleet: ScheduledFleet, version: int, count: int, at_once: bool) -> list[Response]:
-    """Generate so many responses, one by one or as a group."""
+    """Generate this number of responses, each by a request of its own or all as a group."""
     if at_once:
         return await fleet.scheduler.generate_all(
             PROMPT, SAMPLING, [(1, n) for n in range(count)], version
@@ -87,7 +87,7 @@ async def draw(fleet: ScheduledFleet, version: int, count: int, at_once: bool) -
 def pooled(
     work: Callable[[ScheduledFleet, list[Double]], Awaitable[None]], count: int = 2, **limits: float
 ) -> None:
-    """Work with a fleet of stand-ins, called server 0, 1, ..."""
+    """Run `work` with a fleet of stand-ins, which are called server 0, 1, ..."""
 
     async def run() -> None:
         async with contextlib.AsyncExitStack() as stack:
@@ -126,7 +126,8 @@ def test_sound_servers_serve_every_version(tmp_path: Path) -> None:
                 *(fleet.generate(PROMPT, SAMPLING, version) for _ in range(4))
             ):
                 assert_is_right(each, version)
-        assert all(each.calls[GENERATE] == 3 * (2 + 2) for each in doubles)  # the probe has 2
+        # the probe has 2 requests
+        assert all(each.calls[GENERATE] == 3 * (2 + 2) for each in doubles)
 
     pooled(work)
 
@@ -155,8 +156,9 @@ def test_a_wrong_answer_costs_the_server_and_no_response(
         doubles[0].faults[GENERATE] = fault
         for each in await draw(fleet, 0, 8, gives_parts):
             assert_is_right(each, 0)
-        assert fleet.scheduler.resubmitted == 4  # every second request went to the first server
-        assert doubles[1].calls[PARTS] == 2 * gives_parts  # its own part, and what was missing
+        assert fleet.scheduler.resubmitted == 4  # the first server had every second request
+        # one part of its own, and the part of the first server
+        assert doubles[1].calls[PARTS] == 2 * gives_parts
         assert fleet.servers[0].bringing is not None
         await fleet.servers[0].bringing
         [problem] = fleet.problems()
@@ -205,7 +207,7 @@ WRONG_CHOICES: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", WRONG_CHOICES)
 def test_a_choice_that_is_not_as_vllm_gives_it_is_refused(name: str) -> None:
-    """The same code reads the JSON in the client and in the middleware."""
+    """This function reads the JSON in the client and in the middleware."""
     changes, why = WRONG_CHOICES[name]
     [choice] = Double()._generate(PROMPT, 6)["choices"]
     changed = {k: v(choice[k]) if callable(v) else v for k, v in changes.items()}
@@ -237,7 +239,7 @@ def test_useless_experts_of_a_token_are_missing_and_counted(
         tokens = [*PROMPT, *greedy(PROMPT, 6)]
         right, useless = experts(tokens[:-1]), change(experts(tokens[:-1]))
         wanted = rows
-        # the message in plain words: a token for which a layer names no expert of the model
+        # The message counts the tokens for which a layer names no expert of the model.
         if wanted is None:
             wanted = [n for n in range(8) if (useless[n, 1:] >= EXPERTS).any()]
             assert 0 < len(wanted) < 8
@@ -298,7 +300,8 @@ def test_a_server_that_falls_silent_is_out_and_one_that_works_long_is_not(tmp_pa
         start = time.monotonic()
         for each in await asyncio.gather(*(fleet.generate(PROMPT, SAMPLING, 0) for _ in range(2))):
             assert_is_right(each, 0)
-        assert 8 < time.monotonic() - start < 50  # silent for two seconds, then six seconds of work
+        # the silence lasts two seconds, and the work after it six seconds
+        assert 8 < time.monotonic() - start < 50
         [problem] = fleet.problems()
         assert re.fullmatch(r"server 0: has not answered or drawn a token for \d s", problem)
 
@@ -392,7 +395,8 @@ def test_a_server_that_rank_0_cannot_send_weights_gets_them_in_folders(tmp_path:
 
 
 def test_weights_for_servers_that_start_again_wait_for_a_folder(tmp_path: Path) -> None:
-    """Rank 0 sends version 1 to one server. In the meantime the other has lost its own weights."""
+    """Rank 0 sends version 1 to one server. Meanwhile the other server restarts, so it needs the
+    weights from a folder."""
 
     async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
         await fleet.update(weights(tmp_path, 0))
@@ -400,7 +404,7 @@ def test_weights_for_servers_that_start_again_wait_for_a_folder(tmp_path: Path) 
         fleet.servers[1].abilities = Abilities()
         first = weights(tmp_path, 1)
         assert list(fleet.take_weights(replace(first, folder=None, stream={})).values()) == [1]
-        doubles[0].loaded = "1"  # as if it had received them
+        doubles[0].loaded = "1"  # as if the server had received version 1
         bringing = asyncio.create_task(fleet.update_servers())
         await asyncio.wait_for(fleet.loader.wait_until_folder_is_needed(), 20)
         await fleet.loader.add_to_weights(folder=str(first.folder))
@@ -427,7 +431,7 @@ def test_a_server_without_development_mode_is_told_what_it_lacks(tmp_path: Path)
     pooled(work, count=1)
 
 
-# How responses are read and compared: plain formulas
+# --- Reading and comparing responses, with plain formulas ----------------------------------------
 
 
 def test_a_response_is_read_as_it_is_written() -> None:
@@ -470,7 +474,7 @@ def test_greedy_responses_are_compared_up_to_the_first_other_token() -> None:
             Response(np.array(ids), np.array(values), truncated=True)
             for ids, values in zip(given, theirs, strict=True)
         ]
-        # two of 16 responses may differ, so the third largest mean decides
+        # Two of 16 responses may differ, so the third largest mean must be within the limit.
         decides = sorted(means, reverse=True)[rows // 8]
         for limit, average, is_right in (
             (largest + 1e-9, decides + 1e-9, True),
@@ -485,9 +489,10 @@ def test_greedy_responses_are_compared_up_to_the_first_other_token() -> None:
 
 
 def limit_that_leaves(count: int) -> int:
-    """The limit of open files under which this process can open `count` more.
+    """The limit of open files with which this process can open `count` more files.
 
-    The kernel compares the limit with the number of a file, and other tests leave gaps.
+    The kernel compares the limit with the number of the new file. Other tests leave gaps in these
+    numbers.
     """
     used = {int(name) for name in os.listdir("/proc/self/fd")}
     unused = (number for number in itertools.count() if number not in used)
@@ -495,7 +500,7 @@ def limit_that_leaves(count: int) -> int:
 
 
 def test_too_few_files_are_no_fault_of_a_server(tmp_path: Path) -> None:
-    """The stand-ins are in this process, which then accepts no connection either."""
+    """The stand-ins run in this process, so they cannot accept connections either."""
 
     async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
         await fleet.update(weights(tmp_path, 0))

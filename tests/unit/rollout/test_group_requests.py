@@ -1,4 +1,5 @@
-"""Group requests (one request for several responses) when servers fail, are paused or are full."""
+"""Group requests, each of which asks for several responses, while servers fail, pause or are
+full."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def _give_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Double, "gives_parts", True)
 
 
-# The format
+# --- The format -----------------------------------------------------------------------------------
 
 
 def same(first: Response, second: Response) -> bool:
@@ -102,7 +103,8 @@ def test_a_record_is_what_the_json_says_response_for_response(routes: bool) -> N
 
 
 def a_record(**changes: Any) -> bytes:
-    """Two responses of two tokens to PROMPT. None leaves a tensor out."""
+    """A record of two responses to PROMPT, each of two tokens. `changes` replaces tensors; None
+    leaves a tensor out."""
     tensors: dict[str, Any] = {
         "told": np.frombuffer(b'{"failures": [], "spans": [null, null]}', np.uint8),
         "numbers": np.array([0, 1]),
@@ -151,11 +153,11 @@ def test_seeds_are_those_of_earlier_runs() -> None:
     assert seed_of([7, 3]) == int(state >> np.uint64(1)) == 2530781778362038830
 
 
-# Servers that fail
+# --- Servers that fail ----------------------------------------------------------------------------
 
 
 def sends(records: Iterable[bytes], length: int | None = None) -> Fault:
-    """An answer with these records. length: the length that it claims for each, if it is wrong."""
+    """Answer with these records. length: a wrong length, given for each record."""
 
     async def fault(*_: Any) -> web.StreamResponse:
         framed = [LENGTH.pack(length or len(record)) + record for record in records]
@@ -187,7 +189,7 @@ def test_a_wrong_part_costs_the_server_and_no_response(tmp_path: Path, name: str
         found = await fleet.scheduler.generate_all(PROMPT, SAMPLING, [*GROUP, *GROUP], 0)
         assert len(found) == 16
         for each in found:
-            if len(each.token_ids) == 6:  # not a response of the well-formed record
+            if len(each.token_ids) == 6:  # other responses come from the well-formed record
                 assert_is_right(each, 0)
         assert fleet.servers[0].bringing is not None
         await fleet.servers[0].bringing
@@ -199,13 +201,13 @@ def test_a_wrong_part_costs_the_server_and_no_response(tmp_path: Path, name: str
 
 
 async def by_seed(given: Any) -> int:
-    """The response of GROUP that a request asks for, by its seed."""
+    """The number in GROUP of the response that a request asks for, found by its seed."""
     seeds = [seed_of(each) for each in GROUP]
     return seeds.index(given["sampling_params"]["seed"])
 
 
 class Held:
-    """Holds back the responses with these numbers of GROUP. A probe is answered immediately."""
+    """Holds back the responses of GROUP with these numbers. A probe is answered immediately."""
 
     def __init__(self, *numbers: int) -> None:
         self.numbers, self.answers, self.names = numbers, asyncio.Event(), {}
@@ -231,7 +233,8 @@ async def until(condition: Any) -> None:
 def test_of_a_part_whose_server_dies_what_is_missing_is_drawn_again_once(tmp_path: Path) -> None:
     async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
         await fleet.update(weights(tmp_path, 0))
-        fleet.servers[1].window = RequestWindow(0)  # the whole request goes to the other server
+        # this server is full, so the other one gets the whole request
+        fleet.servers[1].window = RequestWindow(0)
         doubles[0].faults[GENERATE] = Held(2, 3, 7)
         drawing = asyncio.create_task(fleet.scheduler.generate_all(PROMPT, SAMPLING, GROUP, 0))
         await until(lambda: len(fleet.servers[0].in_flight) == 3)
@@ -288,11 +291,12 @@ def test_a_draw_that_is_given_up_leaves_nothing_behind(tmp_path: Path) -> None:
     pooled(work)
 
 
-# New weights
+# --- New weights ----------------------------------------------------------------------------------
 
 
 def test_at_new_weights_each_response_of_a_part_goes_its_own_way(tmp_path: Path) -> None:
-    """0 has arrived, 1 has ended and its answer is on its way, 2 has tokens, and 3 has none."""
+    """Response 0 has arrived, 1 has ended and its answer is on its way, 2 has some tokens, and 3
+    has none."""
 
     async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
         [double] = doubles
@@ -306,7 +310,7 @@ def test_at_new_weights_each_response_of_a_part_goes_its_own_way(tmp_path: Path)
         named = dict(held.names)
 
         async def tells(request: web.Request, _: Any) -> web.StreamResponse:
-            """The middleware gives 3 back, and reports that 1 has ended."""
+            """The middleware takes back response 3, and reports that response 1 has ended."""
             names = (await request.json())["names"]
             assert sorted(names) == sorted([named[1], named[3]])
             return web.json_response({"ended": [named[1]]})
@@ -314,7 +318,7 @@ def test_at_new_weights_each_response_of_a_part_goes_its_own_way(tmp_path: Path)
         double.front_faults[TAKE_BACK] = tells
         await fleet.update(weights(tmp_path, 1))
         held.numbers = ()
-        # sent again, because the others are not there
+        # Response 3 is requested again. The others are not complete yet.
         await until(lambda: held.names[3] != named[3])
         held.answers.set()
         found = [each.versions.tolist() for each in await drawing]
@@ -359,7 +363,8 @@ def test_what_arrived_with_proven_weights_stays_where_the_next_ones_fail(tmp_pat
         double.counts = {held.names[6]: 2, held.names[7]: 3}
 
         async def another(request: web.Request, _: Any) -> web.StreamResponse:
-            held.answers.set()  # they are complete before the check fails
+            # the responses become complete just before the check of the weights fails
+            held.answers.set()
             await asyncio.sleep(0.5)
             assert not drawing.done()
             return web.json_response({"weight_version": "7"})
@@ -375,11 +380,11 @@ def test_what_arrived_with_proven_weights_stays_where_the_next_ones_fail(tmp_pat
     pooled(work)
 
 
-# How much a server gets
+# --- The number of responses that a server gets ---------------------------------------------------
 
 
 def fleet_of(*sizes: int, gives_parts: bool = True) -> tuple[ScheduledFleet, list[Server]]:
-    """A fleet of servers with so many slots. Nobody talks to them."""
+    """A fleet of servers with these numbers of slots. No request is sent to them."""
     servers = [Server(f"server {n}", client=None, version=0) for n in range(len(sizes))]
     for server, size in zip(servers, sizes, strict=True):
         server.window = RequestWindow(size)
@@ -390,7 +395,7 @@ def fleet_of(*sizes: int, gives_parts: bool = True) -> tuple[ScheduledFleet, lis
 
 
 def admitted(fleet: ScheduledFleet, *turns: int) -> list[list[tuple[str, int]] | None]:
-    """The slots that waiting entries of these sizes get."""
+    """The slots that the queue gives to waiting entries of these sizes."""
 
     async def run() -> list[list[tuple[str, int]] | None]:
         joined = [fleet.scheduler._queue.add("step_1", 0, places) for places in turns]
@@ -422,7 +427,7 @@ def test_a_window_is_never_exceeded_and_a_part_is_worth_its_request() -> None:
     granted = admitted(fleet, *[16] * 4)
     assert granted == [[("0", 16)], [("1", 16)], [("0", 16)], [("1", 4)]]
     assert [each.load for each in servers] == [32, 20]
-    # three of 64 slots are not worth a request, unless only one is needed
+    # Three free slots of 64 are too few for a part of a request. A single response needs only one.
     for taken, wanted, given in ((61, 16, None), (60, 16, [("0", 4)]), (63, 1, [("0", 1)])):
         fleet, servers = fleet_of(64)
         servers[0].expected = taken
@@ -453,7 +458,7 @@ def test_a_server_without_our_middleware_gets_one_at_a_time(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("body", [b"", b"[", b"[]", b'{"names": 5}', b'{"names": [[1]]}'])
 def test_a_request_to_take_back_that_is_none_is_refused(body: bytes) -> None:
-    """It is refused in the same way as a malformed group request."""
+    """The answer is the same as for a malformed group request."""
     sent: list[Any] = []
 
     async def receive() -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""What `check` knows about the vLLM that a run would start. Another package stands in for it."""
+"""The facts that `check` finds out about the vLLM that a run would start. Another package takes the
+place of vLLM."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def install(
     text: str = _SOURCE,
     registry: str = _REGISTRY,
 ) -> Path:
-    """An interpreter that has this package."""
+    """An interpreter that has this package installed."""
     packages = folder / "packages"
     backends = packages / "vllm" / "v1" / "attention" / "backends"
     models = packages / "vllm" / "model_executor" / "models"
@@ -96,8 +97,8 @@ def test_latent_attention_on_cpus_has_one_size(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", ["folder", "checkpoint"])
 def test_a_family_that_no_server_can_read(tmp_path: Path, source: str) -> None:
-    """transformers has no class for the config.json of Ling. Its models could be written as
-    GLM-4.5's, which servers know."""
+    """transformers has no class for Ling's config.json. Servers could read its models only if they
+    were written as GLM-4.5's."""
     model = write_model(tmp_path / "model", "bailing_moe_v2", seed=1, n_group=1, topk_group=1)
     registry = "_MODELS = {'BailingMoeV2ForCausalLM': 1, 'Glm4MoeForCausalLM': 1}"
     given = {"hf_path": str(model)}
@@ -113,7 +114,7 @@ def test_a_family_that_no_server_can_read(tmp_path: Path, source: str) -> None:
 
 @pytest.mark.parametrize("family", [name for name in CONFIGS if FAMILIES[name].no_cpu_servers])
 def test_families_that_servers_for_cpus_do_not_serve_right(tmp_path: Path, family: str) -> None:
-    """Some answer without an error, but with wrong log-probs."""
+    """Some of these families give no error, but wrong log-probs."""
     model = write_model(tmp_path / "model", family, seed=1)
     registry = f"_MODELS = {{'{FAMILIES[family].architecture}': ('x', 'y')}}"
     python = install(tmp_path / "cpu", registry=registry)
@@ -125,8 +126,7 @@ def test_families_that_servers_for_cpus_do_not_serve_right(tmp_path: Path, famil
 
 
 def test_kernels_of_delta_nets_on_cpus(tmp_path: Path) -> None:
-    """In fp32 and with other sizes of heads, they answer without an error, but with wrong
-    log-probs."""
+    """In fp32, or with other sizes of heads, vLLM's kernels give no error, but wrong log-probs."""
     sizes = {"head_dim": 64, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
     right = write_model(tmp_path / "right", "qwen3_next", seed=1, **sizes)
     wrong = write_model(
@@ -151,13 +151,14 @@ def test_kernels_of_delta_nets_on_cpus(tmp_path: Path) -> None:
 
 
 def test_no_server_outside_of_a_run_answers_by_other_log_probs(tmp_path: Path) -> None:
-    """`serve` refuses such families on CPUs, and serves them on GPUs."""
+    """`serve` refuses such families on CPUs. On GPUs it starts them."""
     sizes = {"head_dim": 64, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
     right = write_model(tmp_path / "right", "qwen3_next", seed=1, **sizes)
     narrow = write_model(tmp_path / "narrow", "qwen3_next", seed=1)
     biased = write_model(tmp_path / "biased", "minimax_m2", seed=1)
     pythons = {}
-    for device in ("cpu", "cuda"):  # the answer of an interpreter that has vLLM
+    # these programs answer like an interpreter that has vLLM for this device
+    for device in ("cpu", "cuda"):
         pythons[device] = tmp_path / device
         pythons[device].write_text(f"#!/bin/sh\necho device {device}\n")
         pythons[device].chmod(0o755)
@@ -181,7 +182,7 @@ def test_no_server_outside_of_a_run_answers_by_other_log_probs(tmp_path: Path) -
 
 
 def test_an_architecture_that_this_vllm_does_not_have(tmp_path: Path) -> None:
-    """Also on GPUs."""
+    """This is also an error on GPUs."""
     llama = write_model(tmp_path / "model", "llama", seed=1)
     for number, package in enumerate(({}, {"name": "vllm", "version": "9.8"})):
         python = install(tmp_path / str(number), **package)
@@ -192,7 +193,8 @@ def test_an_architecture_that_this_vllm_does_not_have(tmp_path: Path) -> None:
 
 
 def test_keys_of_config_json_that_vllm_needs(tmp_path: Path) -> None:
-    """A folder that transformers wrote lacks some. Servers start with an export, which has all."""
+    """A folder that transformers wrote may lack these keys. Servers start from an export, which has
+    all of them."""
     registry = "_MODELS = {'HYV3ForCausalLM': 1, 'DeepseekV3ForCausalLM': 1}"
     python = install(tmp_path / "vllm", name="vllm", registry=registry)
     for family in ("hy_v3", "deepseek_v3"):
@@ -203,7 +205,7 @@ def test_keys_of_config_json_that_vllm_needs(tmp_path: Path) -> None:
         assert unserved(config(python, hf_path=folder)) == []
         made = export_config(shape_of(preset_of_folder(str(folder))), 37, torch.float32, hf)
         assert lacking.keys() <= made.keys()
-    # a dense layer after others, for which vLLM has no key
+    # A dense layer after layers with experts cannot be expressed by a key of vLLM.
     kinds = ["sparse", "dense", "sparse", "sparse"]
     folder = write_model(tmp_path / "kinds", "hy_v3", seed=1, mlp_layer_types=kinds)
     assert unserved(config(python, hf_path=folder)) == [
@@ -226,12 +228,13 @@ def test_what_cannot_be_known_is_no_problem(
     assert unserved(config(python)) != []
     assert unserved(config(None, servers=0, urls=["http://far:1"])) == []
     monkeypatch.setenv("GSPO_ROLLOUT_NODES", "node7")
-    assert unserved(config(python)) == []  # the vLLM of another machine counts
+    assert unserved(config(python)) == []  # the vLLM of the other machine is unknown
     assert os.environ["GSPO_ROLLOUT_NODES"]
 
 
 def test_adapters_of_experts_models_on_cpus(tmp_path: Path) -> None:
-    """The first request would end vLLM's engine. Dense models do not have this limit."""
+    """With such an adapter, the first request would end vLLM's engine. Dense models have no such
+    problem."""
     registry = "_MODELS = {'Qwen3MoeForCausalLM': ('x', 'y'), 'Qwen3ForCausalLM': ('x', 'y')}"
     python, sizes = install(tmp_path / "cpu", registry=registry), {"head_dim": 32}
     experts = write_model(tmp_path / "experts", "qwen3_moe", seed=1, **sizes)

@@ -1,4 +1,4 @@
-"""Rollouts by the real model on one rank, compared with full forward passes without a cache."""
+"""Rollouts of the real model on one rank, compared with full forward passes without a cache."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.unit.models.one_rank import (
     tiny_policy,
 )
 
-NEVER = -1  # an end-of-sequence id that is not in the vocabulary
+NEVER = -1  # an end-of-sequence id that is never sampled
 PROMPTS = [prompt for prompt, _ in random_sequences(8, [(3, 0), (9, 0), (1, 0), (6, 0), (4, 0)])]
 
 
 @pytest.fixture(scope="module")
 def policy(one_rank: None) -> Policy:
-    # Weights large enough for distributions that are far from uniform.
+    # Large weights make the distributions far from uniform.
     return tiny_policy(model={"megatron": {"init_method_std": 0.15}})
 
 
@@ -47,7 +47,7 @@ class Response:
 
 
 def responses_of(batch: RolloutBatch) -> list[Response]:
-    """The flat batch as a list. Checks that lengths and flat tensors agree."""
+    """The responses of a flat batch, as a list. Checks that the lengths fit the flat tensors."""
     prompt_lengths, lengths = batch.prompt_lengths.tolist(), batch.response_lengths.tolist()
     assert batch.tokens.numel() == sum(prompt_lengths) + sum(lengths)
     assert (
@@ -77,7 +77,7 @@ def generate(
     top_k: int = 0,
     **options: Any,
 ) -> RolloutBatch:
-    """Generate responses. `options` are those of the engine."""
+    """Generate responses. `options` are for the engine."""
     engine = MegatronEngine(policy, pad_id=PAD, **{"eos_id": NEVER, "decode": letters} | options)
     requests = Requests(prompts, groups or range(len(prompts)), per_prompt)
     sampling = Sampling(max_tokens, temperature, top_k=top_k, stop=tuple(stop))
@@ -94,13 +94,13 @@ def test_greedy_decoding_is_the_argmax_of_the_full_forward_pass(policy: Policy) 
                 logits = policy.models[0].next_token_logits(hidden_states(policy, ids)[-1:])[0]
             assert token == int(logits.argmax())
             expected = float(torch.log_softmax(logits.double(), -1)[token])
-            assert logprob == pytest.approx(expected, abs=1e-5)  # fp32 sums in another order
+            assert logprob == pytest.approx(expected, abs=1e-5)  # sums in fp32 in another order
             ids.append(token)
 
 
 def trainer_difference(policy: Policy, batch: RolloutBatch, temperature: float) -> Tensor:
-    """The differences [tokens] between the trainer's log-probs, computed in two micro-batches in
-    another order, and the engine's."""
+    """The absolute differences [tokens] between the log-probs of the trainer and of the engine. The
+    trainer computes two micro-batches, with the sequences in another order."""
     lengths = batch.response_lengths.tolist()
     tokens = list(batch.tokens.split((batch.prompt_lengths + batch.response_lengths).tolist()))
     offsets = [sum(lengths[:n]) for n in range(len(lengths))]
@@ -120,7 +120,7 @@ def test_rollout_logprobs_are_the_trainers(
 ) -> None:
     batch = generate(policy, per_prompt=per_prompt, temperature=temperature, eos_id=11)
     difference = trainer_difference(policy, batch, temperature)
-    # both are fp32, so only the order of sums differs
+    # Both results are fp32 and differ only by the order of sums.
     assert len(difference) == len(batch.rollout_logprobs) and float(difference.max()) <= 1e-5
 
 
@@ -137,8 +137,8 @@ def test_the_batch_size_changes_nothing(policy: Policy, batch_size: int, per_pro
 
 
 def scheduled_steps(lengths: Sequence[int], rows: int) -> int:
-    """The number of steps until the last response ends. Each response starts in the first free row,
-    and rows become free at every fourth step."""
+    """The number of steps until the last response ends. A response starts in the row that becomes
+    free first. Rows become free at every fourth step."""
     free = [0] * rows
     for length in lengths:
         free[free.index(min(free))] += -(-length // 4) * 4
@@ -157,18 +157,19 @@ def test_a_free_row_takes_the_next_response(
         return native(self, ids, *others)
 
     monkeypatch.setattr(MegatronEngine, "_forward", watched)
-    prompts = [(*prompt, 3) for prompt in PROMPTS]  # two tokens or more
+    prompts = [(*prompt, 3) for prompt in PROMPTS]  # every prompt has at least two tokens
     batch = generate(
         policy, prompts, per_prompt=8, eos_id=(2, 11, 17), max_tokens=40, batch_size=rows
     )
     lengths = batch.response_lengths.tolist()
     steps = [sequences for sequences, length in passes if length == 1]
-    # the first token of a response comes from the prefill
+    # The prefill gives the first token of a response.
     assert len(steps) == scheduled_steps(lengths, rows) - 1
     batches = [lengths[start : start + rows] for start in range(0, len(lengths), rows)]
     if rows > 1:
-        assert len(steps) < 0.8 * sum(map(max, batches))  # one batch after another
-    # each prompt passes once, and only the rows of the last responses become fewer
+        # fewer steps than with one batch after another
+        assert len(steps) < 0.8 * sum(map(max, batches))
+    # Each prompt is computed once. The number of rows falls only when no response is waiting.
     assert sum(sequences for sequences, length in passes if length > 1) == len(prompts)
     assert max(steps) == rows and steps == sorted(steps, reverse=True)
 
@@ -176,7 +177,8 @@ def test_a_free_row_takes_the_next_response(
 def test_long_sequences_among_short_ones_have_the_trainers_logprobs(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They attend separately. Some of them start in rows that become free."""
+    """Attention of long sequences is computed separately. Some of them start in rows that have
+    become free."""
     long_rows = []
     native = KeyValueCache.start_token
 
@@ -249,7 +251,7 @@ def test_an_end_token_ends_a_response_and_is_part_of_it(
         assert cut.logprobs == pytest.approx(whole.logprobs[:length], abs=1e-5)
         assert cut.truncated is not bool(found)
     lengths = {len(r.tokens) for r in ending}
-    assert len(lengths) > 3 and 23 in lengths  # the case is not a trivial one
+    assert len(lengths) > 3 and 23 in lengths  # the case is not trivial
 
 
 def test_an_end_at_the_last_position_is_no_truncation(policy: Policy) -> None:
@@ -266,7 +268,7 @@ def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(
 ) -> None:
     options = {"per_prompt": 6, "max_tokens": max_tokens}
     endless = [letters(r.tokens) for r in responses_of(generate(policy, **options))]
-    # sequences that occur at these places
+    # These sequences of tokens occur at known places.
     pair, single, last = endless[4][7:9], endless[9][3], endless[2][-3:]
     decoded = []
 
@@ -293,7 +295,8 @@ def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(
             assert response.truncated is (end is None)
         ended = sum(end is not None for end in ends)
         assert 1 <= ended < len(ends)
-        # ended rows are not decoded: one call for each 4 tokens, and up to 4 calls at the end
+        # Rows that have ended are not decoded. There is one call for each 4 tokens of a response,
+        # and up to 4 calls at its end.
         checks = sum(-(-(end or max_tokens) // 4) for end in ends)
         assert checks <= len(decoded) <= checks + 4 * ended + len(stop)
 
@@ -304,13 +307,13 @@ def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(
         ("a終🙂以上就是最终答案", "以上就是最终答案"),
         ("a終\x01終\x01\n", "終<end>\n"),
         ("\x01\x01b\x01", "b<end>"),
-        ("a\x01終b", "終b"),  # a special token inside plain text does not matter
+        ("a\x01終b", "終b"),  # a special token that is not in the stop string does not matter
     ],
 )
 def test_a_stop_string_of_many_bytes_or_with_special_tokens_ends_a_response(
     policy: Policy, monkeypatch: pytest.MonkeyPatch, text: str, stop: str
 ) -> None:
-    """Every token is one byte, and token 1 is special. All rows sample the same tokens."""
+    """Every token is one byte, and token 1 is special. All rows get the same tokens."""
     content = f"{text}。b\n".encode()
     script = iter(content)
 
@@ -336,7 +339,7 @@ def test_one_token(policy: Policy) -> None:
 
 
 def columns(batch: RolloutBatch) -> dict[str, Tensor]:
-    """All columns except the routes and the mask, which nobody asked for."""
+    """All columns except the routes and the mask, which are not requested."""
     assert batch.routes is None and batch.mask is None
     return {name: value for name, value in vars(batch).items() if value is not None}
 
@@ -385,6 +388,7 @@ def test_bf16_rollouts_come_close_to_bf16_training(one_rank: None) -> None:
     policy = tiny_policy(
         model={"megatron": {"init_method_std": 0.15}}, training={"precision": "bf16"}
     )
-    # 2^-8 of logits of size 5; here and there rounding chooses another expert
+    # Rounding changes logits of size 5 by 2^-8. For some tokens it also changes the choice of an
+    # expert.
     difference = trainer_difference(policy, generate(policy, per_prompt=2), 1.0)
     assert float(difference.median()) < 0.05

@@ -1,4 +1,4 @@
-"""Servers as processes: their ports, and their end. Small HTTP programs stand in for vLLM."""
+"""Servers as processes: their ports, and their end. Small HTTP programs take the place of vLLM."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from gspo_megatron.rollout.vllm.process import (
 )
 from tests.programs import command_environment, gspo, run_program, wait_until
 
-# Takes its port late, as vLLM does: when the file that it is given appears.
+# Like vLLM, this server starts to listen late: when a given file appears.
 _SERVER = """
 import http.server, socket, sys, time
 from pathlib import Path
@@ -44,7 +44,7 @@ class Server(http.server.HTTPServer):
         super().server_bind()
 Server(address, http.server.SimpleHTTPRequestHandler).serve_forever()
 """
-# Has what vLLM has: a semaphore that its child needs, and a socket in its temporary folder.
+# Like vLLM, this server has a semaphore that its child needs, and a socket in its temporary folder.
 _MESSY = """
 import multiprocessing, os, socket, sys, tempfile, time
 from pathlib import Path
@@ -70,7 +70,7 @@ with serve(*map(Path, sys.argv[1:]), {}):
     pass
 """
 
-# A server that waits forever for its engine's answer. SIGTERM does not end it.
+# A server that waits forever for the answer of its engine. SIGTERM does not end it.
 _STUCK = """
 import os, signal, time
 from pathlib import Path
@@ -90,7 +90,7 @@ time.sleep(300)
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port on which somebody listens."""
+    """A port on which a process already listens."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -117,7 +117,7 @@ def test_a_port_is_the_server_s_before_the_server_takes_it(tmp_path: Path) -> No
         wait_until(answers, seconds=30)
     finally:
         asyncio.run(process.end())
-    with socket.socket() as other:  # and after its end the port is free
+    with socket.socket() as other:  # after the server's end the port is free
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("127.0.0.1", port))
         other.listen()
@@ -139,7 +139,7 @@ def test_a_port_that_is_taken_is_told_at_once(taken: int, tmp_path: Path) -> Non
 def test_a_server_without_a_place_for_its_files_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither a port nor a folder is left, and the reason is reported."""
+    """It leaves neither a port nor a folder, and reports the reason."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     (tmp_path / "file").touch()
@@ -160,7 +160,7 @@ def test_a_server_without_a_place_for_its_files_leaves_nothing(
 
 
 def test_a_server_that_tests_start_ends_with_them(tmp_path: Path) -> None:
-    """However the tests are killed."""
+    """The tests are killed here, and the server ends, too."""
     python, told = tmp_path / "python", tmp_path / "pid"
     python.write_text(f"#!/bin/sh\necho $$ >{told}.new\nmv {told}.new {told}\nexec sleep 300\n")
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
@@ -189,7 +189,7 @@ def test_a_server_that_does_not_heed_its_starter_s_end_is_killed(tmp_path: Path)
         assert Path(folder).is_dir()
         starter.kill()
         starter.wait()
-        server.wait(60)  # ten seconds, and the delay of a busy machine
+        server.wait(60)  # it should take ten seconds, but a busy machine may be slower
         assert not Path(folder).exists()
     finally:
         starter.kill()
@@ -217,7 +217,8 @@ def test_the_cause_is_found_in_a_log(tmp_path: Path) -> None:
     log.write_text("INFO: nothing is wrong\n")
     assert errors_of(log) == f"its log: {log}"
     assert last_lines_of(log) == f"INFO: nothing is wrong (all of it: {log})"
-    log.write_text("vllm.EngineDeadError: See stack trace (above)\n")  # better than no message
+    # the only message, so it is shown
+    log.write_text("vllm.EngineDeadError: See stack trace (above)\n")
     assert "EngineDeadError" in errors_of(log)
     log.unlink()
     assert errors_of(log) == f"its log {log} cannot be read"
@@ -260,7 +261,7 @@ def test_a_value_that_vllm_refuses_is_named(tmp_path: Path) -> None:
 
 
 def test_a_killed_server_leaves_nothing_behind(tmp_path: Path) -> None:
-    """A killed process leaves its semaphore behind, unless Python's resource tracker survives."""
+    """Python's resource tracker must survive the server, because only it removes the semaphore."""
     script = tmp_path / "server.py"
     script.write_text(_MESSY)
     said = tmp_path / "said"
@@ -271,7 +272,7 @@ def test_a_killed_server_leaves_nothing_behind(tmp_path: Path) -> None:
         semaphore, folder, child = said.read_text().split()
         assert Path(semaphore).exists() and list(Path(folder).iterdir())
         assert stat.S_IMODE(Path(folder).stat().st_mode) == 0o700
-        assert len(folder) < 60  # the path of a socket may have 107 bytes
+        assert len(folder) < 60  # the path of a socket may have at most 107 bytes
         os.kill(process.pid, signal.SIGKILL)
     finally:
         process.kill()
@@ -283,7 +284,7 @@ def test_a_killed_server_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_latent_attention_on_cpus_gets_other_kernels() -> None:
-    """vLLM's rotary kernel for CPUs is wrong there without YaRN; see
+    """Without YaRN, vLLM's rotary kernel for CPUs is wrong for latent attention; see
     tests/vllm/test_families.py."""
     options = {"routes": True, "latent": True}
     on_cpu = needed_arguments("folder", "float32", on_cpu=True, **options)
@@ -318,7 +319,8 @@ engine.join()
 
 
 def test_a_server_forks_its_engine_and_the_engine_forks_nothing() -> None:
-    """A new interpreter could not run `tell`, because it would start this program again."""
+    """The engine must be forked, because a new interpreter would run this program again instead of
+    `tell`."""
     environ = {"PYTHONPATH": str(WORKER_FOLDER)}
     done = run_program(sys.executable, "-c", _FORKS, environ=environ)
     assert done.stdout == "fork\nspawn\n"

@@ -1,4 +1,4 @@
-"""Responses as samples for the reward function."""
+"""The samples for the reward function, made from responses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def samples_of(
     tokenizer: Any, prompts: list[Prompt], first: int = 0, **columns: Any
 ) -> list[Sample]:
-    """columns: those from which the samples are made."""
+    """Make samples. columns: the columns from which they are made."""
     count = len(columns["truncated"])
     responses = sum(columns["response_lengths"])
     group = RolloutGroup.of_columns(
@@ -50,7 +50,7 @@ def test_responses_become_samples(tokenizer: Tokenizer) -> None:
         Prompt("1+1=", "2", "p:2"),
         Prompt("abc>", "cba", "p:3"),
     ]
-    # No response to the second prompt is on this rank.
+    # This rank has no response to the second prompt.
     texts = [("ab>", [*tokenizer.encode("ba"), eos]), ("ab>", [eos]), ("abc>", [])]
     texts.append(("abc>", tokenizer.encode("cbab")))
     ids = [(tokenizer.encode(text), response) for text, response in texts]
@@ -86,7 +86,7 @@ def test_of_an_episode_the_last_turn_is_scored() -> None:
             return "".join(map(chr, token_ids))
 
     prompts = [Prompt("p", "a", "s")]
-    # capitals: written by the policy; digits: not part of a response
+    # Capitals are written by the policy. Digits are not part of the response.
     texts = ["12AB", "12ABcdEF", "1AB234CdEF", "1AB23CD", "1A"]
     kinds = [np.array([not each.isdigit() for each in text]) for text in texts]
     found = samples_of(

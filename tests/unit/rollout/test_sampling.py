@@ -1,5 +1,5 @@
-"""Random numbers, the sampling of tokens, and stop strings, compared with references in plain
-Python."""
+"""Random numbers, the sampling of tokens, and stop strings. They are compared with references in
+plain Python."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ _GAMMA = 0x9E3779B97F4A7C15
 
 
 def splitmix64_finaliser(z: int) -> int:
-    """Steele, Lea, Flood 2014, figure 16, with Stafford's mix 13, in unsigned integers."""
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014, figure 16), with Stafford's mix 13, in
+    unsigned integers."""
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
@@ -53,14 +54,14 @@ def test_every_number_is_that_of_splitmix64(seed: int) -> None:
     assert values.dtype == torch.float64 and values.shape == (len(samples), 9)
     for row, sample in zip(values.tolist(), samples, strict=True):
         for position, value in enumerate(row):
-            # the number has 52 bits; the rounding of the last one does not matter
+            # The number has 52 bits, so the last bit may be rounded.
             expected = reference_bits(seed, sample, position) * 2.0**-64
             assert value == pytest.approx(expected, abs=2.0**-52, rel=0.0)
 
 
 def kolmogorov_smirnov(values: Tensor) -> float:
-    """The largest distance between the empirical distribution and the uniform one, times
-    sqrt(n)."""
+    """The Kolmogorov-Smirnov statistic: the largest distance between the empirical distribution and
+    the uniform one, times sqrt(n)."""
     ordered = values.flatten().sort().values
     count = ordered.numel()
     steps = torch.arange(count + 1, dtype=torch.float64) / count
@@ -68,7 +69,7 @@ def kolmogorov_smirnov(values: Tensor) -> float:
     return float(distance) * math.sqrt(count)
 
 
-CRITICAL = 1.95  # exceeded by uniform numbers with probability 0.001
+CRITICAL = 1.95  # for uniform numbers, larger with probability 0.001
 
 
 @pytest.mark.parametrize("seed", [0, 1, 5, (1 << 32) + 1])
@@ -76,7 +77,7 @@ def test_the_distribution_is_uniform(seed: int) -> None:
     values = uniforms(seed, torch.arange(1000), 20)
     assert float(values.min()) > 0.0 and float(values.max()) < 1.0
     assert kolmogorov_smirnov(values) < CRITICAL
-    for position in (0, 1, 19):  # across samples at one position, which is how a step samples them
+    for position in (0, 1, 19):  # the samples of a step use the numbers of one position
         assert kolmogorov_smirnov(values[:, position]) < CRITICAL
     assert kolmogorov_smirnov(uniforms(seed, torch.tensor([17]), 5000)) < CRITICAL
     seeds = range(seed, seed + 2000)
@@ -94,7 +95,8 @@ def test_neighbours_are_not_correlated() -> None:
     }
     for name, (left, right) in pairs.items():
         correlation = float((left * right).mean()) * 12.0  # variance of a uniform: 1/12
-        assert abs(correlation) * math.sqrt(left.numel()) < 3.3, name  # probability 0.001
+        # exceeded with probability 0.001
+        assert abs(correlation) * math.sqrt(left.numel()) < 3.3, name
 
 
 @pytest.mark.parametrize("bits", [0, -1])
@@ -110,12 +112,12 @@ def test_router_noise_repeats_no_number_that_draws_a_token(seed: int) -> None:
     noise = torch.stack([numbers(layer, 6) for layer in range(3)])
     assert noise.shape == (3, 12, 6) and noise.unique().numel() == noise.numel()
     assert not torch.isin(noise, uniforms(seed, torch.arange(100), 50)).any()
-    # tokens in the routers' order; a sequence has its own numbers in any batch
+    # The tokens are in the routers' order. A sequence has the same numbers in every batch.
     alone = RouterRandomness(seed, torch.tensor([0, 1, 5])).at(slice(1, 2)).numbers(positions[:1])
     assert torch.equal(alone(2, 6), noise[2].view(4, 3, 6)[:, 1])
 
 
-# --- The draw of tokens ---------------------------------------------------------------------------
+# --- The sampling of tokens -----------------------------------------------------------------------
 
 LOGITS = [0.3, -1.2, 2.1, 0.0, 1.7, -3.0, 0.9]
 DRAWS = 20_000
@@ -129,8 +131,8 @@ def softmax(logits: list[float], temperature: float) -> list[float]:
 
 
 def kept(probabilities: list[float], top_k: int = 0, top_p: float = 1.0, **_: Any) -> set[int]:
-    """The `top_k` most probable tokens, and of these the fewest that reach `top_p` of their sum, as
-    in transformers and vLLM."""
+    """The tokens that can be sampled: the `top_k` most probable ones, and of these as few as reach
+    `top_p` of their sum. transformers and vLLM do the same."""
     order = sorted(range(len(probabilities)), key=lambda i: -probabilities[i])[: top_k or None]
     total = sum(probabilities[i] for i in order)
     chosen: set[int] = set()
@@ -161,7 +163,8 @@ CASES: list[dict[str, Any]] = [
 def test_top_p_ends_with_the_token_that_reaches_it() -> None:
     uniforms = torch.arange(1, 100, dtype=torch.float64)[:, None] / 100
     tokens, _ = sample_tokens(torch.zeros(99, 2), Sampling(1, top_p=0.5), uniforms[:, 0])
-    assert len(tokens.unique()) == 1  # two tokens have a probability of one half each
+    # two tokens have a probability of 0.5, and the first one reaches top_p
+    assert len(tokens.unique()) == 1
 
 
 @pytest.mark.parametrize("values", CASES, ids=str)
@@ -176,7 +179,7 @@ def test_frequencies_are_those_of_the_truncated_softmax(values: dict[str, Any]) 
     assert min(expected.values()) > 5  # large enough for the chi-square approximation
     statistic = sum((counts[t] - e) ** 2 / e for t, e in expected.items())
     assert statistic <= CHI_SQUARE[len(left) - 1]
-    # the log-prob is that of the whole softmax, whatever truncation leaves out
+    # The log-prob is that of the full softmax, before truncation.
     for token, logprob in zip(tokens[:50].tolist(), logprobs[:50].tolist(), strict=True):
         assert logprob == pytest.approx(math.log(probabilities[token]), abs=1e-6)
 
@@ -193,7 +196,7 @@ def test_tokens_invert_the_cumulative_distribution(size: int) -> None:
         edges = [sum(probabilities[: i + 1]) for i in range(len(row))]
         expected = next(i for i, edge in enumerate(edges) if edge > u)
         assert float(logprob) == pytest.approx(math.log(probabilities[int(token)]), abs=1e-5)
-        if min(abs(edge - u) for edge in edges) > 1e-6:  # otherwise fp32 rounding decides
+        if min(abs(edge - u) for edge in edges) > 1e-6:  # near an edge, rounding in fp32 decides
             assert int(token) == expected
             compared += 1
     assert compared > 35 or size == 1
@@ -210,7 +213,8 @@ def test_greedy_takes_the_largest_logit_and_its_logprob_at_temperature_one() -> 
 
 
 def test_a_token_without_probability_is_never_drawn() -> None:
-    # at both ends of the vocabulary, and at both ends of the unit interval
+    # The tokens without probability are at both ends and between, and the numbers at both ends of
+    # the unit interval.
     logits = torch.tensor([[-math.inf, 1.0, -math.inf, 1.0, -math.inf]])
     for u, expected in ((2.0**-54, 1), (0.25, 1), (0.75, 3), (1.0 - 2.0**-53, 3)):
         uniform = torch.tensor([u], dtype=torch.float64)
@@ -236,7 +240,7 @@ def test_few_tokens_with_probability_are_found_in_any_block(seed: int, size: int
 
 @pytest.mark.parametrize("size", [1, 5, 3 * BLOCK, 3 * BLOCK - 7, 90 * BLOCK + 1])
 def test_logits_that_are_not_a_number_give_a_token(size: int) -> None:
-    """Its log-prob is NaN, at which the loss stops."""
+    """The log-prob is NaN, so the loss stops the run."""
     logits = torch.full((2, size), math.nan)
     tokens, logprobs = sample_tokens(
         logits, Sampling(1), torch.tensor([0.2, 0.9], dtype=torch.float64)
@@ -247,7 +251,7 @@ def test_logits_that_are_not_a_number_give_a_token(size: int) -> None:
 @pytest.mark.parametrize("seed", range(100))
 def test_no_token_without_weight_is_drawn_at_the_edge_of_a_block(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    size = 100 * BLOCK  # so that blocks have their full size
+    size = 100 * BLOCK  # large enough for blocks of full size
     weights = (8.0 * torch.randn(8, size, generator=generator)).exp()
     weights *= torch.rand(8, size, generator=generator) < 0.1
     ends = weights.unflatten(1, (-1, BLOCK)).sum(-1).cumsum(1, dtype=torch.float64)
@@ -271,7 +275,8 @@ CHINESE = "以上就是最终答案"
 
 
 def byte_level(folder: Path) -> Path:
-    """A byte-level BPE as in GPT-2 and Qwen, with merges inside and across characters."""
+    """A byte-level BPE like that of GPT-2 and Qwen. Its merges join bytes within and across
+    characters."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -289,7 +294,7 @@ def byte_level(folder: Path) -> Path:
 
 
 def with_leading_space(folder: Path) -> Path:
-    """As Llama 2: the decoder drops the space before the first token."""
+    """A tokenizer like Llama 2's, whose decoder drops the space before the first token."""
     options = {"add_dummy_prefix": True, "control_symbols": ["<|im_end|>"], "byte_fallback": True}
     lines = ["the answer is a b c"] * 20
     return train_sentencepiece(lines, 300, folder / "t", model_type="char", **options)
@@ -309,7 +314,8 @@ def tokenizer(
 
 
 def found_end(tokenizer: Tokenizer, stop: Sequence[str], ids: list[int], block: int) -> int | None:
-    """Search like the engine: every `block` tokens, in the window and the new tokens."""
+    """Search as the engine does: after every `block` tokens, in the new tokens and a window before
+    them."""
     stops = StopStrings(stop, tokenizer.decode)
     for searched in range(0, len(ids), block):
         first = max(0, searched + 1 - stops.window)
@@ -373,5 +379,5 @@ def test_a_stop_string_may_end_inside_a_token() -> None:
     stops = StopStrings(["end."], decode)
     assert stops.end([0, 0, 1, 2], searched=0) == 3
     assert stops.end([0, 1], searched=1) == 2 and stops.end([0, 0], searched=0) is None
-    # inside a token that begins with an incomplete character
+    # The stop string is in a token that begins with an incomplete character.
     assert stops.end([3, 0], searched=0) == 1

@@ -1,4 +1,4 @@
-"""The tokens of servers and of the rollout service are sent to nobody else."""
+"""The tokens of servers and of the rollout service are sent to no other program."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from tests.unit.rollout.double import FACTS, LENGTH, weights
 from tests.unit.rollout.test_service_client import settings
 from tools.bench.asgi import handler_of
 
-sys.path.append(str(WORKER_FOLDER))  # as in a server
+sys.path.append(str(WORKER_FOLDER))  # the folder is on the path of a server, too
 
 from gspo_vllm_worker import TokenGuard
 
 TOKEN = "the-token-of-this-start"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-# Try every way of listening on a port, and report which one succeeded.
+# Tries every way of listening on a port, and reports the one that succeeded.
 _LISTEN = """
 import itertools, socket, sys
 port = int(sys.argv[1])
@@ -70,7 +70,7 @@ def test_another_user_cannot_listen_on_a_held_port() -> None:
         assert listens_as_another_user(held.getsockname()[1]) == ""
         port = held.getsockname()[1]
         with pytest.raises(RolloutError, match=f"port {port}: Address already in use"):
-            hold_port("127.0.0.1", port)  # not even another server of this user
+            hold_port("127.0.0.1", port)  # another server of the same user cannot listen either
     assert "listens on 127.0.0.1" in listens_as_another_user(port)
 
 
@@ -84,14 +84,14 @@ def test_another_user_cannot_take_the_place_of_a_service_that_died(tmp_path: Pat
         os.kill(client._process.pid, signal.SIGKILL)
         client._process.wait()
         assert listens_as_another_user(first["port"]) == ""
-        client.forget(0)  # this starts it again
+        client.forget(0)  # starts the service again
         assert client._settings["token"] != first["token"]
     finally:
         client.close()
 
 
 def replays(request: web.Request) -> dict[str, str]:
-    """A server that repeats an answer to another challenge."""
+    """The answer of a server that repeats a proof for another challenge."""
     return {"proof": proof_of(TOKEN, "0" * 64)}
 
 
@@ -121,7 +121,7 @@ async def site(handler: Handler) -> AsyncIterator[str]:
 
 
 class Started:
-    """A server that runs, as far as its process shows."""
+    """A server whose process seems to run."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -141,7 +141,7 @@ class Started:
 
 @contextlib.asynccontextmanager
 async def fleet_at(url: str, update_seconds: float = 20) -> AsyncIterator[ScheduledFleet]:
-    """A fleet of one server, which we seem to have started there."""
+    """A fleet of one server, which the fleet believes to have started at this URL."""
     async with connected_session() as session:
         client = ServerClient("", session)
 
@@ -175,7 +175,8 @@ def test_a_program_on_a_server_s_port_gets_no_token(lie: str, tmp_path: Path) ->
 
 
 def late(answers: int) -> Handler:
-    """A server that is too busy to prove itself at the first request. The proof is wrong then."""
+    """A server that is too busy to answer its first requests for a proof. Later its proof is
+    wrong."""
     asked = 0
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -222,7 +223,7 @@ def test_a_standalone_server_that_proves_itself_late_is_asked_again(
 
 
 def guarded(monkeypatch: pytest.MonkeyPatch) -> Handler:
-    """Our guard in front of an application that reports who asks."""
+    """The package's guard in front of an application."""
     monkeypatch.setenv("GSPO_SERVER_TOKEN", TOKEN)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -250,7 +251,7 @@ def test_a_server_proves_itself_before_it_is_sent_the_token(
             with pytest.raises(ServerGone, match="before the server has proven itself"):
                 await client.weight_version(seconds=5)
             async with session.get(f"{url}{PROOF}?challenge=abc") as answer:
-                assert answer.status == 400  # only a challenge is signed
+                assert answer.status == 400  # anything but a challenge is not signed
 
     asyncio.run(run())
 
@@ -258,7 +259,8 @@ def test_a_server_proves_itself_before_it_is_sent_the_token(
 def test_a_program_cannot_send_us_to_the_server_for_the_proof(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Such a program would get the token after the server has proven itself."""
+    """If redirects were followed, the right server would prove itself, and the program would then
+    get the token."""
 
     async def run() -> None:
         async with site(guarded(monkeypatch)) as url, connected_session() as session:
@@ -285,7 +287,7 @@ def test_health_is_asked_for_without_a_token() -> None:
 
     async def run() -> None:
         async with site(note) as url, connected_session() as session:
-            client = ServerClient(url, session, TOKEN)  # a server that the user names
+            client = ServerClient(url, session, TOKEN)  # a server at a URL from the configuration
             assert await client.why_not_healthy(seconds=5) is None
             assert await client.weight_version(seconds=5) == "1"
 

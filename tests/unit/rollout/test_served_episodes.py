@@ -1,4 +1,4 @@
-"""Episodes that servers generate: rewards, failures and turns, as the ranks get them from the
+"""Episodes that servers generate: their rewards, failures and turns, as ranks read them from the
 store."""
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 def served(
     config: Config, folder: Path, environment: Any, limits: EpisodeLimits
 ) -> tuple[dict[int, RolloutGroup], UserError | None]:
-    """The groups of a request, and its error as rank 0 gets it."""
+    """The groups of a request, and the error that rank 0 gets."""
     inputs = read_inputs(config)
     scorers, told = Scorers(config, inputs), []
     runner = EpisodeRunner(environment, inputs.tokenizer, limits)
@@ -90,7 +90,7 @@ def served(
 
 
 class Endless:
-    """An environment that gives the rewards itself, and accepts the limit."""
+    """An environment that gives rewards and plays until the limit."""
 
     gives_rewards = True
 
@@ -101,7 +101,7 @@ class Endless:
 
 
 class Counting:
-    """An environment with a reward for each turn. It changes its row."""
+    """An environment with a reward for each turn. It changes the fields of its row."""
 
     gives_rewards = True
 
@@ -147,7 +147,7 @@ def test_turns_and_their_rewards_are_kept(
         ]  # fmt: skip
 
 
-# The mean length of the group's responses, as reward of each and as figure.
+# A reward of a whole group: the mean length of its responses. It also returns a figure.
 OF_A_GROUP = """
 from gspo_megatron.types import Reasoned
 def lengths(group):
@@ -159,7 +159,7 @@ lengths.figures = ("length", "never")
 
 
 class Once:
-    """Leaves the reward to the function."""
+    """An environment without a reward, so the reward function is called."""
 
     async def rollout(self, client: Client, task: Prompt) -> Trajectory:
         await client.generate(max_tokens=4)

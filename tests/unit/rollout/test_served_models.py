@@ -1,5 +1,5 @@
-"""A reward model behind a URL in the rollout service: its scores are stored with the responses, and
-not asked for again after a restart."""
+"""A reward model behind a URL in the rollout service. Its scores are stored with the responses, and
+not requested again after a restart."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_scores_are_stored_as_they_are_and_once(
     texts, rows = ModelTexts(config.reward), configured_rows(tmp_path)
     for number, group in groups.items():
         assert group.part_names == ("model", "reward") and group.parts is not None
-        # the model's part is added by the ranks, in the order of the steps
+        # The ranks add the model's part later, in the order of the steps.
         assert np.isnan(group.parts[:, 0]).all() and (group.parts[:, 1] == 0.25).all()
         assert group.rewards.tolist() == [0.25, 0.25]
         assert group.model_scores is not None and group.model_seconds is not None
@@ -62,6 +62,6 @@ def test_scores_are_stored_as_they_are_and_once(
 
 
 def configured_rows(folder: Path) -> dict[int, str]:
-    """The prompts of the draw by their numbers in the step."""
+    """The prompts of the request, by their numbers in the step."""
     lines = (folder / "toy" / "train.jsonl").read_text().splitlines()
     return {number: json.loads(lines[row])["prompt"] for number, row in enumerate((3, 0, 5))}

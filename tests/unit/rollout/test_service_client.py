@@ -1,4 +1,5 @@
-"""The service's process may be killed while it starts, or at any other moment."""
+"""The client of the rollout service, whose process may be killed while it starts, or at any other
+moment."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ time.sleep(300)
 
 
 class Waiting:
-    """An environment whose episodes never ask the policy."""
+    """An environment whose episodes never ask the policy for a turn."""
 
     async def rollout(self, client: Any, task: Any) -> None:
         print("an episode has begun", file=sys.stderr, flush=True)
@@ -48,7 +49,7 @@ class Waiting:
 
 
 def settings(folder: Path, **sections: Any) -> dict[str, Any]:
-    """Settings of a service that has got no weights, so it starts no server."""
+    """The settings of a service without weights, so that it starts no server."""
     write_toy_dataset(folder / "toy", "mixed", train=4, test=2, seed=1)
     config = parse_config(
         {
@@ -81,8 +82,8 @@ def settings(folder: Path, **sections: Any) -> dict[str, Any]:
 
 @contextmanager
 def killing(starts: int) -> Iterator[list[int]]:
-    """Kill this number of new processes of the service, each as soon as it starts. Yields the ids
-    of the killed processes."""
+    """Kill the first `starts` processes of the service, each as soon as it starts. Yields a list of
+    their ids."""
     killed: list[int] = []
     done = threading.Event()
 
@@ -119,7 +120,7 @@ def test_a_service_killed_while_it_starts_is_started_again(
         assert len(killed) == 2
         told = capfd.readouterr().err
         assert told.count("the rollout service was killed by SIGKILL: starting it again") == 2
-        # later, and twice in a row
+        # Then the service is killed twice in a row at a later time.
         ended = pytest.raises(RolloutError, match="once more than rollout.vllm.restarts allows")
         with killing(2) as killed, ended:
             while True:
@@ -132,7 +133,7 @@ def test_a_service_killed_while_it_starts_is_started_again(
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServiceClient, Path]]:
-    """A healthy service, and its run's parent folder."""
+    """A healthy service, and the folder that contains its run."""
     folder = tmp_path_factory.mktemp("service")
     with closing(ServiceClient(settings(folder), restarts=0)) as client:
         yield client, folder
@@ -170,8 +171,8 @@ def test_a_service_that_ends_by_itself_is_not_started_again(
 def test_what_an_earlier_start_drew_for_later_steps_is_not_forgotten(
     service: tuple[ServiceClient, Path],
 ) -> None:
-    """The service was killed at step 10. This start continues from step 5, and has begun two
-    requests so far."""
+    """The service was killed at step 10. This start continues from step 5, and the groups of steps
+    6 to 12 are kept."""
     client, folder = service
     bank = folder / "run" / "rollouts"
     bank.mkdir(parents=True, exist_ok=True)
@@ -187,7 +188,8 @@ def services_of(pid: int) -> list[psutil.Process]:
 
 
 def test_sigterm_ends_the_service_only_with_rank_0(tmp_path: Path) -> None:
-    """A scheduler sends SIGTERM to all processes, and rank 0 saves the run before it ends."""
+    """A scheduler sends SIGTERM to all processes. The service must live until rank 0 has saved the
+    run."""
     weights = tmp_path / "weights" / "version_00000005"
     weights.mkdir(parents=True)
     words = [sys.executable, "-c", _RANK_0, str(tmp_path)]
@@ -258,7 +260,7 @@ def test_a_service_that_ends_within_a_draw_says_nothing_of_it(
 
 
 def begin_phase(client: ServiceClient, folder: Path, **sections: Any) -> bool:
-    """Tell a service of a phase with other values of these sections."""
+    """Tell the service that a phase begins. The sections have new values in that phase."""
     given = settings(folder, **sections)
     return client.begin_phase(given, parse_config(given["config"]))
 
@@ -266,7 +268,8 @@ def begin_phase(client: ServiceClient, folder: Path, **sections: Any) -> bool:
 def test_a_phase_that_needs_other_servers_is_told_why(
     service: tuple[ServiceClient, Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """And the service stays as it is. This one has told no server to start yet."""
+    """If the phase cannot begin, the service stays as it is. This service has not started a server
+    yet."""
     client, folder = service
     vllm = {"servers": 1, "options": {"max_num_seqs": 8}}
     assert not begin_phase(client, folder, rollout={"engine": "vllm", "vllm": vllm})
@@ -285,7 +288,8 @@ def test_a_phase_that_needs_other_servers_is_told_why(
 def test_a_service_that_dies_at_a_border_begins_again_in_the_next_phase(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The new service is asked once more. For it, nothing has changed, but its server is gone."""
+    """The new service is told of the phase, too. Its settings are not changed by the phase, but its
+    server is gone."""
     before = services_of(psutil.Process().pid)
     with closing(ServiceClient(settings(tmp_path), restarts=1)) as client:
         (process,) = (each for each in services_of(psutil.Process().pid) if each not in before)

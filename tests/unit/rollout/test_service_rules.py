@@ -1,5 +1,5 @@
 """Rules of the rollout service that need no server: salts of prefix caches, silence, versions of
-interrupted responses, and when files reach the disk."""
+interrupted responses, and the time at which files reach the disk."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Recorded:
     """Records the requests to a client. Every response is [3, 4]."""
 
     version: int = 0
-    # with the version at that time
+    # salts with the weights version of their request
     salts: list[tuple[int, str | None]] = field(default_factory=list)
     figures_told: dict[str, float] = field(default_factory=dict)
 
@@ -67,7 +67,7 @@ def served(
 
 
 def salts_of(gives_parts: bool, *, keeps_kv: bool) -> list[tuple[int, str | None]]:
-    """The salts of the check and of a group, for two versions of the weights."""
+    """The salts of the check of weights and of a group, for two versions of the weights."""
     client = Recorded()
     settings = replace(SETTINGS, max_staleness=1, keeps_kv=keeps_kv)
     fleet, server = served(client, settings, gives_parts=gives_parts)
@@ -86,7 +86,8 @@ def salts_of(gives_parts: bool, *, keeps_kv: bool) -> list[tuple[int, str | None
 
 @pytest.mark.parametrize("gives_parts", [False, True])
 def test_caches_of_the_weights_before_are_told_apart_where_they_are_kept(gives_parts: bool) -> None:
-    """The check has the salt of its weights, too: it must notice a cache of other weights."""
+    """The check uses the salt of the new weights, too, so that it notices a cache of other
+    weights."""
     found = salts_of(gives_parts, keeps_kv=True)
     by_version = {version: {salt for v, salt in found if v == version} for version in (4, 5)}
     assert all(len(salts) == 1 for salts in by_version.values())
@@ -96,15 +97,16 @@ def test_caches_of_the_weights_before_are_told_apart_where_they_are_kept(gives_p
 
 
 def test_no_request_has_a_salt_where_caches_are_forgotten_with_each_version() -> None:
-    """A salt would keep groups of two versions from sharing what they may share."""
+    """A salt would keep the groups of two versions from sharing a cache, although they may."""
     assert {salt for _, salt in salts_of(False, keeps_kv=False)} == {None}
 
 
 @pytest.mark.parametrize(
     ("in_flight", "counts", "tells", "keeps_kv", "pause"),
     [
-        (False, True, True, True, RECOMPUTE),  # there is nothing to keep
-        (True, False, False, True, WAIT),  # nobody would know which weights generated which tokens
+        # no request is in progress, so there is no cache to keep
+        (False, True, True, True, RECOMPUTE),
+        (True, False, False, True, WAIT),  # otherwise the version of some tokens would be unknown
         (True, False, False, False, WAIT),
         *[(True, *knows, True, KEEP) for knows in ((True, False), (False, True))],
         *[(True, *knows, False, RECOMPUTE) for knows in ((True, False), (False, True))],
@@ -123,12 +125,12 @@ def test_responses_under_way_go_on_only_where_their_versions_are_known(
 @pytest.mark.parametrize(
     ("figures", "silent", "is_lost"),
     [
-        # no answer and no token, although requests are in progress
+        # No answer and no token have come, although requests are in progress.
         ({"generation_tokens_total": 9.0, "num_requests_running": 2.0}, 31.0, True),
         ({"generation_tokens_total": 9.0, "num_requests_running": 2.0}, 20.0, False),
-        # the server generates
+        # The server generates tokens.
         ({"generation_tokens_total": 10.0, "num_requests_running": 2.0}, 31.0, False),
-        # the server has no requests
+        # The server has no requests.
         ({"generation_tokens_total": 9.0, "num_requests_running": 0.0}, 31.0, False),
     ],
 )
@@ -151,8 +153,8 @@ def test_a_server_is_lost_after_its_silence_and_not_before(
 
 
 def test_the_first_weights_of_a_server_without_a_name_are_those_of_the_request() -> None:
-    """A server that had no update yet calls its weights `default`. Here it gets updates while it
-    writes the response, so the answer names versions that are newer than the request's."""
+    """Before its first update, a server calls its weights `default`. This server gets updates
+    during the response, so its answer also names later versions."""
     response = InFlightResponse(version=1)
     response.spans, response.version = [(1, 2), (3, 4)], 6
     spans = (("default", 2), ("3", 4), ("6", 7))
@@ -166,10 +168,11 @@ def test_the_first_weights_of_a_server_without_a_name_are_those_of_the_request()
 
 
 class Disk:
-    """What has reached the disk: the size of a file each time it is synchronised."""
+    """Records what has reached the disk: the sizes of a file at the times when it was
+    synchronised."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.files: dict[int, list[int]] = {}  # sizes by inode
+        self.files: dict[int, list[int]] = {}  # sizes by inode number
         self.folders: list[Path] = []
         sync = os.fsync
 

@@ -1,5 +1,5 @@
-"""A teacher behind a URL: the requests to the server, and the effect of a wrong answer. The server
-of these tests answers like vLLM; tests/vllm/test_distillation.py asks a real one."""
+"""A teacher behind a URL: the requests to its server, and the effect of a wrong answer. The server
+of these tests answers like vLLM; tests/vllm/test_distillation.py uses a real one."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ def right(given: dict[str, Any]) -> dict[str, Any]:
     assert given["model"] == "the teacher"
     entries: list[Any] = [None]
     for number in range(1, len(tokens)):
-        # first the token itself, as vLLM does, then the most probable ones
+        # Like vLLM, it gives the token itself first, and then the most probable tokens.
         found = {str(tokens[number]): logprob(tokens, number)} | best(number, k)
         entries.append({t: {"logprob": value, "decoded_token": "x"} for t, value in found.items()})
     return {"choices": [{"prompt_logprobs": entries}]}
 
 
 def best(number: int, k: int) -> dict[str, float]:
-    """Made-up most probable tokens of a position."""
+    """Made-up log-probs of the most probable tokens at a position."""
     return {str(100 + number - each): -0.001 * (each + 1) for each in range(k)}
 
 
 @contextmanager
 def served(answer: Answer, tokens: list[int], keys: list[str | None]) -> Generator[str]:
-    """The server's URL. What `answer` raises becomes an error 500; but ConnectionAbortedError ends
-    the connection, and TimeoutError gives no answer at all."""
+    """Serve a teacher, and yield its URL. An error in `answer` becomes status 500, except that
+    ConnectionAbortedError closes the connection, and TimeoutError gives no answer."""
 
     async def models(_: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "the teacher"}]})
@@ -99,7 +99,7 @@ def served(answer: Answer, tokens: list[int], keys: list[str | None]) -> Generat
 
 
 def group_of(**more: Any) -> Any:
-    """Two responses to one prompt: 3 + 2 and 3 + 1 tokens."""
+    """A group of two responses to one prompt, with 3 + 2 and 3 + 1 tokens."""
     lengths = {"prompt_lengths": np.array([3, 3]), "response_lengths": np.array([2, 1])}
     lengths["group_index"] = np.array([0, 0])
     tokens = np.array([5, 6, 7, 8, 9, 5, 6, 7, 4], np.int32)
@@ -151,7 +151,7 @@ def test_the_token_written_may_be_one_of_the_most_probable() -> None:
         found = right(given)
         for place, token in enumerate(given["prompt"][1:], start=1):
             entry = found["choices"][0]["prompt_logprobs"][place]
-            entry.pop(str(100 + place))  # the first of the k
+            entry.pop(str(100 + place))  # the first of the k most probable tokens
             entry[str(token)]["logprob"] = -0.0001
         return found
 
@@ -166,8 +166,8 @@ SPECIALISTS: dict[str, Any] = {"math": {}, "code": {}, "chat": {}, "art": {"teac
 def test_several_teachers_judge_the_responses_to_their_own_prompts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first two of four responses to four prompts have servers, the third a folder, and the
-    last no teacher."""
+    """There are four responses to four prompts. The first two prompts have a teacher behind a URL,
+    the third a teacher in a folder, and the last none."""
     asked: dict[str, list[list[int]]] = {"math": [], "code": []}
 
     def answering(name: str) -> Answer:
@@ -234,7 +234,8 @@ def test_a_prompt_that_names_no_teacher_is_told_by_its_line() -> None:
 
 
 def test_each_branch_of_an_episode_is_asked_by_itself() -> None:
-    kinds = np.array([0, 0, 1, 0, 1, 0, 0, 0, 1], bool)  # three branches, then a single one
+    # an episode of three branches, then a single response
+    kinds = np.array([0, 0, 1, 0, 1, 0, 0, 0, 1], bool)
     group = group_of(
         in_response=kinds, prompt_lengths=np.array([3, 3]), response_lengths=np.array([2, 1])
     )
@@ -246,7 +247,7 @@ def test_each_branch_of_an_episode_is_asked_by_itself() -> None:
 
 
 def test_a_prompt_alone_is_no_branch_of_the_response_before_it() -> None:
-    """The second response's prompt follows the first response directly."""
+    """The prompt of the second response comes directly after the first response."""
     judged = ask(right, group_of(in_response=np.array([0, 0, 0, 1, 1, 0, 0, 0, 1], bool)))
     assert judged.logprobs.tolist() == pytest.approx(ask(right).logprobs.tolist())
 
@@ -259,7 +260,7 @@ def test_a_rank_without_responses_asks_nothing() -> None:
 
 
 def changed(change: Callable[[list[Any], str], Any]) -> Answer:
-    """A right answer, except for what it says about the last token."""
+    """An answer that `change` makes wrong for the last token."""
 
     def answer(given: dict[str, Any]) -> Any:
         found = right(given)
@@ -270,7 +271,7 @@ def changed(change: Callable[[list[Any], str], Any]) -> Answer:
 
 
 def few(answer: Answer) -> Answer:
-    """An answer that is wrong only about the most probable tokens."""
+    """An answer that is wrong only if the most probable tokens are requested."""
 
     def answering(given: dict[str, Any]) -> Any:
         return answer(given) if given["prompt_logprobs"] else right(given)
@@ -377,6 +378,6 @@ def test_a_url_that_is_none_of_a_server(unused_tcp_port: int) -> None:
 def unused_tcp_port() -> Generator[int]:
     import socket
 
-    with socket.socket() as held:  # the port is bound, but nobody listens
+    with socket.socket() as held:  # the port is in use, but no server listens on it
         held.bind(("127.0.0.1", 0))
         yield held.getsockname()[1]

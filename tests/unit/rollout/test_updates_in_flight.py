@@ -1,5 +1,5 @@
-"""New weights while requests are in progress. The servers do what vLLM cannot be made to do at a
-chosen moment. tests/vllm/test_spans.py has the same with real servers."""
+"""New weights while requests are in progress. The stand-ins for servers do things at moments that
+cannot be chosen with vLLM. tests/vllm/test_spans.py makes such updates with real servers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Held:
 async def begin(
     fleet: ScheduledFleet, doubles: list[Double], count: int
 ) -> list[asyncio.Task[Any]]:
-    """Begin so many requests, and wait until the servers have all of them."""
+    """Begin `count` requests, and wait until the servers have all of them."""
     before = sum(len(each.names) for each in doubles)
     calls = [asyncio.create_task(fleet.generate(PROMPT, SAMPLING, 0)) for _ in range(count)]
     while sum(len(each.names) for each in doubles) < before + count:
@@ -79,7 +79,7 @@ def test_an_answer_that_comes_while_new_weights_load_is_of_the_weights_before(
         async def loads(request: web.Request, answer: Any) -> web.StreamResponse:
             if (await request.json())["method"] == "reload_weights":
                 held.answers.set()
-                await asyncio.wait([call])  # before the new weights are checked
+                await asyncio.wait([call])  # the response ends before the new weights are checked
             return await plain(request, answer)
 
         double.faults["/collective_rpc"] = loads
@@ -101,14 +101,16 @@ def test_no_token_of_weights_that_are_not_proven_is_used(tmp_path: Path) -> None
         doubles[1].counts = {doubles[1].names[0]: 2}
 
         async def another(*_: Any) -> web.StreamResponse:
-            held.answers.set()  # the response is complete before the check fails
+            # the response becomes complete just before the check of the weights fails
+            held.answers.set()
             await asyncio.sleep(0.5)
             assert not call.done()
             return await plain(_[0], {"weight_version": "7"})
 
         doubles[1].faults["/weight_info"] = another
         await fleet.update(weights(tmp_path, 1))
-        assert (await call).versions.tolist() == [1] * 6  # from the other server
+        # the other server generated the response again
+        assert (await call).versions.tolist() == [1] * 6
         assert fleet.scheduler.resubmitted == 1 and len(fleet.problems()) == 1
 
     pooled(work)
@@ -161,8 +163,8 @@ def test_a_place_is_left_for_the_proof(tmp_path: Path) -> None:
 
 
 def test_new_weights_for_a_server_that_still_starts_with_others(tmp_path: Path) -> None:
-    """This happens in a restarted service: the responses of the next step exist already, so the
-    policy is trained in the meantime."""
+    """This happens in a restarted service: the responses of the next step are already in the store,
+    so the policy is trained while the server starts."""
 
     async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
         fleet.take_weights(replace(weights(tmp_path, 0), check=None))
@@ -179,7 +181,7 @@ def test_new_weights_for_a_server_that_still_starts_with_others(tmp_path: Path) 
 
 
 def test_of_several_engines_the_counts_of_the_first_are_not_taken_for_all(tmp_path: Path) -> None:
-    """vLLM's collective_rpc asks only the first engine."""
+    """vLLM's collective_rpc asks only the first engine, so the counts of all others are unknown."""
 
     async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
         for each in doubles:

@@ -1,4 +1,5 @@
-"""Sums of tensors that vLLM has fused, divided among workers, copied and padded."""
+"""The check of weights by sums of tensors, although vLLM fuses tensors, divides them among workers,
+copies and pads them."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ def folder(tensors: dict[str, np.ndarray]) -> dict[str, list[float]]:
 
 
 def workers(tensors: dict[str, np.ndarray]) -> list[dict[str, list[float]]]:
-    """The tensors of two workers: halves of q and k, fused and reordered; copies of the norm;
-    padded rows."""
+    """The sums of two workers. q and k are halved, fused and reordered, the norm is copied, and the
+    embedding has padded rows."""
     padded = np.concatenate([tensors["embed"], np.zeros((4, 5), np.float32)])
     found = []
     for rank in range(2):
@@ -56,15 +57,14 @@ def test_another_layout_of_the_same_tensors_is_no_difference(tensors: dict) -> N
 def test_a_difference_in_one_element_is_found(
     tensors: dict, name: str, family: str, change: float
 ) -> None:
-    """The difference is in the last bit, which changes both sums, or in the sign, which changes
-    one."""
+    """A difference in the last bit changes two sums. A difference in the sign changes one sum."""
     expected = folder(tensors)
     tensors[name][3, 2] *= np.float32(change)
     assert suspect_families(workers(tensors), expected) == [family]
 
 
 def test_what_cannot_be_compared_is_left_out(tensors: dict) -> None:
-    """Key heads that are repeated on both workers, and quantized norms."""
+    """Here the key heads are repeated on both workers, and the norms are quantized."""
     expected, found = folder(tensors), workers(tensors)
     for worker in found:
         worker["attention of layer 0"] = sums(tensors["q"][:6], tensors["k"])

@@ -1,5 +1,5 @@
-"""Weights from rank 0 to the workers of servers over gloo, in separate processes.
-tests/vllm/test_stream.py has vLLM itself."""
+"""The transfer of weights from rank 0 to the workers of servers over gloo, in separate processes.
+tests/vllm/test_stream.py does it with vLLM."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from gspo_megatron.rollout.vllm.process import WORKER_FOLDER
 from gspo_megatron.rollout.vllm.weight_stream import WeightStream, bucket_layout
 from tests.programs import command_environment, wait_until
 
-# A worker without vLLM: it writes what it loads to a file. One line on stdin is one call.
+# A worker without vLLM, which writes the tensors that it loads to a file. One line on stdin is one
+# call.
 _WORKER = """
 import json, sys, time, torch
 from safetensors.torch import save_file
@@ -80,7 +81,7 @@ Start = Callable[[str, int], list[Worker]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """A function that starts the workers: (key of a server, number of its workers) -> the
+    """A function that starts the workers of a server. It takes the server's key and the number of
     workers."""
     running: list[Worker] = []
 
@@ -102,7 +103,8 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> WeightStream:
 
 
 def model(seed: int) -> dict[str, torch.Tensor]:
-    """Tensors of several types and odd sizes. The largest is larger than a bucket of the tests."""
+    """Tensors of several types and odd sizes. The largest is larger than a bucket in these
+    tests."""
     shapes = {"a": (3, 5), "b": (7,), "c": (40, 9), "d": (1,), "e": (2, 3, 11), "f": (13,)}
     kinds = (torch.float32, torch.bfloat16)
     random = torch.Generator().manual_seed(seed)
@@ -171,7 +173,7 @@ def test_every_worker_gets_every_tensor_again_and_again(
 def test_a_server_that_dies_or_gives_up_takes_no_other_with_it(
     stream: WeightStream, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One never comes, and one dies while it loads. The others get this version and the next
+    """One server never comes, and one dies while it loads. All others get this version and the next
     one."""
     monkeypatch.setattr(weight_stream, "BUCKET_BYTES", 64)
     sound, dying, sent = start("sound", 1)[0], start("dying", 1)[0], model(0)
@@ -179,13 +181,13 @@ def test_a_server_that_dies_or_gives_up_takes_no_other_with_it(
     sound.begin(plan)
     dying.begin(plan, dies="b")
     begin = time.monotonic()
-    receiving = {"sound", "dying"}  # the service knows that the third has gone
+    receiving = {"sound", "dying"}  # the service knows that the third server is gone
     receivers = {"gone": 1, "dying": 1, "sound": 1}
     stream.send(plan, receivers, iter(sent.items()), lambda: receiving)
-    assert time.monotonic() - begin < 50  # the limit of the group itself is 60 s
+    assert time.monotonic() - begin < 50  # the timeout of the process group is 60 s
     assert dying.process.wait(30) == 9
     assert_same(sound.received(), sent)
-    sent, [again] = model(1), start("dying-1", 1)  # it was started again, with another key
+    sent, [again] = model(1), start("dying-1", 1)  # the server was started again with another key
     for worker in (sound, again):
         worker.begin(plan)
     stream.send(plan, {"sound": 1, "dying-1": 1}, iter(sent.items()), lambda: ["sound", "dying-1"])
@@ -197,14 +199,16 @@ def test_a_server_that_hangs_is_dropped_when_the_service_gives_it_up(
     stream: WeightStream, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_stream, "BUCKET_BYTES", 64)
-    # so large that the other side's socket cannot take all of it
+    # These tensors are too large for the buffers of the receiver's socket.
     sent = {name: torch.randn(1 << 22) for name in "abcd"}
     [worker], plan = start("hanging", 1), stream.plan(specs(sent))
     worker.begin(plan, hangs="a")
     hangs, rest, began = Path(f"{worker.path}.hangs"), iter(sent.items()), time.monotonic()
     stream.send(plan, {"hanging": 1}, rest, lambda: [] if hangs.exists() else ["hanging"])
-    assert hangs.exists() and time.monotonic() - began < 55  # the limit of the group itself is 60 s
-    assert next(rest, None) is None  # the other ranks take part in it, so it must be consumed
+    # the timeout of the process group is 60 s
+    assert hangs.exists() and time.monotonic() - began < 55
+    # the iterator must be consumed, because other ranks take part in it
+    assert next(rest, None) is None
     worker.process.kill()
     wait_until(lambda: stream._stuck[0][0].is_completed(), seconds=30)
     stream.send(plan, {}, iter(sent.items()), list)

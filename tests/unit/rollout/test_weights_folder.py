@@ -1,4 +1,5 @@
-"""Only our own servers get new weights, and nobody can keep a run from starting."""
+"""The folder of new weights: only the run's own servers can read it, and no other user can keep a
+run from starting."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def config(run: Path, **section: object) -> Config:
 
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that takes the place of /dev/shm, in which every user may write."""
+    """A folder in place of /dev/shm, in which every user may write."""
     made = tmp_path / "memory"
     made.mkdir()
     made.chmod(0o1777)
@@ -99,11 +100,12 @@ def test_another_user_cannot_read_it_nor_take_its_place(memory: Path, tmp_path: 
     write(folder, True)
     for parent in (memory, *memory.parents):
         if parent.stat().st_uid == 0 and not parent.stat().st_mode & stat.S_IXOTH:
-            parent.chmod(parent.stat().st_mode | stat.S_IXOTH)  # only pytest's own folders
+            # opens only folders that pytest made
+            parent.chmod(parent.stat().st_mode | stat.S_IXOTH)
         if parent.name.startswith("pytest-of"):
             break
     assert said_by(_LOOK, folder).split("\n")[:2] == ["refused", "refused"]
-    # names that this user knows by now, and a link to something that the user wants removed
+    # The other user makes names that it has seen, and a link to a folder that it wants removed.
     precious = tmp_path / "precious"
     precious.mkdir()
     prefix = folder.name.rpartition("-")[0]

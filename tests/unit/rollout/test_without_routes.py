@@ -1,4 +1,4 @@
-"""What a chat client gets from a server that returns the experts of each token to a run."""
+"""The answers to chat clients, from a server that returns the experts of each token to a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ANSWER = json.dumps({"id": "a", "choices": [CHOICE, {"index": 1, "routed_experts
 
 
 def answered(path: str, kind: bytes, parts: list[bytes]) -> tuple[dict[bytes, bytes], list[bytes]]:
-    """The headers and pieces of the answer to a client, if the server gives these pieces."""
+    """The headers and pieces of the answer that a client gets, if the server sends these pieces."""
     sent: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -51,7 +51,7 @@ def test_an_answer_has_everything_but_the_experts(cut: int) -> None:
 
 @pytest.mark.parametrize("cut", [1, 7, 500, 100_000])
 def test_a_stream_has_everything_but_the_experts(cut: int) -> None:
-    """The server may cut the stream into any pieces."""
+    """A piece of the stream may end anywhere."""
     first = b'data: {"choices": [{"delta": {"content": "x"}}]}'
     stream = first + b"\n\ndata: " + ANSWER + b"\n\ndata: [DONE]\n\n"
     pieces = [stream[start : start + cut] for start in range(0, len(stream), cut)]
@@ -65,7 +65,7 @@ def test_a_stream_has_everything_but_the_experts(cut: int) -> None:
 @pytest.mark.parametrize(
     ("path", "kind", "content"),
     [
-        (GENERATE, b"application/json", ANSWER),  # the run's own client asks for them
+        (GENERATE, b"application/json", ANSWER),  # the run's own client asks for the experts
         ("/v1/models", b"application/json", b'{"data": [{"id": "m"}]}'),
         ("/v1/chat/completions", b"application/json", b'{"error": "\\"routed_experts\\""}'),
         ("/v1/chat/completions", b"application/json", b'no JSON: "routed_experts"'),

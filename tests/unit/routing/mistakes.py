@@ -1,4 +1,4 @@
-"""Known mistakes of other Routing Replay implementations, each as a patch of the code under
+"""Known mistakes of other implementations of Routing Replay. Each is a patch of the code under
 test."""
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ Mistake = contextlib.AbstractContextManager
 
 @contextlib.contextmanager
 def routers_numbered_by_construction(models: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """As in Megatron-Core's process-wide list: `models` were built before the policy."""
+    """Numbers routers in the order of their construction, as Megatron-Core's process-wide list
+    does. `models` were built before the policy."""
     numbers = itertools.count(1)
 
     class Numbered(RouterHook):
@@ -54,7 +55,7 @@ def layers_numbered_within_their_stage() -> Mistake:
 
 @contextlib.contextmanager
 def fused_routers() -> Iterator[None]:
-    """The routing function returns before it asks the hook."""
+    """The routing function returns before it calls the hook."""
     native = router_module.topk_routing_with_score_function
 
     def fused(*args: Any, **kwargs: Any) -> Any:
@@ -65,15 +66,15 @@ def fused_routers() -> Iterator[None]:
 
 
 def recomputation_without_context() -> Mistake:
-    """As stock Megatron-Core recomputes."""
+    """Recomputation loses the context, as in stock Megatron-Core."""
     stock = staticmethod(CheckpointFunction.forward.__wrapped__)
     return mock.patch.object(CheckpointFunction, "forward", stock)
 
 
 @contextlib.contextmanager
 def newest_routes_only() -> Iterator[None]:
-    """There is one place for the routes, those of the pass that began last. Recomputation reads it,
-    too."""
+    """There is one variable for routes, with those of the pass that began last. Recomputation reads
+    it, too."""
     newest: list[Routes | None] = [None]
 
     @contextlib.contextmanager
@@ -104,7 +105,7 @@ def _replacing(method: Callable[..., Choice]) -> Mistake:
 
 
 def replay_of_nothing() -> Mistake:
-    """Everything is set up, but nothing is replayed."""
+    """Everything is prepared for replay, but the routers choose for themselves."""
     return _replacing(lambda self, layer, scores, native: native())
 
 
@@ -113,7 +114,7 @@ def routes_are_never_given_up() -> Mistake:
 
 
 def routes_get_lost() -> Mistake:
-    """The routes are stored for another micro-batch than their own."""
+    """The routes are not stored with their micro-batch."""
     native = RoutingReplay._keep
 
     def keep(self: RoutingReplay, mode: str, micro_batch: MicroBatch, table: RouteTable) -> None:
@@ -133,7 +134,7 @@ def one_layer_is_passed_by() -> Mistake:
 
 
 def experts_are_recorded_twice() -> Mistake:
-    """A pass is run a second time without new recordings."""
+    """Experts are already recorded when a pass begins, as if it ran twice with one recording."""
     native = step_routes.Recording
 
     def recording(*args: Any, **kwargs: Any) -> Recording:

@@ -27,13 +27,13 @@ from tests.unit.models.one_rank import PAD, micro_batch, random_sequences, tiny_
 
 LENGTHS = [(3, 5), (1, 9), (6, 2), (4, 11), (2, 3), (5, 6)]
 LAYERS, EXPERTS, TOP_K = 2, 8, 2
-RATE = 0.02  # high, because routes must change within a step
+RATE = 0.02  # a high rate, because routes must change within a step
 RECOMPUTES = ("none", "selective", "full")
 
 
 def moe_policy(recompute: str = "none", **megatron: Any) -> Policy:
-    """A policy with two MoE layers of 8 experts, top 2, whose routers are far from uniform.
-    Selective recomputation covers whole MoE layers with the router."""
+    """A policy with two MoE layers, each with 8 experts and top 2. Its routers are far from
+    uniform. Selective recomputation covers whole MoE layers, routers included."""
     if recompute == "selective":
         megatron["recompute_modules"] = ["moe"]
     return tiny_policy(
@@ -66,14 +66,14 @@ class Seen:
 
     @property
     def natural(self) -> Tensor:
-        """The router's own choice: [tokens, experts] bool, by a plain top k of the logits."""
+        """The router's own choice [tokens, experts] bool, by a plain top k of the logits."""
         own = self.logits.topk(TOP_K, dim=-1).indices
         return torch.zeros_like(self.chosen).scatter(1, own, True)
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[list[Seen]]:
-    """Record everything that routers do while it lasts."""
+    """A context in which the work of every router is recorded."""
     seen: list[Seen] = []
     native = TopKRouter.routing
 
@@ -89,14 +89,14 @@ def watched() -> Iterator[list[Seen]]:
 
 
 def map_of(experts: Tensor) -> Tensor:
-    """[tokens, k] -> [tokens, experts] bool."""
+    """From [tokens, k] to [tokens, experts] bool."""
     empty = torch.zeros((len(experts), EXPERTS), dtype=torch.bool)
     return empty.scatter(1, experts.long(), True)
 
 
 @dataclass
 class Step:
-    """The data of one RL step: six sequences, three mini-batches of two micro-batches."""
+    """The data of one RL step: six sequences, and three mini-batches of two micro-batches."""
 
     sequences: Sequences
     index: StepIndex
@@ -104,8 +104,8 @@ class Step:
 
 
 def a_step(*, routes: bool = False, together: bool = False) -> Step:
-    """`routes`: random experts for every token, which no router would choose; `together`: the two
-    sequences of a mini-batch are one micro-batch."""
+    """`routes`: random experts for every token, which no router would choose. `together`: a
+    mini-batch is one micro-batch of two sequences."""
     tokens = [torch.tensor(p + r) for p, r in random_sequences(1, LENGTHS)]
     prompts, responses = zip(*LENGTHS)
     generator = torch.Generator().manual_seed(5)
@@ -159,7 +159,7 @@ def updater_for(
 def update(
     updater: PolicyUpdater, *, routes: bool = False, together: bool = False
 ) -> dict[str, float]:
-    """The metrics of one step."""
+    """Run one step. Returns its metrics."""
     step = a_step(routes=routes, together=together)
     advantages = updater.objective.advantages.of_sequences(
         step.index.rewards, torch.tensor(step.index.groups)

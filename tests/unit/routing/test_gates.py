@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 EXPERTS, TOP_K = 8, 4
 
-# Arguments of topk_routing_with_score_function, as they follow from TransformerConfig's fields.
+# The arguments of topk_routing_with_score_function, as TransformerConfig's fields set them.
 ROUTERS: dict[str, dict[str, Any]] = {
     "softmax of the chosen": {},
     "softmax of all": {"use_pre_softmax": True},
@@ -50,7 +50,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
         "group_topk": 2,
         "scaling_factor": 1.5,
     },
-    # this one is in models/router.py
+    # This router is the package's own (models/router.py).
     "softmax with expert bias": {
         "use_pre_softmax": True,
         "softmax_bias": torch.linspace(-0.3, 0.3, EXPERTS),
@@ -65,7 +65,7 @@ def chosen_experts(logits: Tensor, router: dict[str, Any]) -> list[list[int]]:
 
 
 def selection_scores(logits: Tensor, router: dict[str, Any]) -> Tensor:
-    """The scores [tokens, experts] of which a router takes the largest."""
+    """The scores [tokens, experts]. A router takes the experts with the largest scores."""
     if router.get("score_function") == "sigmoid":
         scores = torch.sigmoid(logits)
         return scores + router["expert_bias"] if "expert_bias" in router else scores
@@ -75,7 +75,7 @@ def selection_scores(logits: Tensor, router: dict[str, Any]) -> Tensor:
 
 
 def best_experts(scores: Sequence[float], router: dict[str, Any]) -> list[int]:
-    """The best of one token's `selection_scores`, sorted by number."""
+    """The experts with the best of one token's `selection_scores`, sorted by number."""
     allowed = list(range(EXPERTS))
     if router.get("group_topk"):
         size, each = EXPERTS // router["num_groups"], TOP_K // router["group_topk"]
@@ -87,8 +87,8 @@ def best_experts(scores: Sequence[float], router: dict[str, Any]) -> list[int]:
 
 
 def gate_weights(logits: Tensor, experts: Tensor, router: dict[str, Any]) -> Tensor:
-    """The weights [tokens, experts] of the given experts [tokens, k], 0 elsewhere. Differentiable
-    in the logits."""
+    """The weights [tokens, experts], which are 0 except for the given experts [tokens, k]. They are
+    differentiable in the logits."""
     rows = []
     for row, chosen in zip(logits, experts.tolist()):
         if router.get("score_function") == "sigmoid":
@@ -107,7 +107,7 @@ def gate_weights(logits: Tensor, experts: Tensor, router: dict[str, Any]) -> Ten
     return torch.stack(rows)
 
 
-# --- The routing function with a hook: the experts of the table, the live weights ----------------
+# --- The routing function with a hook: recorded experts, and weights of the current logits --------
 
 TOKENS, LAYER = 11, 3
 
@@ -120,7 +120,7 @@ def random_logits(seed: int) -> Tensor:
 
 
 def route(logits: Tensor, router: dict[str, Any], routes: Routes | None) -> tuple[Tensor, Tensor]:
-    """The weights [tokens, experts] and the map [tokens, experts]."""
+    """The weights [tokens, experts], and the map [tokens, experts] of chosen experts."""
     with routed(routes):
         return routed_by(RouterHook(LAYER), logits, router)
 
@@ -162,7 +162,7 @@ def test_recorded_experts_are_those_of_the_plain_choice(name: str) -> None:
 
 @every_router
 def test_replay_takes_the_recorded_experts_and_the_live_weights(name: str) -> None:
-    """Also the gradients through the weights are those of the formula."""
+    """The gradients through the weights are those of the formula, too."""
     router = ROUTERS[name]
     table = recorded_table(random_logits(1), router)
     logits = random_logits(2).requires_grad_()
@@ -178,7 +178,7 @@ def test_replay_takes_the_recorded_experts_and_the_live_weights(name: str) -> No
     (gradient,) = torch.autograd.grad((weights * upstream).sum(), logits)
     (wanted,) = torch.autograd.grad((expected * upstream).sum(), logits)
     torch.testing.assert_close(gradient, wanted)
-    assert gradient.abs().sum(-1).min() > 1e-4  # the gradient passes through every token
+    assert gradient.abs().sum(-1).min() > 1e-4  # every token has a gradient
 
 
 @every_router
@@ -195,9 +195,10 @@ def test_tokens_without_routes_go_where_they_like(name: str) -> None:
 
 
 def test_weights_of_experts_that_only_their_bias_chose() -> None:
-    """Their sum is 1 only if it is not smaller than the lower bound of the divisor."""
+    """The weights are divided by their sum, or by a lower bound if the sum is smaller. So very
+    small weights do not sum to 1."""
     logits = torch.zeros(1, EXPERTS)
-    logits[:, TOP_K:] = 40.0  # the others have 4e-18 each
+    logits[:, TOP_K:] = 40.0  # each of the chosen experts has a probability of 4e-18
     for smaller, total in ((0.0, 4 * 4.248e-18 / 4 / 1e-12), (20.0, 1.0)):
         logits[:, TOP_K:] = 40.0 - smaller
         router = {"use_pre_softmax": True, "softmax_bias": 2.0 * (torch.arange(EXPERTS) < TOP_K)}
@@ -213,7 +214,8 @@ def test_weights_of_experts_that_only_their_bias_chose() -> None:
 def test_a_byte_up_to_256_experts_and_two_beyond(experts: int, dtype: torch.dtype) -> None:
     assert expert_dtype(experts) is dtype
     logits = torch.zeros(3, experts)
-    logits[:, -1], logits[:, 0] = 2.0, 1.0  # the largest expert number must survive
+    # the largest number of an expert must be stored correctly
+    logits[:, -1], logits[:, 0] = 2.0, 1.0
     recording = Recording()
 
     def native() -> tuple[Tensor, Tensor]:
@@ -239,7 +241,7 @@ def test_routes_of_another_number_of_tokens_are_refused() -> None:
         route(random_logits(2)[:10], {}, Replaying(table))
 
 
-# --- Which routers get a hook, and that a hook without use costs nothing --------------------------
+# --- The routers that get a hook; a hook without routes costs nothing -----------------------------
 
 
 def routers(policy: Policy) -> list[TopKRouter]:
@@ -250,7 +252,7 @@ def test_every_router_gets_a_hook_with_its_layer_number() -> None:
     policy = moe_policy(num_layers=4, moe_layer_freq=[0, 1, 0, 1])
     assert attach_hooks(policy.models) == (2, 4)
     assert [router.router_replay.layer for router in routers(policy)] == [2, 4]
-    assert attach_hooks(policy.models) == (2, 4)  # a second call does no harm
+    assert attach_hooks(policy.models) == (2, 4)  # a second call changes nothing
 
 
 def test_without_replay_and_volatility_there_is_no_hook_and_no_work() -> None:
@@ -275,7 +277,8 @@ def test_routers_that_never_ask_are_refused() -> None:
 
 
 def test_whatever_chooses_experts_asks_its_hook_or_is_refused() -> None:
-    """The list of ways is Megatron-Core's own, so the test notices a new way past the hook."""
+    """The kinds of routing are read from Megatron-Core's source, so the test notices a new kind
+    that does not call the hook."""
     source = inspect.getsource(TopKRouter.routing)
     kinds = set(re.findall(r'self\.routing_type == "(\w+)"', source))
     assert "sinkhorn" in kinds and kinds <= set(NEVER_ASKING)
@@ -284,7 +287,7 @@ def test_whatever_chooses_experts_asks_its_hook_or_is_refused() -> None:
     assert "router_replay=self.router_replay" in asking
     function = inspect.getsource(topk_routing_with_score_function)
     choices = re.findall(r"(?<!_)torch\.topk\(|= compute_topk\(|return fused_\w+\(", function)
-    # The only torch.topk is the default that the hook is given, and the fused way is refused.
+    # The only torch.topk is the default that the hook gets. The fused routing is refused.
     assert choices.count("torch.topk(") == 1
     assert sum(choice.startswith("return fused") for choice in choices) == 1
     assert choices.count("= compute_topk(") == 4
@@ -305,10 +308,10 @@ def test_routers_of_another_kind_are_refused() -> None:
             self.config = SimpleNamespace(moe_router_fusion=False)
 
         def routing(self, logits: torch.Tensor) -> None:
-            """It is abstract in Router. Nothing is routed here."""
+            """Required, because the method is abstract in Router. It routes nothing."""
 
         def forward(self, hidden: torch.Tensor) -> None:
-            """Also abstract."""
+            """Required, like `routing`."""
 
     policy = torch.nn.Module()
     policy.router = HashRouter()
@@ -345,7 +348,7 @@ def test_routes_hold_for_the_passes_inside_and_no_longer() -> None:
                 forward()
             assert not outer.experts and len(inner.experts) == LAYERS
             forward()
-        forward()  # a third recording of a layer would be an error
+        forward()  # recording a layer a third time would be an error
         with recorded() as experts:
             forward()
     assert experts.keys() == outer.experts.keys() == {1, 2}

@@ -1,10 +1,11 @@
-"""The known traps of Routing Replay by name. Each is planted and noticed, and ours does not have
-it.
+"""The known traps of Routing Replay, by name. Each test plants a trap, checks that it is noticed,
+and that the package does not fall into it.
 
-Some are tested elsewhere: weights of the recorded pass, or of the experts that the router would
-have chosen, in test_gates.py (the current weights with their gradients); near ties that flip in
-recomputation, and a first mini-batch without routes, in test_replayed_steps.py (each pass takes the
-recorded experts). Traps that need several stages are in tests/parallel/test_replay.py.
+Some traps are tested elsewhere. test_gates.py tests weights of the recorded pass, and weights of
+the experts that the router would have chosen: it compares the current weights and their gradients.
+test_replayed_steps.py tests near ties that flip in recomputation, and a first mini-batch without
+routes: each pass takes the recorded experts. Traps that need several stages are in
+tests/parallel/test_replay.py.
 """
 
 from __future__ import annotations
@@ -38,21 +39,21 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def run(routing: dict[str, Any], recompute: str = "none", **megatron: Any) -> None:
-    """Run a step, whose own checks decide."""
+    """Run a step. Its own checks raise an error if something is wrong."""
     updater = updater_for(moe_policy(recompute, **megatron), routing)
     update(updater, routes=routing.get("replay") == "r3")
 
 
 def test_trap_process_wide_list_is_corrupted_by_a_second_model() -> None:
-    """Stock replay data go to routers in the order of construction, whatever model they belong
-    to."""
+    """Megatron-Core gives its replay data to routers in the order of construction, even if they
+    belong to another model."""
     other = moe_policy()
     with (
         mistakes.routers_numbered_by_construction(other.models),
         pytest.raises(AssertionError, match=r"layers \(3, 4\) recorded of \(1, 2\)"),
     ):
         run({"replay": "r2"})
-    run({"replay": "r2"})  # ours, with the same other model
+    run({"replay": "r2"})  # the package's own numbering, beside the other model
 
 
 def test_trap_moe_router_fusion_returns_before_the_hook() -> None:
@@ -60,7 +61,7 @@ def test_trap_moe_router_fusion_returns_before_the_hook() -> None:
         config = tiny_config(model={"megatron": {"moe_router_fusion": True}}, routing=routing)
         with pytest.raises(UserError, match="a fused router does not call the hook"):
             check_config(config, 1)
-    # and if a fused router passed this check
+    # If the check let a fused router pass, the replay would notice it.
     with mistakes.fused_routers(), pytest.raises(AssertionError, match="layers"):
         run({"replay": "r2"})
     with mistakes.fused_routers(), pytest.raises(AssertionError, match="never asked"):
@@ -76,12 +77,12 @@ def test_trap_recomputation_does_not_know_its_micro_batch(recompute: str) -> Non
         ):
             run({"replay": mode}, recompute)
         with mistakes.recomputation_without_context():
-            run({"replay": mode})  # nothing is recomputed
+            run({"replay": mode})  # without recomputation there is no error
 
 
 def test_trap_forward_only_passes_fill_a_queue() -> None:
-    """The routes of a step that never reached its training pass would pile up. The next step
-    notices them."""
+    """Routes of a step that never reached its training pass would pile up. The start of the next
+    step notices them."""
     updater = updater_for(moe_policy(), {"replay": "r2"})
     batches = micro_batches(updater.policy)
     updater.replay.start([batches[:1], batches[1:]])
@@ -92,9 +93,9 @@ def test_trap_forward_only_passes_fill_a_queue() -> None:
 
 
 def test_trap_aux_loss_recomputes_its_own_top_k() -> None:
-    """Here it does so, too: the routers' balance concerns the experts that they would choose
-    themselves. On replayed experts, which do not depend on the router, the load would be a
-    constant."""
+    """The package also uses the routers' own top k here: the auxiliary loss balances the experts
+    that they would choose themselves. Replayed experts do not depend on the router, so their load
+    would be a constant."""
     policy = moe_policy(moe_aux_loss_coeff=0.1)
     updater = updater_for(policy, {"replay": "r2"})
     counted = []
@@ -118,7 +119,7 @@ def test_trap_aux_loss_recomputes_its_own_top_k() -> None:
 
 
 def test_trap_padding_rows_of_zeros_go_to_expert_0() -> None:
-    """The padding of a padded micro-batch goes where its router sends it."""
+    """Padding of a padded micro-batch goes to the experts that its router chooses."""
     policy = moe_policy()
     routes = updater_for(policy, {"replay": "r3"}).replay
     step = a_step(routes=True)
@@ -138,12 +139,12 @@ def test_trap_padding_rows_of_zeros_go_to_expert_0() -> None:
 
 
 def test_trap_a_rollout_engine_leaves_zeros_where_it_has_no_routes() -> None:
-    """Zeros are no routes, because an expert is chosen once, not k times."""
+    """A row of zeros is refused as a route, because a token chooses k different experts."""
     for bad in ([0, 0], [3, 3], [1, EXPERTS], [-1, 2]):
         updater = updater_for(moe_policy(), {"replay": "r3"})
         step = a_step(routes=True)
         routes = {n: r.to(torch.int16) for n, r in step.sequences.routes.items()}
-        routes[2][-1] = 0  # a last token has no routes, and needs none
+        routes[2][-1] = 0  # the last token of a sequence has no routes and needs none
         routes[3][4, 1] = torch.tensor(bad, dtype=torch.int16)
         step.sequences.routes = routes
         with pytest.raises(AssertionError, match="an expert twice for one token, or one that"):
@@ -184,14 +185,14 @@ def test_trap_a_pass_is_recorded_or_replayed_twice() -> None:
 
 
 def test_trap_layers_of_multi_token_prediction_are_counted_in() -> None:
-    """Their layer numbers begin at 1 again."""
+    """The layers of multi-token prediction are numbered from 1 again, like those of the decoder."""
     model, other = moe_policy().models[0], moe_policy().models[0]
     policy = torch.nn.Module()
     policy.decoder, policy.mtp = model.decoder, other.decoder
     assert attach_hooks([policy]) == (1, 2)
     routers = [layer.mlp.router for layer in other.decoder.layers]
     assert all(router.router_replay is None for router in routers)
-    # Under another name, its layer numbers would be the decoder's, unless the routers know.
+    # In a module of another name, the routers' own mark must show that they belong to such layers.
     del policy.mtp
     policy.further = other.decoder
     for is_mtp_layer in (True, False):

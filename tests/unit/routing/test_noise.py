@@ -1,4 +1,4 @@
-"""Router noise in real routers' top k, and in the rollout engine."""
+"""Noise in the top k of real routers, and in the rollout engine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def logits() -> Tensor:
 
 
 def route(logits: Tensor, router: dict[str, Any], layer: int = 3) -> Tensor:
-    """The routes: [tokens, experts] bool."""
+    """The routes [tokens, experts] bool."""
     hook = RouterHook(layer)
     _, chosen = routed_by(hook, logits.clone(), router)
     return chosen
@@ -115,7 +115,8 @@ def generate(policy: Policy, std: float, **options: Any) -> RolloutBatch:
 def test_noise_depends_on_seed_sample_and_position_alone(policy: Policy) -> None:
     whole, again = generate(policy, 0.5), generate(policy, 0.5)
     assert torch.equal(whole.routes, again.routes) and torch.equal(whole.tokens, again.tokens)
-    for rows in (4, 6):  # a group starts in parts, or as a whole
+    # with 4 rows, a group of 3 cannot always start as a whole; with 6 rows it can
+    for rows in (4, 6):
         parts = generate(policy, 0.5, batch_size=rows)
         assert torch.equal(whole.tokens, parts.tokens)
         assert torch.equal(whole.routes, parts.routes)
@@ -123,7 +124,7 @@ def test_noise_depends_on_seed_sample_and_position_alone(policy: Policy) -> None
 
 
 def test_the_routes_and_log_probs_are_those_of_the_noisy_routers(policy: Policy) -> None:
-    """The tokens are forced to be the same, as far as both engines sample the same."""
+    """The prompts are the same in both rollouts, so their routes can be compared."""
     noisy, plain = generate(policy, 0.05), generate(policy, 0.0)
     length = (plain.prompt_lengths + plain.response_lengths).cumsum(0)
     starts = length - plain.prompt_lengths - plain.response_lengths
@@ -133,7 +134,7 @@ def test_the_routes_and_log_probs_are_those_of_the_noisy_routers(policy: Policy)
     assert torch.equal(noisy.tokens[prompts], plain.tokens[prompts])
     changed = (noisy.routes[prompts].sort().values != plain.routes[prompts].sort().values).any(-1)
     assert 0.0 < float(changed.double().mean()) < 0.5
-    # the first token of each response
+    # The first token of each response depends on the noise of the prompt alone.
     first = plain.response_lengths.cumsum(0) - plain.response_lengths
     assert not torch.equal(noisy.rollout_logprobs[first], plain.rollout_logprobs[first])
 

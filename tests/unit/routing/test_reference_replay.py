@@ -1,4 +1,5 @@
-"""routing.reference_replay: the experts of the reference policy, whatever the policy replays."""
+"""routing.reference_replay: the experts that the reference policy uses, whatever the policy
+replays."""
 
 from __future__ import annotations
 
@@ -34,12 +35,13 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 KL = {"name": "grpo", "kl": "k3", "kl_coefficient": 0.5}
 MODES = ("off", "r2", "r3")
-SEQUENCES, FIRST = len(LENGTHS), 2  # one micro-batch each; the first mini-batch has two of them
+# a micro-batch has one sequence, and the first mini-batch has two micro-batches
+SEQUENCES, FIRST = len(LENGTHS), 2
 TOKENS = [prompt + response for prompt, response in LENGTHS]
 
 
 class DistantReference(ReferencePolicy):
-    """A reference far from the policy, whose experts it would not choose."""
+    """A reference policy far from the policy. It would choose other experts."""
 
     @torch.no_grad()
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -50,14 +52,15 @@ class DistantReference(ReferencePolicy):
 
 
 class Step:
-    """An update in which the policy's routers are recorded, pass by pass."""
+    """An update in which the work of the policy's routers is recorded, pass by pass."""
 
     def __init__(self, recompute: str = "none", **routing: Any) -> None:
         self.policy = moe_policy(recompute)
         with mock.patch("gspo_megatron.rl.policy_update.ReferencePolicy", DistantReference):
             self.updater = updater_for(self.policy, routing, KL)
         self.spans: dict[str, slice] = {}
-        self.kept: set[tuple[str, int]] = set()  # mode and sequence, after the reference's pass
+        # (mode, sequence) of the routes that remain after the reference's pass
+        self.kept: set[tuple[str, int]] = set()
         with watched() as self.seen, self._watch():
             self.metrics = update(self.updater, routes="r3" in routing.values())
         end = max((span.stop for span in self.spans.values()), default=0)
@@ -89,8 +92,8 @@ class Step:
             yield
 
     def routers(self, name: str) -> dict[tuple[int, int], Seen]:
-        """What the routers of a pass did, by sequence and layer. A pass covers the last sequences,
-        or all."""
+        """The records of the routers in a pass, by (sequence, layer). Some passes cover only the
+        last sequences."""
         passed = self.seen[self.spans.get(name, slice(0))]
         missing = SEQUENCES - len(passed) // LAYERS
         found = {(missing + place // LAYERS, one.layer): one for place, one in enumerate(passed)}
@@ -103,11 +106,13 @@ class Step:
 
 
 def expected(step: Step, mode: str, key: tuple[int, int], one: Seen) -> Tensor:
-    """Where a router sends the tokens of a sequence in a mode: [tokens, experts] bool."""
+    """The experts that a router must use for the tokens of a sequence in a mode: [tokens, experts]
+    bool."""
     number, layer = key
     if mode == "r3":
         rollout = map_of(a_step(routes=True).sequences.routes[number][:, layer - 1])
-        return torch.cat([rollout[:-1], one.natural[-1:]])  # no engine was fed the last token
+        # the last token has no route, because no engine computes it
+        return torch.cat([rollout[:-1], one.natural[-1:]])
     return step.routers("old")[key].natural if mode == "r2" else one.natural
 
 
@@ -130,7 +135,7 @@ def test_every_pass_uses_the_experts_of_its_own_mode(policy: str, reference: str
             moved[name] = moved.get(name, 0) + int((one.chosen != one.natural).any(-1).sum())
     assert (moved["training"] > 10) == (policy != "off")
     assert (moved["reference"] > 10) == (reference != "off")
-    # Routes are stored once for all users, and freed after the last use.
+    # Routes are stored once, even if both policies use them, and are freed after the last use.
     modes = {policy, reference} - {"off"}
     recorded = sum(TOKENS if reference == "r2" else TOKENS[FIRST:])
     stored = recorded * ("r2" in modes) + sum(TOKENS) * ("r3" in modes)
@@ -151,7 +156,7 @@ def test_recomputation_storage_and_volatility_change_no_weight(policy: str, refe
 def test_volatility_is_of_the_policy_alone() -> None:
     plain, mixed = Step(volatility=True), Step(volatility=True, reference_replay="r3")
     assert "routing/replayed_max_violation" not in mixed.metrics
-    # The first mini-batch's update differs, so what follows differs, but only a little.
+    # The first update differs, so all later results differ slightly.
     assert mixed.metrics["routing/volatility"] != plain.metrics["routing/volatility"]
     assert mixed.metrics["routing/volatility"] < 0.9
 
@@ -170,7 +175,7 @@ def test_a_reference_pass_that_goes_past_its_routes_is_noticed(policy: str, refe
     @contextlib.contextmanager
     def forgotten(self: RoutingReplay, micro_batches: Any) -> Iterator[None]:
         with native(self, micro_batches):
-            # as if the model's routers had no hooks
+            # As if the routers of the model had no hooks.
             for micro_batch in micro_batches:
                 assert isinstance(micro_batch.routes, Replaying)
                 micro_batch.routes = Unasked(micro_batch.routes)

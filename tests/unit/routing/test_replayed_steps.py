@@ -1,5 +1,5 @@
-"""Whole updates on one rank: recorded routes are used exactly once, and nothing else has an
-influence."""
+"""Whole updates on one rank: recorded routes are used exactly once, and nothing else changes the
+result."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 
 
 def replayed(seen: list[Seen]) -> Iterator[tuple[Seen, RouteTable]]:
-    """The passes that had routes to follow."""
+    """The passes in which routers had to follow routes, with their tables."""
     for one in seen:
         routes = one.routes
         inner = routes.inner if isinstance(routes, (Observing, Recording)) else routes
@@ -63,17 +63,17 @@ def test_every_token_goes_to_its_recorded_experts(mode: str, recompute: str) -> 
         known = torch.ones(len(experts), dtype=torch.bool) if table.known is None else table.known
         assert torch.equal(one.chosen[known], experts[known])
         assert torch.equal(one.chosen[~known], one.natural[~known])
-        # the weights are a softmax of the current logits over these experts
+        # The weights are a softmax of the current logits over the recorded experts.
         weights = one.logits.masked_fill(~one.chosen, -torch.inf).softmax(-1)
         torch.testing.assert_close(one.weights, weights)
         moved += int((one.natural != experts)[known].any(-1).sum())
         if one.with_gradients:
             training.append(one)
     assert moved > 10, "the routers would have gone there anyway"
-    # micro-batches; r2 does not need those of the first mini-batch
+    # The number of micro-batches that replay. With r2, those of the first mini-batch do not.
     replaying = {"r2": 4, "r3": 6}[mode]
     assert len(training) == replaying * LAYERS
-    # recomputation has a pass without gradients before each pass with them
+    # With recomputation, each pass with gradients follows a pass without them.
     again = [one for one in seen if not one.with_gradients and isinstance(one.routes, Replaying)]
     old_pass = {"r2": 0, "r3": 4}[mode] * LAYERS
     assert len(again) == old_pass + (recompute != "none") * replaying * LAYERS
@@ -83,7 +83,7 @@ def test_every_token_goes_to_its_recorded_experts(mode: str, recompute: str) -> 
 
 
 class Recorded:
-    """A policy with recorded routes of the last two of three micro-batches."""
+    """A policy with recorded routes for the last two of three micro-batches."""
 
     def __init__(self, recompute: str = "none") -> None:
         self.policy = moe_policy(recompute)
@@ -114,7 +114,7 @@ def test_strongly_perturbed_routers_keep_the_experts_and_move_the_weights(recomp
             noise = torch.randn(router.weight.shape, generator=generator)
             router.weight.add_(noise * 3 * router.weight.std())
     trained = setting.train()
-    if recompute != "none":  # layers come in reverse order
+    if recompute != "none":  # recomputation visits the layers in reverse order
         order = [trained[n] for start in (0, 2) for n in (start + 1, start)]
         trained = order
     for before, after in zip(setting.seen, trained, strict=True):
@@ -122,7 +122,7 @@ def test_strongly_perturbed_routers_keep_the_experts_and_move_the_weights(recomp
         assert torch.equal(before.chosen, after.chosen)
         assert (after.natural != after.chosen).any(-1).float().mean() > 0.5
         assert (before.weights - after.weights).abs().amax(-1).median() > 0.1
-    for router in routers:  # and learn from where the tokens really went
+    for router in routers:  # the routers get gradients for the experts that were used
         assert router.weight.main_grad.norm() > 1e-3
     setting.routes.metrics()
 
@@ -146,7 +146,8 @@ def test_another_model_between_record_and_replay_changes_nothing() -> None:
         assert all("r2" in one.recorded_routes.tables for one in others[1:])
         runs.append(batch)
         with native(self, batch):
-            response_logprobs(other, others)  # while the routes wait for their pass
+            # another model runs while these routes wait for their pass
+            response_logprobs(other, others)
             yield
 
     with mock.patch.object(RoutingReplay, "training_pass", disturbed):
@@ -185,7 +186,7 @@ def test_a_thousand_forward_passes_leave_nothing_behind() -> None:
     after = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert live_tensors() == tensors
-    # bytes; the routes of one pass are about 2000 bytes of Python objects
+    # The limit is in bytes. The routes of one pass are Python objects of about 2000 bytes.
     assert after < before + 20_000
     for batch in (first, second):
         assert not batch.recorded_routes.tables and batch.recorded_routes.natural is None

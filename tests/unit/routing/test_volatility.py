@@ -45,15 +45,15 @@ def violation_and_dead(experts: list[list[int]]) -> tuple[float, int]:
 
 
 class Layers:
-    """The old and new scores of each layer, and the results of an Observing."""
+    """Old and new scores of each layer, and the results of an Observing with them."""
 
     def __init__(self, real: Tensor | None, *, replays: bool, recomputes: bool = False) -> None:
         generator = torch.Generator().manual_seed(2)
         size = (LAYERS, TOKENS, EXPERTS)
-        # few bits, so that bfloat16 does not round them
+        # These values have few bits, so bfloat16 represents them exactly.
         self.old = torch.randint(-32, 32, size, generator=generator) / 16
         self.new = self.old + torch.randint(-16, 16, size, generator=generator) / 16
-        self.new[:, ::3] = self.old[:, ::3]  # these do not change
+        self.new[:, ::3] = self.old[:, ::3]  # the scores of these tokens do not change
         self.real = torch.ones(TOKENS, dtype=torch.bool) if real is None else real
         recording = Recording(keep_scores=True)
         for layer, scores in enumerate(self.old, 1):
@@ -112,7 +112,7 @@ def test_figures_are_those_of_the_loops(padded: bool, replays: bool) -> None:
     assert 0 < expected["routing/volatility"] < expected["routing/tokens_changed"] < 1
     if replays:
         assert found["routing/max_violation"] != found["routing/replayed_max_violation"]
-    for layer, used in enumerate(layers.used):  # the observation does not change what it observes
+    for layer, used in enumerate(layers.used):  # the observation has no effect on the choice
         wanted = layers.replayed[layer] if replays else layers.new[layer].topk(TOP_K).indices
         assert torch.equal(used, wanted)
 
@@ -123,7 +123,7 @@ def test_recomputation_is_not_counted_twice() -> None:
 
 
 def test_micro_batches_add_up_by_tokens_not_by_batches() -> None:
-    """A short micro-batch has less weight."""
+    """A short micro-batch counts less than a long one."""
     figures = RoutingMetrics(1, EXPERTS, CPU, replayed=False)
     old, other = torch.tensor([[0, 1]]), torch.tensor([[2, 3]])
     for changed, tokens in ((True, 1), (False, 9)):
@@ -140,7 +140,7 @@ def test_micro_batches_add_up_by_tokens_not_by_batches() -> None:
 
 @pytest.mark.parametrize("size", [0.0, 1e-5, 1e-3, 0.1])
 def test_a_shift_far_below_bfloat16s_resolution_is_measured(size: float) -> None:
-    """Old scores are kept in bfloat16, which is 2^-9 of their size off."""
+    """Old scores are stored in bfloat16, with a relative error of up to 2^-9."""
     generator = torch.Generator().manual_seed(4)
     old = torch.randn((4000, 64), generator=generator)
     new = old + size * torch.randn(old.shape, generator=generator)
@@ -149,12 +149,12 @@ def test_a_shift_far_below_bfloat16s_resolution_is_measured(size: float) -> None
     figures = RoutingMetrics(1, 64, CPU, replayed=False)
     observing = Observing(recording.table(), recording.scores, None, figures, None)
     observing.choose(1, new, top_k(new))
-    expected = size * math.sqrt(2 / math.pi)  # the mean size of a normal variable
+    expected = size * math.sqrt(2 / math.pi)  # the mean absolute value of a normal variable
     assert reduced(figures)["routing/logit_shift"] == pytest.approx(expected, rel=0.1)
 
 
 def experts_of(seen: list[Seen]) -> dict[int, list[list[int]]]:
-    """The experts by layer, token after token."""
+    """The experts of each token, by layer."""
     found: dict[int, list[list[int]]] = {}
     for one in seen:
         for token in one.natural:
@@ -167,7 +167,8 @@ def experts_of(seen: list[Seen]) -> dict[int, list[list[int]]]:
     [
         ({}, {}),
         ({"replay": "r2"}, {}),
-        # its old pass also covers the first mini-batch, which must not dilute the metrics
+        # Here the pass of the old policy also covers the first mini-batch, which must not count in
+        # the metrics.
         ({"replay": "r2"}, {"kl": "k3", "kl_in": "reward", "kl_coefficient": 0.1}),
         ({"replay": "r3"}, {}),
     ],
@@ -175,8 +176,9 @@ def experts_of(seen: list[Seen]) -> dict[int, list[list[int]]]:
 def test_a_steps_volatility_compares_natural_choices(
     routing: dict[str, str], objective: dict[str, object]
 ) -> None:
-    """The choices are those of the old policy's pass and of the training pass, for all mini-batches
-    except the first, whatever experts are used."""
+    """The routers' own choices in the pass of the old policy are compared with those in the
+    training pass, for all mini-batches except the first. The experts that were used do not
+    matter."""
     updater = updater_for(moe_policy(), {"volatility": True, **routing}, objective)
     with watched() as seen:
         metrics = update(updater, routes=routing.get("replay") == "r3")
@@ -201,8 +203,8 @@ def test_a_steps_volatility_compares_natural_choices(
 
 @pytest.mark.parametrize("replay", ["off", "r2"])
 def test_padding_of_a_steps_micro_batches_is_in_no_figure(replay: str) -> None:
-    """Padded rows give the same as packed rows. Padding tokens are all alike, and would send a
-    share of the load to the same experts."""
+    """The metrics are the same for padded rows and for packed rows. All padding tokens are equal,
+    so they would add load to a few experts."""
     routing = {"volatility": True, "replay": replay}
     policies = [moe_policy() for _ in range(2)]
     policies[1].models[0].load_state_dict(policies[0].models[0].state_dict())
@@ -221,8 +223,8 @@ def test_one_mini_batch_has_nothing_to_compare() -> None:
 
 
 def test_scores_are_kept_of_at_most_512_tokens_a_micro_batch() -> None:
-    """All scores would take 32 times the memory of the routes. The shift is the mean over the kept
-    tokens, which have equal distances."""
+    """The scores of all tokens would take 32 times the memory of the routes. So only tokens at
+    equal distances are kept, and the shift is a mean over them."""
     scores = torch.randn(1300, EXPERTS)
     recording = Recording(keep_scores=True)
     recording.choose(1, scores, top_k(scores))
@@ -237,8 +239,8 @@ def test_scores_are_kept_of_at_most_512_tokens_a_micro_batch() -> None:
 def test_recorded_routes_and_scores_go_to_the_host_during_the_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After the last router of a micro-batch, its routes are one table on the host. Without this,
-    the device would keep those of all micro-batches until the end of the pass."""
+    """After the last router of a micro-batch, its routes become one table on the host. Otherwise
+    the device would keep the routes of all micro-batches until the end of the pass."""
     moved: list[tuple[int, ...]] = []
     monkeypatch.setattr(replay, "to_host", lambda values: moved.append(values.shape) or values)
     scores = torch.randn(LAYERS, TOKENS, EXPERTS)
@@ -247,4 +249,4 @@ def test_recorded_routes_and_scores_go_to_the_host_during_the_pass(
         recording.choose(layer, of_layer, top_k(of_layer))
     assert moved == [(TOKENS, EXPERTS)] * LAYERS + [(LAYERS, TOKENS, TOP_K)]
     recording.table()
-    assert len(moved) == LAYERS + 1  # it is moved once
+    assert len(moved) == LAYERS + 1  # the routes are moved once

@@ -1,4 +1,4 @@
-"""Preferences of random tokens, without files and tokenizer."""
+"""Preferences of random tokens, made without files and tokenizers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SOURCES = ("code", "chat")
 
 
 def preferences(count: int, seed: int, *, ratings: bool = False, most: int = 3) -> PreferenceData:
-    """`count` prompts with 1 to `most` rejected responses and their margins, or rated responses."""
+    """`count` prompts. Each has 1 to `most` rejected responses with margins, or rated responses."""
     draw = random.Random(seed)
 
     def one(number: int) -> tuple[Preference, str]:
@@ -38,7 +38,8 @@ def preference_config(
     model: dict[str, Any] | None = None,
     **megatron: Any,
 ) -> PreferenceConfig:
-    """The stage on the tiny MoE of the layout tests, in fp64 unless `training` says otherwise."""
+    """The stage reward_model with the tiny MoE of the layout tests, in fp64 unless `training` sets
+    another precision."""
     values = {
         "model": {"megatron": {**ODD_MOE, **NO_ROUTER_LOSSES, **megatron}, **(model or {})},
         "parallel": {"layout": layout},

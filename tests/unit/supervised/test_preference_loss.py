@@ -1,4 +1,5 @@
-"""Loss and gradients of a preference model against plain float64 and TRL's RewardTrainer."""
+"""The loss and gradients of a preference model, compared with plain float64 formulas and with TRL's
+RewardTrainer."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def other() -> Iterator[ProcessPoolExecutor]:
 
 
 def groups_of(seed: int, most_rejected: int) -> list[Group]:
-    """Prompts of different lengths; no token is the padding."""
+    """Groups of responses of different lengths. No token is the padding token."""
     draw = random.Random(seed)
 
     def ids() -> list[int]:
@@ -60,7 +61,7 @@ def data_of(groups: list[Group]) -> PreferenceData:
 
 
 def our_step(folder: Path, groups: list[Group], center: float, precision: str) -> Step:
-    """With gradients by the names of the folder's tensors."""
+    """The loss of our step, and its gradients by the names of the folder's tensors."""
     model = {"hf_path": str(folder), "megatron": {"moe_aux_loss_coeff": 0.0}}
     config = preference_config(
         preference={"center_coefficient": center}, training={"precision": precision}
@@ -84,7 +85,7 @@ def our_step(folder: Path, groups: list[Group], center: float, precision: str) -
 
 
 def assert_same_step(found: Step, expected: Step, tolerance: float) -> None:
-    """Experts: transformers keeps those of a layer in two tensors."""
+    """Compare loss and gradients. transformers has two tensors for all experts of a layer."""
     assert found[0] == pytest.approx(expected[0], rel=tolerance)
     ours = dict(found[1])
     for name, theirs in expected[1].items():
@@ -99,7 +100,7 @@ def assert_same_step(found: Step, expected: Step, tolerance: float) -> None:
 
 
 def joint(ours: dict[str, Tensor], name: str, count: int) -> Tensor:
-    """The gradients of single experts as those of transformers' tensor of all of them."""
+    """Join the gradients of single experts to transformers' tensor of all experts."""
     start, _, kind = name.rpartition(".")
     if kind == "down_proj":
         return torch.stack([ours.pop(f"{start}.{n}.down_proj.weight") for n in range(count)])
@@ -114,7 +115,8 @@ def joint(ours: dict[str, Tensor], name: str, count: int) -> Tensor:
 def test_in_float64_it_is_the_formula(
     other: ProcessPoolExecutor, tmp_path: Path, family: str
 ) -> None:
-    """Several rejected responses, margins and centering. transformers rotates in float32."""
+    """There are several rejected responses, margins and centering. The tolerance allows for
+    transformers, which computes rotary embeddings in float32."""
     folder = write_score_model(tmp_path / "model", family, seed=3)
     groups = groups_of(1, most_rejected=3)
     expected = other.submit(plain_step, folder, groups, 0.05).result()

@@ -1,5 +1,5 @@
-"""The loss of fine-tuning, compared with transformers on the same batch and weights, packed and
-padded."""
+"""The loss of fine-tuning, packed and padded, compared with transformers on the same batch and
+weights."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from tests.unit.models.test_transformers_oracle import SIZES, random_model
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 Theirs = tuple[PreTrainedModel, Path]
-IGNORED = -100  # transformers' label for tokens that do not count
+IGNORED = -100  # transformers' label for tokens without a loss
 
 
 def random_examples(seed: int, lengths: Sequence[int], share: float = 0.4) -> list[Example]:
-    """Masks with holes, as in conversations of several turns. The first token may be in them."""
+    """Examples whose masks have holes, as in conversations of several turns. A mask may contain the
+    first token."""
     source = np.random.default_rng(seed)
     examples = []
     for number, length in enumerate(lengths):
@@ -65,7 +66,7 @@ def stage(folder: Path, **training: object) -> FineTuningConfig:
 
 
 def reference(model: PreTrainedModel, examples: Sequence[Example]) -> tuple[float, float]:
-    """Loss and gradient norm of one padded batch, by transformers alone."""
+    """The loss and gradient norm of one padded batch, by transformers alone."""
     longest = max(len(example.token_ids) for example in examples)
     ids = torch.zeros(len(examples), longest, dtype=torch.long)
     labels = torch.full_like(ids, IGNORED)
@@ -101,8 +102,8 @@ def ours(
 @pytest.mark.parametrize(("packing", "budget"), [(True, 4096), (True, 30), (False, 60)])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_loss_is_transformers(theirs: Theirs, seed: int, packing: bool, budget: int) -> None:
-    """Sums in fp32 in another order differ by about 1e-6, and so does the gradient norm relative to
-    itself. The tolerances 1e-5 and 1e-4 leave room."""
+    """Sums in fp32 in another order give differences of about 1e-6 in the loss, and relatively in
+    the gradient norm. The tolerances 1e-5 and 1e-4 leave room."""
     model, folder = theirs
     examples = random_examples(seed, [13, 5, 29, 2, 17, 8, 1 + seed])
     loss, norm = reference(model, examples)
@@ -114,7 +115,7 @@ def test_the_loss_is_transformers(theirs: Theirs, seed: int, packing: bool, budg
 
 
 def test_a_mask_that_slips_by_one_token_shows(theirs: Theirs) -> None:
-    """Without this, the test above would pass whatever is learned."""
+    """This shows that the comparison notices a wrong mask."""
     model, folder = theirs
     examples = random_examples(1, [13, 5, 29])
     loss, _ = reference(model, examples)
@@ -131,7 +132,7 @@ def test_the_evaluation_is_a_mean_over_tokens_of_all_batches(theirs: Theirs) -> 
 
 
 def test_examples_of_which_no_token_is_predicted_do_no_harm(theirs: Theirs) -> None:
-    """A truncated example may have only its first token to learn, which nothing predicts."""
+    """In a truncated example, only the first token may be left to learn, which nothing predicts."""
     model, folder = theirs
     first_only = Example(np.array([3, 4], np.int32), np.array([True, False]), "file:1")
     examples = [first_only, *random_examples(3, [9])]

@@ -1,5 +1,5 @@
-"""What a stage learns, by counting: every example and token comes as often as asked, also after a
-resume."""
+"""The examples and tokens that a stage learns. They are counted: each comes the right number of
+times, also after a resume."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ def targets(batch: SupervisedBatch) -> list[int]:
     return [int(t) for micro_batch in batch.micro_batches for t in micro_batch.head.targets]
 
 
-# Fine-tuning
+# --- Fine-tuning ----------------------------------------------------------------------------------
 
 
 def fine_tuning(policy: Policy, size: int, **training: object) -> FineTuningBatches:
-    """Example n has the tokens 2n and 2n + 1; the second is learned."""
+    """Batches of examples. Example n has the tokens 2n and 2n + 1, of which the second is
+    learned."""
     config = parse_config(
         {"data": {"tokenizer": "t", "examples": "e"}, "training": {"batch_size": 6, **training}},
         schema=FineTuningConfig,
@@ -87,11 +88,11 @@ def test_a_prolonged_run_loses_nothing_of_its_short_last_step(policy: Policy) ->
     assert Counter(begun + more) == dict.fromkeys(range(17), 3)
 
 
-# Pre-training
+# --- Pre-training ---------------------------------------------------------------------------------
 
 
 class Corpora:
-    """Two corpora in which no token comes twice."""
+    """Two corpora. Each of their tokens has a value of its own."""
 
     def __init__(self, folder: Path, sizes: tuple[int, ...] = (40, 25)) -> None:
         self.folder, self.tokens = folder, []
@@ -144,7 +145,8 @@ def drawn(batches: PretrainingBatches, steps: int) -> list[int]:
 def test_no_token_is_seen_twice_or_lost_over_a_resume(
     policy: Policy, corpora: Corpora, stop: int
 ) -> None:
-    """Two thirds of a pass. The seven samples of a resumed run fall into the same batches."""
+    """The steps cover two thirds of a pass over the data. A resumed run continues with the same
+    batches."""
     whole = drawn(corpora.batches(policy), 6)
     assert len(whole) == 6 * 4 * 16 == len(set(whole))
     first = corpora.batches(policy, "other")
@@ -155,8 +157,8 @@ def test_no_token_is_seen_twice_or_lost_over_a_resume(
 
 
 def test_a_pass_over_one_corpus_sees_every_token(policy: Policy, tmp_path: Path) -> None:
-    """All except the very first, which nothing predicts, and those at the end that fill no
-    sample."""
+    """A pass lacks the first token, which nothing predicts, and the last tokens, which do not fill
+    a sample."""
     corpora = Corpora(tmp_path, (60,))
     size = len(corpora.tokens[0])
     samples = (size - 1) // 16
@@ -171,7 +173,7 @@ def test_weights_are_shares_of_samples(policy: Policy, corpora: Corpora) -> None
         return Counter(int(batches.samples[n]["dataset_id"]) for n in range(24))
 
     assert found(corpora.batches(policy, data={"weights": [1.0, 3.0]})) == {0: 6, 1: 18}
-    # The values that are left open are the tokens.
+    # If weights are open, the shares are those of the tokens.
     share = len(corpora.tokens[0]) / sum(map(len, corpora.tokens))
     assert abs(found(corpora.batches(policy, "open"))[0] - 24 * share) <= 1
 
@@ -207,7 +209,7 @@ def test_a_damaged_index_of_a_killed_run_is_built_again(policy: Policy, corpora:
     folder = corpora.folder / "run" / "samples"
     for path in folder.glob("*shuffle_index.npy"):
         path.write_bytes(path.read_bytes()[:-40])
-    (folder / "whole").unlink()  # the file is missing while files are written
+    (folder / "whole").unlink()  # this file does not exist while other files are written
     assert drawn(corpora.batches(policy, resumed=True), 6) == whole
 
 
@@ -216,7 +218,7 @@ def test_what_follows_the_end_of_a_document_may_be_left_out(
 ) -> None:
     one = {"train": corpora.prefixes()[:1]}
     plain = corpora.batches(policy, data=one, training={"steps": 12}).next()
-    end = int(plain.micro_batches[0].packed.input_ids[1, 5])  # any token that was seen is suitable
+    end = int(plain.micro_batches[0].packed.input_ids[1, 5])  # any token of the data is suitable
     data = {**one, "mask_end_of_document": True}
     batches = corpora.batches(policy, data=data, training={"steps": 12}, eod_id=end)
     left_out = 0
@@ -233,7 +235,7 @@ def test_what_follows_the_end_of_a_document_may_be_left_out(
 
 @pytest.mark.parametrize("cp", [1, 2, 3])
 def test_rows_are_those_of_the_packer(cp: int) -> None:
-    """data.packing gives the same rows. Nothing predicts the token after the last."""
+    """data.packing would make the same rows. The last token of a row has nothing to predict."""
     generator = torch.Generator().manual_seed(cp)
     length = 4 * cp
     tokens = torch.randint(99, (3, length), generator=generator)

@@ -1,5 +1,6 @@
-"""Losses and gradients of preference models by transformers alone, and by TRL's RewardTrainer. In a
-process of its own: without Megatron-Core, and without what we put in the place of CUDA for it."""
+"""The losses and gradients of preference models by transformers alone, and by TRL's RewardTrainer.
+The functions run in a process of their own, without Megatron-Core and without the package's
+substitutes for CUDA."""
 
 from __future__ import annotations
 
@@ -12,22 +13,23 @@ from torch import Tensor
 from tests.unit.hf.preference_folder import PAD
 from tests.unit.hf.published import VOCABULARY
 
-Group = tuple[list[list[int]], list[float]]  # the responses, the chosen one first; margins
+# the responses, of which the first is chosen; and the margins
+Group = tuple[list[list[int]], list[float]]
 Step = tuple[float, dict[str, Tensor]]  # loss and gradients
 NAMES = ["<pad>", "<eos>", *(f"t{n}" for n in range(2, VOCABULARY))]
 
 
 def plain_step(folder: Path, groups: list[Group], center: float) -> Step:
-    """The formulas in float64, one sequence after the other."""
+    """The step by its formulas in float64, one sequence after the other."""
     import transformers
 
     model = transformers.AutoModelForSequenceClassification.from_pretrained(
         folder,
         attn_implementation="eager",
-        experts_implementation="eager",  # the grouped product has no float64
+        experts_implementation="eager",  # the grouped product does not support float64
         dtype=torch.float64,
     )
-    model.config.pad_token_id = None  # then the last token is scored, whatever it is
+    model.config.pad_token_id = None  # so the score is that of the last token, whatever token it is
     total = torch.zeros((), dtype=torch.float64)
     for responses, margins in groups:
         chosen, *rejected = (model(torch.tensor([ids])).logits[0, 0] for ids in responses)
@@ -42,7 +44,7 @@ def plain_step(folder: Path, groups: list[Group], center: float) -> Step:
 
 
 def trl_step(folder: Path, groups: list[Group], center: float, output: Path) -> Step:
-    """TRL's trainer: its collator, padding and loss, in fp32."""
+    """The step of TRL's trainer in fp32, with its own collator, padding and loss."""
     import transformers
     from datasets import Dataset
     from tokenizers import Tokenizer

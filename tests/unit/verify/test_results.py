@@ -1,4 +1,4 @@
-"""How far two results differ, also those of a step that has diverged."""
+"""The differences between two results, also if a step has diverged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The stand-in, under the name that Megatron-Core imports (see tests/cuda_rehearsal/engine)."""
+"""The stand-in for Transformer Engine, under the name that Megatron-Core imports (see
+tests/cuda_rehearsal/engine)."""
 
 from tests.cuda_rehearsal.engine.package import fill
 
