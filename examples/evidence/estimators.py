@@ -6,14 +6,15 @@ batch has a random step p = <g, D> along D. Both are means over independent grou
 the mean of each group is enough to estimate them. With B groups in a batch:
 
     plain       E p / t, from the sample's mean alone
-    projection  the same: 1 is an unbiased step; below, it is too short; -1 goes downhill
+    projection  the same with the control variate below. 1 is an unbiased step; a smaller step is
+                too short, and a negative one lowers the reward
     noise       Var p / t^2, of one batch
     signal      (E p)^2 / Var p, the signal-to-noise ratio of one batch
 
 Other figures compare each objective with a base objective on the same responses:
 
-    difference    projection minus the base's
-    signal_ratio  signal over the base's
+    difference    its projection minus that of the base
+    signal_ratio  its signal divided by that of the base
 
 For one objective, `unbiased` (importance weights of whole responses), the expectation of the step u
 is known: E u = t. So u serves as a control variate. If the sample's mean of u is too large, the

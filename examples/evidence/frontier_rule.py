@@ -5,7 +5,7 @@ The curve of a run is the mean reward of the responses drawn in each of its STEP
 is the reward of step 1, whose responses come from the start model. Its end is the mean of the last
 LAST steps.
 
-    converged  the end is above the start by at least half of what the start lacks of 1
+    converged  the end is at least halfway from the start to 1
     collapsed  the end is below half of the start
     stuck      anything between
 
