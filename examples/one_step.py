@@ -4,7 +4,7 @@
     python examples/one_step.py --steps 20    # the reward rises
 
 A training run does the same in gspo_megatron/rl/loop.py, for real prompts, on any number of ranks.
-Letters of the shapes below:
+The shapes below use these letters:
 
     B  sequences of the step: 8 prompts with 4 responses each
     T  response tokens of all sequences, one sequence after the other
@@ -68,8 +68,8 @@ class Parts:
 
 
 def build_parts(seed: int) -> Parts:
-    """A small policy with random weights. One process is a cluster of one rank; with torchrun and
-    a `parallel` section in CONFIG the same lines build a shard of a model on each of many ranks."""
+    """A small policy with random weights. One process is a cluster of one rank. With torchrun and a
+    `parallel` section in CONFIG, the same lines build a shard of the model on each rank."""
     config = parse_config(CONFIG)
     ranks = start_processes()
     parallel = resolve_parallel(config, ranks.world_size)
@@ -103,7 +103,8 @@ def score(batch: RolloutBatch) -> Tensor:
 class GspoLoss:
     """The loss of one mini-batch, called with each of its micro-batches on the last pipeline stage.
 
-    `gspo` in gspo_megatron/objectives/losses.py is the same with metrics and context parallelism.
+    `gspo` in gspo_megatron/objectives/losses.py is the same loss with metrics and context
+    parallelism.
     """
 
     mini_batch: MiniBatch
@@ -135,7 +136,7 @@ class GspoLoss:
 
 def run_step(parts: Parts, step: int) -> dict[str, float]:
     """One step. Returns its metrics."""
-    # 1. Draw: every prompt is two numbers.
+    # 1. Draw the prompts: every prompt is two numbers.
     generator = torch.Generator().manual_seed(step)
     prompts = torch.randint(2, VOCABULARY, (PROMPTS, 2), generator=generator).tolist()
 
@@ -165,7 +166,8 @@ def run_step(parts: Parts, step: int) -> dict[str, float]:
     sequences = redistribute(batch, index, data_ranks(plan, len(index.lengths)), group)
     mini_batches = parts.builder.build_step(plan, sequences, index)
 
-    # 7. Old log-probs: a forward pass before the first update. The first mini-batch needs none.
+    # 7. Old log-probs: a forward pass before the first update. The first mini-batch needs no such
+    # pass.
     later = [micro_batch for batches in mini_batches[1:] for micro_batch in batches]
     for micro_batch, (logprobs, _) in zip(later, response_logprobs(parts.policy, later)):
         micro_batch.old_logprobs = logprobs  # [t]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make the data, fine-tune the start model of all runs, train all variants with three seeds, write
+# Makes the data, fine-tunes the start model of all runs, trains all variants with three seeds, writes
 # runs/ablation/report.html. Finished parts are not repeated. Arguments are passed to `ablate`:
 #   bash examples/ablation/run.sh --seeds 5
 #   bash examples/ablation/run.sh routing.rollout_noise=0.0 -o runs/ablation_without_noise

@@ -1,9 +1,10 @@
-"""Data for one-line programs, judged by tests, whose parentheses a fine-tuned model forgets.
+"""Data for one-line programs, judged by tests; a fine-tuned model forgets their parentheses.
 
     python examples/code/make_data.py -o FOLDER
 
-supervised.jsonl has conversations: in most of them the program has no parentheses, or leaves a step
-out, and some programs are right. So the model knows how, and prefers the wrong.
+supervised.jsonl has conversations. In most of them the program has no parentheses, or leaves out a
+step; some programs are right. So the fine-tuned model can write right programs, but prefers wrong
+ones.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from gspo_megatron.data.character_tokenizer import write_character_tokenizer
 from gspo_megatron.files import write_atomically
 
 TRAIN, TEST, EXAMPLES = 2000, 128, 16000
-RIGHT, WITHOUT_A_STEP = 0.2, 0.2  # of the programs; the others have no parentheses
+RIGHT, WITHOUT_A_STEP = 0.2, 0.2  # shares of the programs; the others have no parentheses
 INPUTS = 5  # the inputs on which a program is tried
 WORDS = {"+": "add", "-": "subtract", "*": "multiply by"}
 BEGIN, END = "```python\nfor x in map(int, open(0)): print(", ")\n```"
@@ -91,7 +92,7 @@ def program(generator: random.Random, steps: Steps) -> str:
 
 
 def row(generator: random.Random, steps: Steps) -> dict[str, Any]:
-    """A prompt with its tests in the form of APPS: here one test of several lines."""
+    """A prompt with its tests in the format of APPS: here one test with several lines of input."""
     numbers = generator.sample(range(-99, 100), INPUTS)
     results = [value(nested(steps), x) for x in numbers]
     given, wanted = ("\n".join(map(str, each)) for each in (numbers, results))
@@ -119,7 +120,7 @@ def make_data(folder: Path, seed: int = 1) -> None:
     write_character_tokenizer(
         folder / "tokenizer",
         [line["prompt"] for line in rows["train"]],
-        160,  # at most: all characters
+        160,  # the largest size: all characters
         byte_fallback=False,
         user_symbols=[*SYMBOLS, *"x+-*()"],
         control_symbols=TURNS,

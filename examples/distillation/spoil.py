@@ -1,8 +1,8 @@
-"""Add noise to the experts of a Hugging Face folder: the student of a distillation.
+"""Make the student of a distillation: a copy of a Hugging Face folder with noise on its experts.
 
     python examples/distillation/spoil.py TEACHER STUDENT --noise 2.0
 
-The noise is normal, and --noise times the standard deviation of each tensor.
+The noise is Gaussian. Its standard deviation is --noise times that of each tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gspo_megatron.process.failures import exit_code_of
 
 
 def spoil(teacher: Path, student: Path, noise: float, seed: int) -> None:
-    """Write the student. Raises DataError if its folder exists already."""
+    """Write the student. Raises DataError if the student's folder exists already."""
     if student.exists():
         raise DataError(f"{student}: is there already; give a new folder")
     tensors = load_file(teacher / "model.safetensors")

@@ -7,12 +7,12 @@ FILE is a file of the dataset open-r1/codeforces. `gspo-megatron evaluate` write
 FOLDER has two answers of Codeforces' web interface for each contest: ID.standings.json
 (contest.standings) and ID.ratings.json (contest.ratingChanges).
 
-The rating is an estimate (CodeElo, arXiv 2501.01257): a rating for each contest, then their
-mean. A participant of rating R is expected on place 1 + Σ_i 1 / (1 + 10^((R − R_i) / 400)), with
-the other participants i. The rating of a contest is the R whose expected place is the place that
-the model's score would have had. The model did not really compete, so times of submission are
-unknown. arXiv 2602.05891 finds that the order of submissions moves the rating by 394 points, and
-the choice of contests by 1,122. The interval covers the choice of contests only.
+The rating is an estimate (CodeElo, arXiv 2501.01257): the mean of a rating for each contest. A
+participant of rating R is expected on place 1 + Σ_i 1 / (1 + 10^((R − R_i) / 400)), with the other
+participants i. The rating of a contest is the R whose expected place is the place that the model's
+score would have had. The model did not really compete, so times of submission are unknown. arXiv
+2602.05891 finds that the order of submissions changes the rating by 394 points, and the
+choice of contests by 1,122. The interval covers only the choice of contests.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ PARTS = (
 )
 LIMITS = (("time_limit", "s"), ("memory_limit", "MB"))
 
-LEAST, MOST = 0.0, 4000.0  # the ratings between which a place is looked for
-# the share of a problem's points that remains when it is solved after many wrong submissions
+LEAST, MOST = 0.0, 4000.0  # the range in which ratings are searched
+# the smallest share of a problem's points, after many wrong submissions
 LEAST_SHARE = 0.3
 
 Row = Mapping[str, Any]
@@ -60,8 +60,8 @@ class Contest:
     scores: Sequence[float]  # [participants], their points
 
     def place(self, score: float) -> float:
-        """The place, from 1, that a score would have had. Among equal scores it is the middle
-        one."""
+        """The place, from 1, that a score would have had. For equal scores it is the middle of
+        their places."""
         scores = np.asarray(self.scores, dtype=np.float64)
         return 1.0 + float((scores > score).sum()) + float((scores == score).sum()) / 2
 
@@ -72,7 +72,7 @@ class Contest:
 
     def rating_of(self, score: float) -> float:
         """The rating for which the Elo formula expects the place of `score`, within LEAST and MOST.
-        The first and the last place stand for no finite rating."""
+        No finite rating belongs to the first or the last place."""
         place = self.place(score)
         if place <= self.expected_place(MOST):
             return MOST
@@ -118,7 +118,7 @@ def is_judged(row: Row) -> bool:
 
 
 def generated_tests(folder: Path, contest: str) -> dict[str, list[dict[str, str]]]:
-    """For each problem, the generated tests, which the dataset has in a file for each contest."""
+    """The generated tests of each problem. The dataset has one file of tests for each contest."""
     found: dict[str, list[dict[str, str]]] = defaultdict(list)
     path = folder / f"test_cases_{int(contest):04d}.parquet"
     if path.exists():
@@ -128,7 +128,7 @@ def generated_tests(folder: Path, contest: str) -> dict[str, list[dict[str, str]
 
 
 def rows_of(path: Path, names: Sequence[str]) -> list[dict[str, Any]]:
-    """All rows with these fields of a file. Raises DataError."""
+    """All rows of a file, with only these fields. Raises DataError."""
     problems = Problems()
     found = []
     for where, row in read_rows(path, [("a problem", name) for name in names], problems):
@@ -178,7 +178,7 @@ def attempts_of(path: Path, suite: str) -> dict[str, dict[str, list[bool]]]:
 
 
 def told(folder: Path, name: str) -> Any:
-    """An answer of Codeforces' interface, from its file. Raises DataError."""
+    """An answer of Codeforces' web interface, read from its file. Raises DataError."""
     path = folder / name
     try:
         return json.loads(path.read_text(encoding="utf-8"))["result"]

@@ -1,11 +1,11 @@
-"""The figures and tables of docs/evidence.md, evidence_tables.md and stability_frontier.md from the
-kept JSON lines.
+"""Make the figures and tables of docs/evidence.md, evidence_tables.md and stability_frontier.md
+from the kept JSON lines.
 
     python examples/evidence/draw.py           # draws docs/evidence/*.png, fills in the tables
     python examples/evidence/draw.py --check   # exit code 1 if the pages have other tables
 
-A table stands in the page between <!-- table NAME --> and <!-- end -->. A figure of several seeds
-has their mean as its value, and the lowest and highest bound of their intervals.
+In a page, a table is between <!-- table NAME --> and <!-- end -->. If a result has several seeds,
+its value is their mean, and its bounds are the lowest and the highest bound of their intervals.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ PAPER_CLIP = 3.5e-4  # half of the width of GSPO's range, which is 3e-4 below an
 
 
 def interval(values: Sequence[Sequence[float]]) -> list[float]:
-    """The [value, low, high] of several seeds, from those of each seed."""
+    """[value, low, high] over several seeds, from the [value, low, high] of each seed."""
     table = np.array(values, dtype=float)
     return [float(table[:, 0].mean()), float(table[:, 1].min()), float(table[:, 2].max())]
 
 
 def text(value: Sequence[float], digits: int = 2) -> str:
-    """The text in a table."""
+    """The text of [value, low, high] in a table."""
     middle, low, high = (f"{each:.{digits}f}" for each in value)
     return f"{middle} [{low}, {high}]"
 
@@ -95,7 +95,7 @@ def replicated(lines: Sequence[Record]) -> list[Record]:
 
 def of_arm(lines: Sequence[Record], arm: str, figure: str) -> list[float]:
     if (arm, figure) == ("product unclipped", "projection"):
-        figure = "plain"  # the control variate makes it 1
+        figure = "plain"  # with the control variate it would be 1
     return interval([line["arms"][arm][figure] for line in lines])
 
 
@@ -174,7 +174,7 @@ def summary_table(lines: Sequence[Record]) -> list[str]:
 
 
 def exponentials(values: Sequence[float]) -> list[float]:
-    """exp of [mean, low, high], with Student's interval."""
+    """exp of the mean and of the bounds of Student's interval, as [mean, low, high]."""
     half = t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values))
     return [float(np.exp(np.mean(values) + shift)) for shift in (0.0, -half, half)]
 
@@ -225,7 +225,7 @@ def old_policy_table(lines: Sequence[Record]) -> list[str]:
 
 
 def draw_ratios(lines: Sequence[Record]) -> Figure:
-    """The noise of ratios by length, with the theoretical values."""
+    """A plot of the noise of ratios by length, with the theoretical values."""
     figure, (left, right) = panels(2)
     lengths = sorted({length for length, _ in places(lines, "none")})
     for colour, updates in zip(PALETTE, (1, 4, 16), strict=False):
@@ -262,8 +262,8 @@ def draw_ratios(lines: Sequence[Record]) -> Figure:
 
 
 def draw_gradients(lines: Sequence[Record]) -> Figure:
-    """The step along the policy gradient, and the signal relative to that of gspo unclipped, by
-    updates."""
+    """A plot of the step along the policy gradient, and of the signal relative to that of gspo
+    unclipped, by updates."""
     lines = replicated(lines)
     lengths = sorted({length for length, _ in places(lines, "none")})
     figure, axes = panels(len(lengths), rows=2)
@@ -295,8 +295,8 @@ def draw_gradients(lines: Sequence[Record]) -> Figure:
 
 
 def draw_replay(lines: Sequence[Record]) -> Figure:
-    """The signal with replay divided by that without, by the share of changed experts. There is a
-    point for each seed, engine, length and number of updates."""
+    """A plot of the signal with replay, divided by that without, by the share of changed experts.
+    There is a point for each seed, engine, length and number of updates."""
     figure, axes = panels(2)
     for each, name in zip(axes, ("grpo", "gspo"), strict=True):
         base = f"{name} unclipped"
@@ -327,7 +327,7 @@ def expected_outside(deviation: float, length: int) -> float:
 
 
 def engine_rows(lines: Sequence[Record]) -> list[tuple[str, int, list[Record]]]:
-    """(dtype, length, the measurements of each seed)."""
+    """Tuples of dtype, length, and the measurements of each seed."""
     found = []
     for dtype in ("bfloat16", "float32"):
         here = [line for line in lines if line["dtype"] == dtype]
@@ -448,7 +448,7 @@ def draw_volatility(lines: Sequence[Record]) -> Figure:
 
 
 def panels(columns: int, rows: int = 1) -> tuple[Figure, Any]:
-    """A figure with so many plots."""
+    """A figure with this number of plots."""
     figure = Figure(figsize=(3.1 * max(columns, 2), 2.7 * rows), layout="constrained")
     axes: Axes | np.ndarray = figure.subplots(rows, columns)
     return figure, axes

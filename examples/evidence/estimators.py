@@ -1,27 +1,29 @@
-"""How good is a gradient? Bias and noise of its step along the policy gradient, from samples.
+"""Estimates of a gradient's quality: bias and noise of its step along the policy gradient.
 
 Let D be a fixed direction of length 1 (here: an estimate of the policy gradient). The policy
-gradient's step along D is t = <grad J, D>, the slope of the reward. An objective's gradient on a
-batch has a random step p = <g, D> there. Both are means over independent groups of responses, and
-of each group its mean is all that is needed. With B groups in a batch:
+gradient's step along D is t = <grad J, D>, the slope of the reward. An objective's gradient g on a
+batch has a random step p = <g, D> along D. Both are means over independent groups of responses, so
+the mean of each group is enough to estimate them. With B groups in a batch:
 
     plain       E p / t, from the sample's mean alone
-    projection  the same: 1 is an unbiased step; below, it is too short; -1 goes downhill
+    projection  the same with the control variate below. 1 is an unbiased step; a smaller step is
+                too short, and a negative one lowers the reward
     noise       Var p / t^2, of one batch
     signal      (E p)^2 / Var p, the signal-to-noise ratio of one batch
 
-and, paired response by response with a base objective, which all are compared with:
+Other figures compare each objective with a base objective on the same responses:
 
-    difference    projection minus the base's
-    signal_ratio  signal over the base's
+    difference    its projection minus that of the base
+    signal_ratio  its signal divided by that of the base
 
-One objective, `unbiased`, is known to have E u = t: importance weights of whole responses. What a
-sample's mean of u has too much, the means of the others have too much as well, as far as they are
-correlated: E p is estimated as mean p - b (mean u - t), with b = Cov(p, u) / Var u. This control
-variate changes no expectation and takes away most of the noise, while u's own weights are tame.
+For one objective, `unbiased` (importance weights of whole responses), the expectation of the step u
+is known: E u = t. So u serves as a control variate. If the sample's mean of u is too large, the
+means of correlated steps p are too large as well. So E p is estimated as mean p - b (mean u - t),
+with b = Cov(p, u) / Var u. This does not change the expectation, and removes most of the noise if
+the weights of `unbiased` are not too extreme.
 
-Intervals are percentiles of a bootstrap over groups; the groups of the objectives, which they have
-in common, are resampled for all of them together, and those of t apart.
+Intervals are percentiles of a bootstrap over groups. All objectives have the same groups, which are
+resampled together; the groups of t are resampled separately.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from typing import Any
 import numpy as np
 
 RESAMPLES = 1000
-LEVEL = 0.95  # of the intervals
+LEVEL = 0.95  # the level of all intervals
 GROUPS = 8  # the number of groups in the batch whose noise is reported
 FIGURES = ("plain", "projection", "noise", "signal", "difference", "signal_ratio")
 
@@ -40,8 +42,8 @@ FIGURES = ("plain", "projection", "noise", "signal", "difference", "signal_ratio
 def figures(
     own: Mapping[str, np.ndarray], true: np.ndarray, *, base: str, unbiased: str, seed: int = 0
 ) -> dict[str, dict[str, list[float]]]:
-    """The results as [value, low, high]. own: for each objective, the mean steps of the groups
-    [groups], on the same responses; true: the mean steps of the policy gradient, on other
+    """The results as [value, low, high]. `own` has, for each objective, the mean step of each group
+    [groups], on the same responses. `true` has the mean steps of the policy gradient, on other
     groups."""
     rng = np.random.default_rng(seed)
     names = list(own)
@@ -76,7 +78,8 @@ def figures(
 
 
 def with_interval(values: np.ndarray) -> list[float]:
-    """[value, low, high] from the sample's value and those of the resamples, [1 + resamples]."""
+    """[value, low, high] from values [1 + resamples]: first that of the sample, then those of the
+    resamples."""
     tails = [100 * (1 - LEVEL) / 2, 100 * (1 + LEVEL) / 2]
     low, high = np.nanpercentile(values[1:], tails) if np.isfinite(values).any() else (np.nan,) * 2
     return [float(values[0]), float(low), float(high)]
@@ -90,8 +93,7 @@ def mean_interval(values: np.ndarray, seed: int = 0) -> list[float]:
 
 
 def ratio_figures(log_ratios: np.ndarray) -> dict[str, Any]:
-    """The figures of the token log-ratios [sequences, tokens] that theory needs, and its
-    predictions.
+    """Figures of the token log-ratios [sequences, tokens], and the predictions of theory from them.
 
     The mean of L terms with standard deviation d, and correlation c between any two of them, has
     the variance d^2 (1 + (L - 1) c) / L. Without correlation GSPO's noise falls as 1 / sqrt(L).

@@ -1,28 +1,28 @@
-"""How far can each objective be driven before it no longer converges?
+"""Find the settings at which each objective stops converging.
 
     python examples/evidence/frontier.py            # all runs that are not in the results yet
     python examples/evidence/frontier.py --quick    # one run again: is its outcome the kept one?
 
 Each run is `gspo-megatron train` on frontier.yaml, with the objective and Routing Replay of an arm,
 and one value of an axis: the learning rate, the number of mini-batches, or the age of the weights
-that drew the responses. For every arm the largest value with which all seeds converge is found by
-bisection (frontier_rule.py has the rules), and so is the largest with which none collapses. Then
-the values beside the two get the seeds that bisection left out. On the axis where a vLLM in bf16
-draws, every arm has one value instead. One line a run is added to the results; runs with a line are
-not repeated.
+that generated the responses. For every arm, bisection finds the largest value at which all seeds
+converge, and the largest value at which none collapses (frontier_rule.py has the rules). Then the
+script runs the seeds that bisection left out, for the values next to these two. On the axis where a
+vLLM in bf16 generates, every arm has only one value. Each run adds one line to the results. Runs
+that have a line are not repeated.
 
-The start model is made first, if it is not there: it learns to add, and then to be careless
-(long_addition.py).
+If the start model does not exist, it is made first: it learns to add, and then learns careless
+answers (long_addition.py).
 
-GSPO's clip range was set before these runs, in a trial with one seed: 0.01 to both sides cut off 3%
-of the tokens in the first five steps at a learning rate of 1e-4, 19% at 4e-4 and 31% at 1e-3. The
-paper reports 15%; its range of 3e-4 is for much longer responses. GRPO has the paper's range, which
-cut off 0.2% to 4%.
+GSPO's clip range was chosen before these runs, in a trial with one seed. In the first five steps, a
+range of 0.01 on both sides clipped 3% of the tokens at a learning rate of 1e-4, 19% at 4e-4 and 31%
+at 1e-3. The paper reports 15%; its range of 3e-4 is for much longer responses. GRPO has the paper's
+range, which clipped 0.2% to 4%.
 
-Arms are compared at equal learning rates, and at equal steps. Adam makes steps of much the same
-length of different gradients, but not of the same effect. So each line has `update_change`: the
-mean absolute change of a token's log-prob by one update, on responses that the update did not see,
-with live routers, over the first updates of the first five steps.
+Arms are compared at equal learning rates, and at equal sizes of steps. From different gradients
+Adam makes steps of about the same length, but not of the same effect. So each line has
+`update_change`: the mean absolute change of a token's log-prob by one update, on responses that the
+update did not use, without replay, over the first updates of the first five steps.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "frontier.jsonl"
 RUNS = Path("runs/frontier")
 FIRST_STEPS = 5  # the steps whose clipping and updates are measured
-# Megatron-Core keeps the graph of the last pass, and with it a model and 48 threads of its groups.
+# After a run, Megatron-Core keeps the graph of the last pass, and so also the model and 48 threads
+# of its process groups.
 RUNS_OF_A_PROCESS = 8
 
 # The last stage of the start model, after frontier_start.yaml.
@@ -105,13 +106,13 @@ ARMS = {
     "gspo+r3": [*GSPO, R3],
     "grpo+r3": [*GRPO, R3],
     "gspo_token": GSPO_TOKEN,
-    # Controls: is the effect due to the ratio of sequences, or to how much is cut off?
+    # Controls: does the effect come from the sequence ratio, or from the amount of clipping?
     "grpo, tight clip": ["objective.name=grpo", *GSPO[1:]],
     "gspo, no clip": [
         *("objective.name=gspo", "objective.allow_wide_clip=true"),
         *("objective.clip_low=0.9", "objective.clip_high=9"),
     ],
-    # The denominator of the ratio: the trainer's log-probs (corrected or not), or the engine's
+    # The old log-probs are the trainer's (with or without a correction), or the engine's.
     "gspo: recompute": [*GSPO, RECOMPUTE],
     "gspo: rollout": [*GSPO, ROLLOUT],
     "gspo: sequence_tis": [*GSPO, RECOMPUTE, "objective.correction=sequence_tis"],
@@ -121,7 +122,7 @@ ARMS = {
     "grpo: token_tis": [*GRPO, RECOMPUTE, "objective.correction=token_tis"],
     "grpo: icepop": [*GRPO, RECOMPUTE, "objective.correction=icepop"],
     "grpo: sequence_mask": [*GRPO, RECOMPUTE, "objective.correction=sequence_mask"],
-    # The paper's range, which is narrower here than the noise of bf16
+    # the paper's range, which is narrower than the bf16 noise here
     "gspo 3e-4: recompute": [*PAPER, RECOMPUTE],
     "gspo 3e-4: rollout": [*PAPER, ROLLOUT],
 }
@@ -198,8 +199,8 @@ class Ahead:
 
 @dataclass
 class Probe:
-    """A mixin that measures how much an update changes log-probs: those of the second mini-batch,
-    by the update on the first. Its methods run before the updater's own."""
+    """A mixin that measures how much the update on the first mini-batch changes the log-probs of
+    the second one. Its methods run before the updater's own."""
 
     updater: PolicyUpdater
     changes: list[float] = field(default_factory=list)  # mean |d log p| of each step
@@ -240,7 +241,8 @@ class Laboratory:
         self.count = 0  # the number of new lines
 
     def record(self, axis: str, arm: str, value: float, seed: int) -> Record:
-        """The line of a run. It comes from the results, or from a new run that is added to them."""
+        """The line of a run: from the results or, if they lack it, from a new run, which is
+        added."""
         place = {"axis": axis, "arm": arm, "value": value, "seed": seed}
         for line in read(self.results):
             if place.items() <= line.items():
@@ -258,7 +260,7 @@ class Laboratory:
         return line
 
     def measure(self, axis: str, arm: str, value: float, seed: int) -> Record:
-        """Make a run. If it collapses, make another one from one of its checkpoints."""
+        """Make a run. If it collapses, make a second run from one of its checkpoints."""
         overrides = AXES[axis].overrides(arm, value)
         staleness = int(value) if AXES[axis].key == STALENESS else 0
         begin = self.processor_seconds()
@@ -289,7 +291,8 @@ class Laboratory:
     def train(
         self, overrides: Sequence[str], seed: int, staleness: int = 0, dtype: str | None = None
     ) -> Record:
-        """The measurements of one run. dtype: that of a vLLM that generates."""
+        """The measurements of one run. dtype: the precision of the vLLM that generates, if there is
+        one."""
         folder = self.scratch / "run"
         shutil.rmtree(folder, ignore_errors=True)
         own = [f"training.steps={STEPS}", f"training.seed={seed}", f"logging.dir={folder}"]
@@ -368,7 +371,8 @@ def make_start() -> None:
 
 
 def holds(ends: str, laboratory: Laboratory, axis: str, arm: str) -> Callable[[float], bool]:
-    """Whether a value of the axis holds: all seeds converge, or none collapses."""
+    """A function that tells whether a value of the axis holds: all seeds converge, or none
+    collapses."""
 
     def passes(value: float, seed: int) -> bool:
         found = laboratory.record(axis, arm, value, seed)["outcome"]

@@ -1,9 +1,9 @@
-"""The map of frontier.py from its kept lines: a picture, and the tables that docs quote.
+"""Draw the map of frontier.py from its kept lines: a picture, and the tables of the documentation.
 
     python examples/evidence/frontier_figure.py -o frontier.png    # prints the tables
 
-A cell of the map has a bar of its runs: converged, stuck and collapsed ones, and how many of how
-many have converged. On the right, the same runs by the size of their steps.
+A cell of the map has a bar with the shares of converged, stuck and collapsed runs, and the number
+of converged runs. The right side of the picture has the same runs by the size of their steps.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Cell:
         return sum(line["outcome"] in outcomes for line in self.lines)
 
     def holds(self, ends: str) -> bool | None:
-        """Whether all seeds pass. None: no seed has failed, but not all were run."""
+        """Whether all seeds pass. None: no seed has failed, but some were not run."""
         passed = [PASSES[ends](line) for line in self.lines]
         if not all(passed):
             return False
@@ -71,7 +71,7 @@ def cells(records: Iterable[Record], axis: str, arm: str) -> list[Cell]:
 
 
 def edge(row: Sequence[Cell], ends: str) -> tuple[Cell | None, Cell | None]:
-    """The largest value that holds with no failure below it, and the smallest that fails."""
+    """The largest value that holds if no smaller one fails, and the smallest that fails."""
     fails = next((cell for cell in row if cell.holds(ends) is False), None)
     below = [c for c in row if c.holds(ends) and (fails is None or c.value < fails.value)]
     return (below[-1] if below else None), fails
@@ -143,7 +143,7 @@ def draw_sizes(axes: Axes, records: Sequence[Record], axis: str) -> None:
 
 
 def edge_table(records: Sequence[Record]) -> list[str]:
-    """The table of edges: for every arm, in units of the axis and of the steps' size. Markdown."""
+    """The table of edges for every arm, in units of the axis and as sizes of steps. Markdown."""
     rows = [
         "| axis | arm | all converge | not all | step there | no collapse | one | heals |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -209,8 +209,8 @@ def contrast_table(records: Sequence[Record]) -> list[str]:
 def paired(
     left: Iterable[Record], right: Iterable[Record], figure: Callable[[Record], float]
 ) -> tuple[int, float, float, float]:
-    """How much larger a figure is in runs than in those with the same value and seed. Returns the
-    number of pairs, the mean of their differences, and Student's 95% interval."""
+    """Compare a figure of runs with that of other runs with the same value and seed. Returns the
+    number of pairs, the mean of the differences, and Student's 95% interval."""
     others = {(line["value"], line["seed"]): figure(line) for line in right}
     both = [(figure(line), others.get((line["value"], line["seed"]))) for line in left]
     gaps = [mine - other for mine, other in both if other is not None]
@@ -229,7 +229,7 @@ def gap_text(found: tuple[int, float, float, float]) -> str:
 
 
 def replay_cost_table(records: Sequence[Record]) -> list[str]:
-    """The table of what replay changes where all seeds converge without it. Markdown."""
+    """The table of the effect of replay at values where all seeds converge without it. Markdown."""
     rows = [
         "| engine | with over without | rates | pairs | reward at the end | held-out accuracy |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -252,7 +252,7 @@ def replay_cost_table(records: Sequence[Record]) -> list[str]:
 
 
 def old_runs_table(records: Sequence[Record]) -> list[str]:
-    """The table of runs on the likelihoods of a vLLM in bf16, by the denominator of the ratio, and
+    """The table of runs whose responses come from a vLLM in bf16, by the kind of old log-probs, and
     of the exact engine's runs at the same learning rate. Markdown."""
     rows = [
         "| old log-probs | converged | end | held-out accuracy | clipped | end, over `recompute` |",
@@ -277,7 +277,7 @@ def old_runs_table(records: Sequence[Record]) -> list[str]:
     return rows
 
 
-# By the name in <!-- table NAME --> of a page.
+# name in <!-- table NAME --> of a page -> function that makes the table
 TABLES = {
     "frontier_edges": edge_table,
     "frontier_contrasts": contrast_table,

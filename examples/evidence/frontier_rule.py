@@ -1,20 +1,21 @@
-"""What the runs of frontier.py are judged by, fixed before the first of them: outcomes, bisection,
-intervals. Nothing here trains anything.
+"""Rules that judge the runs of frontier.py: outcomes, bisection, intervals. They were fixed before
+the first run. This file trains nothing.
 
 The curve of a run is the mean reward of the responses drawn in each of its STEPS steps. Its start
 is the reward of step 1, whose responses come from the start model. Its end is the mean of the last
 LAST steps.
 
-    converged  the end is above the start by at least half of what the start lacks of 1
+    converged  the end is at least halfway from the start to 1
     collapsed  the end is below half of the start
     stuck      anything between
 
-A run that dips and climbs back is judged by its end. A value of a setting holds if the runs of all
-SEEDS seeds do; the seeds are run in turn, and the first that fails decides.
+A run that falls and recovers is judged by its end. A value of a setting holds if the runs of all
+SEEDS seeds hold. The seeds are run one after the other; after the first failure no other is run.
 
-A collapse heals if a run from an earlier checkpoint, with new prompts and samples and otherwise the
-same settings, converges, by the first run's start. The checkpoint is the newest one before which
-the mean reward of LAST steps was at least the start; if there is none, the start model.
+A collapse heals if a second run from an earlier checkpoint converges. The second run has new
+prompts and samples and otherwise the same settings; it is judged by the start of the first run. The
+checkpoint is the newest one before which the mean reward of LAST steps was at least the start. If
+there is none, the second run begins with the start model.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ def last_good_checkpoint(rewards: Sequence[float], start: float) -> int:
 
 
 def lowest(rewards: Sequence[float]) -> float:
-    """The lowest mean of LAST consecutive steps, that is, how far a run falls."""
+    """The lowest mean of LAST consecutive steps, which shows how far a run falls."""
     return min(mean(rewards[at : at + LAST]) for at in range(len(rewards) - LAST + 1))
 
 
 def largest_that_holds(values: Sequence[float], holds: Callable[[float], bool]) -> float | None:
     """The largest of the rising `values` that holds, by bisection; None if even the smallest fails.
 
-    It assumes that all values below one that holds hold, too.
+    It assumes: if a value holds, all smaller ones hold, too.
     """
     good, bad = -1, len(values)  # indices of values that hold and that do not
     while bad - good > 1:
@@ -68,7 +69,7 @@ def largest_that_holds(values: Sequence[float], holds: Callable[[float], bool]) 
 
 
 def all_seeds(passes: Callable[[int], bool], seeds: int = SEEDS) -> bool:
-    """Whether the runs of all seeds pass. After a run that does not, no other is made."""
+    """Whether the runs of all seeds pass. After a run that fails, no other run is made."""
     return all(passes(seed) for seed in range(1, seeds + 1))
 
 

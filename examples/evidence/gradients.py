@@ -1,14 +1,14 @@
-"""The gradient of each objective, k updates away from the policy that sampled.
+"""Measure the gradient of each objective, k updates after the policy that sampled.
 
     python examples/evidence/gradients.py --length 32 --mismatch router_noise
 
 A small MoE draws batches of responses. Then it is updated k times on other responses of the same
-policy, as mini-batches do. At each k, every objective says with which coefficient each token's
-grad log pi enters its gradient. The slopes of the log-probs along one direction, that of the policy
-gradient, are measured once for all objectives; coefficients times slopes give each objective's step
-along the policy gradient, response by response. It is compared with the true slope of the reward,
-from fresh responses of the updated policy (estimators.py). One JSON line for each k is added to the
-output; those that are there already are not measured again.
+policy, as mini-batches do. At each k, every objective gives each token's grad log pi a coefficient
+in its gradient. The slopes of the log-probs along the direction of the policy gradient are measured
+once for all objectives. Coefficients times slopes give each objective's step along the policy
+gradient, for each response. This step is compared with the true slope of the reward, which comes
+from new responses of the updated policy (estimators.py). One JSON line for each k is added to the
+output. Lines that exist already are not measured again.
 """
 
 from __future__ import annotations
@@ -45,22 +45,23 @@ SAME_SCALE = {"aggregation": "sequence_mean", "advantage": "group_mean_std"}
 class Arm:
     """An objective, and its old policy."""
 
-    section: Mapping[str, Any]  # its changes of the `objective` section
+    section: Mapping[str, Any]  # its keys of the section `objective`
     routes: str = "now"  # the experts of its gradient: now, r2 or r3
-    # its denominators: off; the trainer's log-probs (r3: with the engine's experts); or rollout
+    # its old log-probs: "off" or "r3": the trainer's, with its own or the engine's experts;
+    # "rollout": the engine's
     old: str = "off"
 
 
 UNBIASED, BASE = "product unclipped", "gspo unclipped"
-# A whole gradient costs a backward pass for each arm, so only these arms have a cosine.
+# A whole gradient takes a backward pass for each arm, so only these arms have a cosine.
 WITH_COSINE = ("gspo", "gspo ±0.1/√L", "gspo unclipped", "grpo", "grpo unclipped", UNBIASED)
 
 
 def arms_of(mismatch: str, length: int) -> dict[str, Arm]:
     """The objectives that are compared.
 
-    The paper's clip range of GSPO is for thousands of tokens. A range of 0.1/√L is for L of them:
-    the spread of the sequence ratio falls like that.
+    The paper's clip range for GSPO is for thousands of tokens. For L tokens there is a range of
+    0.1/√L, because the spread of the sequence ratio falls like 1/√L.
     """
     clip = 0.1 / math.sqrt(length)
     gspo = {"name": "gspo", "clip_low": clip, "clip_high": clip}
@@ -99,15 +100,15 @@ def arms_of(mismatch: str, length: int) -> dict[str, Arm]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The numbers of batches, which have 64 responses."""
+    """The numbers of batches. A batch has 64 responses."""
 
     own: int  # for the objectives
     true: int  # for the slope of the reward
     direction: int = 8  # for the direction
 
 
-# With 64 responses the noise is about a third of the gradient at any length, so 16 batches give
-# 10%. The cost of a token does not depend on the length.
+# With 64 responses the noise of the gradient is about a third of it at any length, so 16 batches
+# have a noise of 10%. The cost of a token does not depend on the length.
 SIZES = {8: Sizes(64, 16), 32: Sizes(32, 12), 128: Sizes(16, 8), 512: Sizes(6, 4, 4)}
 
 
@@ -120,9 +121,9 @@ def objective_of(section: Mapping[str, Any], length: int) -> Objective:
 def coefficients(
     objective: Objective, now: Tensor, old: Tensor, rollout: Tensor, advantages: Tensor
 ) -> tuple[Tensor, float]:
-    """The coefficients c_t of grad log pi_t in the objective's gradient, a mean over responses; and
-    the share of tokens whose gradient is cut off. All arguments are [responses, length], except
-    advantages [responses]."""
+    """The coefficients c_t of grad log pi_t in the objective's gradient, which is a mean over
+    responses, and the share of tokens whose gradient is cut off. All arguments are [responses,
+    length], except advantages [responses]."""
     count, length = now.shape
     logprobs = now.flatten().clone().requires_grad_()
     outputs = objective(
@@ -150,8 +151,8 @@ def coefficients(
 
 def response_advantages(batches: Sequence[Batch], deviation: float) -> Tensor:
     """The advantages [batches, responses] float64: the reward minus the mean of the others in the
-    group, divided by a constant. Deviations of groups would change the expectation, which is the
-    policy gradient."""
+    group, divided by a constant. Dividing by a group's standard deviation would change the
+    expectation, which is the policy gradient."""
     rewards = torch.stack([batch.rewards for batch in batches])
     return (rewards - others_mean(rewards)) / deviation
 
@@ -159,7 +160,7 @@ def response_advantages(batches: Sequence[Batch], deviation: float) -> Tensor:
 def policy_gradient(
     laboratory: Laboratory, count: int, scale: float
 ) -> tuple[Tensor, float, float]:
-    """The policy gradient on fresh responses: its estimate, the length of the true one, and the
+    """The policy gradient on new responses: its estimate, the length of the true gradient, and the
     cosine between the two."""
     total, squares = 0.0, 0.0
     for _ in range(count):
@@ -177,7 +178,7 @@ def policy_gradient(
 def measure_updates(
     laboratory: Laboratory, kept: Sequence[Batch], sizes: Sizes, deviation: float
 ) -> dict[str, Any]:
-    """All figures of the present policy and of the arms' gradients there."""
+    """All figures of the present policy, and of the arms' gradients at this policy."""
     length = laboratory.setting.length
     scale = deviation * length  # the objectives take the mean over a response's tokens
     direction, true_length, aligned = policy_gradient(laboratory, sizes.direction, scale)
@@ -238,7 +239,7 @@ def measure_updates(
 
 
 def groups(values: Tensor) -> Tensor:
-    """The groups' means [groups] of [batches, responses]."""
+    """The means of the groups [groups], from values [batches, responses]."""
     return values.unflatten(1, (-1, 8)).mean(2).flatten()
 
 

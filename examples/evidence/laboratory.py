@@ -1,9 +1,10 @@
-"""One small MoE, and what the measurements do with it: draw, update, take log-probs and slopes.
+"""One small MoE, and the operations of the measurements: sample, update, compute log-probs and
+slopes.
 
 The task: a response token is right if its sum with the token before it is a multiple of 3. The
-reward is the share of right tokens, so a response may have any length. The chance that the next
-token is right is known: the sum of the probabilities of all right tokens. So the policy gradient
-can be estimated with far less noise than any objective has (`Laboratory.widened`).
+reward is the share of right tokens, so a response may have any length. The probability that the
+next token is right is known: the sum of the probabilities of all right tokens. So the policy
+gradient can be estimated with far less noise than any objective has (`Laboratory.widened`).
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from gspo_megatron.routing.replay import Recording, Replaying, RouteTable
 VOCABULARY, PAD = 32, 0
 PROMPTS, GROUP, PROMPT_TOKENS = 8, 8, 4
 RESPONSES = PROMPTS * GROUP  # in a batch
-WARM_UP = 0.6  # of the reward; supervised updates reach this before any measurement
+WARM_UP = 0.6  # the reward that supervised updates reach before any measurement
 # the standard deviation of noise on the routers' scores, for an engine with router noise
 ROUTER_NOISE = 0.1
-STEP = 0.02  # the rms change of a token's log-prob, to either side, for a slope
+STEP = 0.02  # rms change of a token's log-prob in each direction when a slope is measured
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Setting:
 
     length: int  # the tokens of every response
     seed: int
-    mismatch: str = "none"  # of the engine that samples: one of records.MISMATCHES
+    mismatch: str = "none"  # how the engine that samples differs: one of records.MISMATCHES
     learning_rate: float = 1e-3
     experts: int = 32
     layers: int = 2
@@ -115,7 +116,7 @@ class Laboratory:
         return time.process_time() + (0.0 if self.vllm is None else self.vllm.seconds)
 
     def start_training(self, rate: float, weights: Sequence[Tensor] | None = None) -> None:
-        """Begin with a new optimizer; with these weights, if they are given."""
+        """Begin with a new optimizer and, if `weights` are given, with these."""
         if weights is not None:
             self._set(weights)
         schedule = Schedule(rate, rate, 0, 1, "constant")
@@ -172,14 +173,13 @@ class Laboratory:
         return Batch(micro_batch, tokens, rollout)
 
     def widened(self, batch: Batch) -> tuple[Batch, Tensor]:
-        """The batch with the log-probs of more tokens: of each response token itself, and of all
-        tokens that would have been right in its place. Also returns coefficients c, [responses,
-        length * columns] float64, with which the mean of sum c grad log pi is the gradient of the
-        mean reward.
+        """A batch with more tokens: at each place of a response, the sampled token and all tokens
+        that would have been right there. Also returns coefficients c, [responses, length * columns]
+        float64. With them, the mean of sum c grad log pi is the gradient of the mean reward.
 
-        The probability p_t that the next token is right is differentiated itself. In addition, a
-        token is credited with the probabilities of the later tokens, minus those of the others in
-        its group.
+        The first part is the derivative of the probability p_t that the next token is right. The
+        second part credits a token with the probabilities of the later tokens, minus those of the
+        other responses of its group.
         """
         length = self.setting.length
         before = batch.tokens[:, PROMPT_TOKENS - 1 : -1, None]
@@ -226,7 +226,7 @@ class Laboratory:
         """The derivatives of all log-probs along a direction [parameters] with fixed experts, by a
         central difference: [batches, responses, length] float64."""
         size = 1e-3 / direction.norm()
-        for _ in range(2):  # a first guess, then the right step
+        for _ in range(2):  # first a guess, then the right size of the step
             with replayed(batches[:1], routes):
                 found = self._difference(batches[:1], routes, direction, size)
             size *= STEP / (found.square().mean().sqrt() * size)
@@ -271,7 +271,8 @@ class Laboratory:
 
 @contextlib.contextmanager
 def replayed(batches: Sequence[Batch], routes: str | None) -> Iterator[None]:
-    """While it lasts, passes use the experts of this name; None: each router chooses."""
+    """In this context, passes use the experts recorded under this name; None: each router
+    chooses."""
     for batch in batches:
         table = None if routes is None else Replaying(batch.routes[routes])
         batch.micro_batch.routes = table
@@ -290,7 +291,8 @@ def right_tokens(tokens: Tensor) -> Tensor:
 
 
 def right_sequences(count: int, length: int, generator: torch.Generator) -> Tensor:
-    """Random sequences with the full reward: [count, prompt and response tokens]."""
+    """Random sequences in which every response token is right: [count, prompt and response
+    tokens]."""
     tokens = torch.randint(1, VOCABULARY, (count, PROMPT_TOKENS + length), generator=generator)
     for place in range(PROMPT_TOKENS, tokens.shape[1]):
         tokens[:, place] -= (tokens[:, place] + tokens[:, place - 1]) % 3

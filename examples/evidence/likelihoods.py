@@ -1,12 +1,14 @@
-"""An engine's likelihoods as the old policy: how far are they from the trainer's, by length?
+"""Measure how far an engine's likelihoods, used as the old policy, are from the trainer's, by
+length.
 
     python examples/evidence/likelihoods.py --dtype bfloat16
 
-A policy that has been warmed up in fp32 is exported. vLLM on a CPU draws responses of 256 tokens
-in bf16, or in fp32 for comparison; the trainer takes the log-probs of the same tokens. For the
-first 8, 32, 128 and all 256 tokens of the responses: the sequence ratio of trainer to engine before
-any update, and how many of them lie outside of GSPO's clip range. One JSON line for each dtype and
-seed is added to the output; those that are there already are not measured again.
+A policy that has been warmed up in fp32 is exported. vLLM on a CPU generates responses of 256
+tokens in bf16, or in fp32 for comparison, and the trainer computes the log-probs of the same
+tokens. For the first 8, 32, 128 and all 256 tokens of the responses, the script measures the
+sequence ratio of trainer to engine before any update, and the share of ratios outside GSPO's clip
+range. One JSON line for each dtype and seed is added to the output. Lines that exist already are
+not measured again.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ def figures(delta: np.ndarray) -> dict[str, Any]:
 
 
 def by_vllm(laboratory: Laboratory, process: VllmProcess) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [responses, prompt and response tokens] and log-probs [responses, length], by vLLM."""
+    """Tokens [responses, prompt and response tokens] and log-probs [responses, length] from
+    vLLM."""
     setting, count = laboratory.setting, BATCHES * RESPONSES
     rng = np.random.default_rng(setting.seed)
     prompts = rng.integers(1, VOCABULARY, (count, PROMPT_TOKENS)).tolist()

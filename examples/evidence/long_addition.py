@@ -2,21 +2,21 @@
 
     python examples/evidence/long_addition.py -o FOLDER
 
-A prompt gives a start and an addend below 100; the answer is the next 21 sums, modulo 100. A
-number is written units first, as an addition by hand goes: a letter a to j for the units, + or -
-for a carry or none, a digit for the tens. The addend has letters of its own, tens K to T and units
-A to J.
+A prompt gives a start and an addend below 100; the answer is the next 21 sums, modulo 100. A number
+is written with the units first, in the order of an addition by hand: a letter a to j for the units,
++ or - for a carry or no carry, a digit for the tens. The addend has other letters: K to T for the
+tens, A to J for the units.
 
     f-1MD=    start 15, addend 23: sums 38, 61, 84, 7, ...
     i-3b-6e-8h+0...
 
-So an answer has 63 tokens and an end of sequence, and each token follows from three or four that
-stand before it. A response is rewarded for every number that follows rightly from the one before
-it: one mistake costs one number, and only the right answer has the reward 1.
+So an answer has 63 tokens and an end of sequence, and each token follows from three or four earlier
+tokens. The reward counts every number that is right, given the number before it. So one mistake
+costs only one number, and only the right answer has the reward 1.
 
 train.jsonl and test.jsonl have right answers. In careless.jsonl 30% of the numbers have one wrong
-token. A model that can add, and is fine-tuned on these answers, gets 70% of the numbers right: that
-is where reinforcement learning begins.
+token. A model that can add and is fine-tuned on these answers gets 70% of the numbers right.
+Reinforcement learning begins with this model.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from gspo_megatron.types import Sample
 UNITS, DIGITS, ADDEND_UNITS, ADDEND_TENS = "abcdefghij", "0123456789", "ABCDEFGHIJ", "KLMNOPQRST"
 CHARACTERS = UNITS + DIGITS + ADDEND_UNITS + ADDEND_TENS + "+-="
 VOCABULARY = len(CHARACTERS) + 3
-NUMBERS, WIDTH = 21, 3  # of an answer, and the tokens of each
+NUMBERS, WIDTH = 21, 3  # numbers in an answer, and tokens in a number
 TRAIN, TEST = 8000, 48
-MISTAKES = 0.3  # numbers of careless.jsonl that are wrong
+MISTAKES = 0.3  # share of wrong numbers in careless.jsonl
 
 
 def written(units: int, carry: bool, tens: int) -> str:
@@ -59,7 +59,8 @@ def row(start: int, addend: int) -> dict[str, str]:
 
 
 def careless_row(start: int, addend: int, source: random.Random) -> dict[str, str]:
-    """The same with mistakes. The number after a mistake continues from the wrong number."""
+    """A prompt with a careless answer. The number after a mistake continues from the wrong
+    number."""
     right = row(start, addend)
     numbers, text = [], right["prompt"][:WIDTH]
     for _ in range(NUMBERS):
@@ -73,8 +74,8 @@ def careless_row(start: int, addend: int, source: random.Random) -> dict[str, st
 
 
 def right_steps(sample: Sample) -> float:
-    """The share of numbers that follow rightly from the number before them in the response. Numbers
-    that are missing count as wrong, and so do surplus ones."""
+    """The share of numbers that are right, given the number before them in the response. Missing
+    and surplus numbers count as wrong."""
     first, tens, units = sample.prompt[:WIDTH], sample.prompt[WIDTH], sample.prompt[WIDTH + 1]
     addend = 10 * ADDEND_TENS.index(tens) + ADDEND_UNITS.index(units)
     text, right = first + sample.response, 0

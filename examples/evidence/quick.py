@@ -1,9 +1,9 @@
-"""Measures one point of each figure again, and holds it against the kept lines.
+"""Measure one point of each figure again, and compare it with the kept lines.
 
     python examples/evidence/quick.py [--without-vllm]
 
-Exit code 1 if a figure lies outside of its kept interval. The responses are drawn by the kept
-line's random numbers, those of the true gradient by others.
+The exit code is 1 if a result is outside its kept interval. The responses use the same random
+numbers as the kept line; the responses for the true gradient use others.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def kept_line(name: str, again: Record) -> Record:
 
 
 def comparisons(name: str, again: Record, kept: Record) -> Iterator[tuple[str, float, list[float]]]:
-    """(what is compared, the new value, the kept [value, low, high])."""
+    """Yield the name of what is compared, the new value, and the kept [value, low, high]."""
     if name == "gradients":
         for arm, figures in kept["arms"].items():
             for figure in ("projection", "noise", "signal"):

@@ -1,4 +1,4 @@
-"""The kept results: JSON lines, one a result, each with the version of the code that made it."""
+"""The kept results: one JSON line for each result, with the version of the code that made it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def code_version() -> str:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All lines; none if there is no file yet."""
+    """All lines of a results file; none if there is no file yet."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# All measurements of docs/evidence.md and docs/stability_frontier.md, then their figures and tables.
+# Runs all measurements of docs/evidence.md and docs/stability_frontier.md, then makes their figures
+# and tables.
 #   bash examples/evidence/run.sh           # what the kept lines lack; all of it: 4 hours of one core
 #   bash examples/evidence/run.sh --quick   # one point of each figure again, against its kept interval:
 #                                           # 5 minutes of one core, a start model included
@@ -46,8 +47,8 @@ for seed in 1 2 3; do
 done
 run gradients --length 512 --updates 1 4 16
 run frontier --axes "${axes[@]}"
-# two more sweeps of the learning rate: what replay costs where no arm needs it, and the arm
-# "tight clip" at values between those of the first sweep
+# two more sweeps of the learning rate: the cost of replay at rates where no arm needs it, and the
+# arm "tight clip" at values between those of the first sweep
 run frontier --axes "learning rate" --arms gspo grpo gspo+r2 grpo+r2 --values 2.8e-4 4e-4
 run frontier --axes "learning rate" --arms "grpo, tight clip" --values 4e-4
 run draw

@@ -1,8 +1,8 @@
-"""vLLM in a precision of its own as the rollout engine of a policy in fp32.
+"""vLLM, in another precision, as the rollout engine of a policy in fp32.
 
-A run of gspo-megatron has its servers compute in the trainer's precision, so this is done here: one
-vLLM process (vllm_sample.py) that several runs may use in turn. It takes weights as a Hugging Face
-folder, and gives tokens, their log-probs and experts.
+The servers of a gspo-megatron run compute in the trainer's precision. So this module starts its own
+vLLM process (vllm_sample.py), which several runs may use one after the other. The process takes
+weights as a Hugging Face folder, and returns tokens with their log-probs and experts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class VllmProcess:
     """A vLLM process. It starts with the first weights and ends with `close`."""
 
     def __init__(self, python: str, dtype: str, max_tokens: int) -> None:
-        """dtype: vLLM's name of it; max_tokens: of a prompt together with its response."""
+        """dtype: vLLM's name of the precision; max_tokens: limit for a prompt and its response
+        together."""
         self.words = [python, str(HERE / "vllm_sample.py")]
         self.options = ["--dtype", dtype, "--max-tokens", str(max_tokens)]
         self.options += ["--label", "evidence-worker"]
@@ -100,7 +101,7 @@ class VllmProcess:
     def close(self) -> None:
         if self.process is not None:
             assert self.process.stdin is not None
-            self.process.stdin.close()  # it reads its orders until the end of this pipe
+            self.process.stdin.close()  # the process ends when this pipe ends
             self.process.wait()
         shutil.rmtree(self.folder)
 
@@ -148,13 +149,13 @@ class VllmEngine:
 
 
 def widen_heads(folder: Path) -> None:
-    """Make heads of 32 channels, the smallest for vLLM's kernels, which compute the same as those
-    of 16.
+    """Change the exported heads of 16 channels to heads of 32, the smallest that vLLM's kernels
+    accept. They compute the same.
 
-    Each channel is followed by a zero. So each rotary angle stays with its pair: of the 32 channels
-    every second one has an angle of the 16. RMSNorm over twice as many channels makes queries and
-    keys larger by sqrt(2) each, and the scale of the scores is smaller by sqrt(2). The weights of
-    q_norm compensate for this.
+    Each channel is followed by a zero channel. So each pair of channels keeps its rotary angle:
+    every second one of the 32 channels has an angle of the 16. RMSNorm over twice as many channels
+    makes queries and keys larger by sqrt(2) each, and the scale of the scores is smaller by
+    sqrt(2). The weights of q_norm compensate for this.
     """
     config = json.loads((folder / "config.json").read_text())
     assert config["head_dim"] == 16
@@ -179,7 +180,7 @@ def seed_of(seed: int, sample: int) -> int:
 
 
 def joined(prompts: list[list[int]], tokens: np.ndarray, lengths: np.ndarray) -> Tensor:
-    """Each prompt, then its response: [tokens] int64."""
+    """Each prompt followed by its response: [tokens] int64."""
     responses = np.split(tokens, np.cumsum(lengths)[:-1])
     pairs = zip(prompts, responses, strict=True)
     return torch.tensor(np.concatenate([part for pair in pairs for part in pair]).astype(np.int64))

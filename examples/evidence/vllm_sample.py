@@ -1,4 +1,4 @@
-"""A vLLM engine for vllm_engine.py, in vLLM's own environment: responses with their log-probs.
+"""Run a vLLM engine for vllm_engine.py, in vLLM's own environment: responses with their log-probs.
 
 PYTHON vllm_sample.py FOLDER --dtype bfloat16 --max-tokens 260
 
@@ -29,7 +29,7 @@ def start(arguments: argparse.Namespace) -> LLM:
         skip_tokenizer_init=True,
         enforce_eager=True,
         enable_prefix_caching=False,  # a cache of old weights would be used with new ones
-        # on a CPU the generator of a request cannot be reset after half a prompt
+        # on a CPU a request's random generator cannot be reset after a part of the prompt
         enable_chunked_prefill=False,
         enable_return_routed_experts=True,
         worker_extension_cls="gspo_vllm_worker.GspoWorker",
@@ -76,7 +76,7 @@ def draw(engine: LLM, order: dict) -> None:
         lengths=np.array([len(each.token_ids) for each in drawn]),
         truncated=np.array([each.finish_reason == "length" for each in drawn]),
         logprobs=np.array(logprobs, dtype=np.float32),
-        # of prompt and response, except the last token
+        # routes of prompt and response, except the last token
         routes=np.concatenate([each.routed_experts for each in drawn]),
     )
 

@@ -1,10 +1,10 @@
-"""Volatility: the share of a token's experts that an update replaces by others.
+"""Measure volatility: the share of a token's experts that an update replaces by others.
 
     python examples/evidence/volatility.py
 
-By layer, learning rate and number of experts, after 1, 4 and 16 updates of a policy that has been
-warmed up, each with a new optimizer. One JSON line for each learning rate, number of experts and
-seed is added to the output; those that are there already are not measured again.
+The measurement starts from a policy that has been warmed up, with a new optimizer, and gives the
+volatility after 1, 4 and 16 updates for each layer. One JSON line for each learning rate, number of
+experts and seed is added to the output. Lines that exist already are not measured again.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def measure(experts: int, seed: int, rates: Sequence[float], path: Path) -> None
         record = {
             "setting": asdict(setting),
             "responses": BATCHES * RESPONSES,
-            "changed_experts": changed,  # by updates, for each layer
+            "changed_experts": changed,  # number of updates -> share for each layer
             "kl": kl,
             "seconds": time.monotonic() - start,
             "processor_seconds": time.process_time(),

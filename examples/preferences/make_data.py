@@ -1,4 +1,5 @@
-"""Data of the example: pairs of responses with a noisy choice, prompts, and a first policy's text.
+"""Data of the example: pairs of responses with a noisy choice, prompts, and texts for the first
+policy.
 
 python examples/preferences/make_data.py -o FOLDER [--seed N] [--pairs N]
 """
@@ -20,7 +21,7 @@ from gspo_megatron.files import write_atomically
 
 LETTERS, NAMED = "abcdefgh", 4  # a prompt names 4 of these
 LENGTHS = range(1, 9)  # of the responses that annotators see
-FITTING = 0.5  # share of a response's characters that are letters of the prompt
+FITTING = 0.5  # chance of a character to come from the prompt's letters; else it is any letter
 POLICY_ROWS, PROMPTS, HELD_OUT = 4000, 1000, 400
 
 

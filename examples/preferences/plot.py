@@ -1,8 +1,10 @@
-"""A picture of a run against a preference model: its score, the true rule's, and the lengths.
+"""A plot of a run with a preference model as reward: its score, the score of the true rule, and the
+lengths.
 
 python examples/preferences/plot.py RUN [RUN ...] -o FILE.png
 
-Also prints where the true score stops rising. Several runs (seeds) are drawn one over the other.
+Also prints the step at which the true score stops rising. Several runs (seeds) are drawn into one
+plot.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ PANELS = (
 
 
 def curves(run: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return the steps of a run, and each metric, smoothed."""
+    """Return the steps of a run, and each metric as smoothed values."""
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [each for each in map(json.loads, lines) if PANELS[0][0] in each]
     steps = np.array([each["step"] for each in records])

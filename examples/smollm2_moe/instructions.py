@@ -1,7 +1,8 @@
-"""The reward: which instructions of a row in the form of IFEval's a response follows.
+"""The reward: the share of a row's instructions that a response follows. Rows have the format of
+IFEval.
 
-It knows the instructions that make_prompts.py writes. A response without an answer, or one that was
-cut off, follows none.
+The reward knows the instructions that make_prompts.py writes. An empty or truncated response
+follows none of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prompts with three instructions that a program can check, in the form of IFEval's rows.
+"""Prompts with three instructions that a program can check, as rows in the format of IFEval.
 
     python examples/smollm2_moe/make_prompts.py -o FOLDER
 
@@ -75,7 +75,7 @@ def make_prompts(folder: Path, seed: int = 1) -> None:
     parts = {"test": (TEST, topics[:TEST_TOPICS]), "train": (TRAIN, topics[TEST_TOPICS:])}
     for name, (count, chosen) in parts.items():
         rows: dict[str, dict[str, Any]] = {}
-        while len(rows) < count:  # no prompt twice
+        while len(rows) < count:  # until there are enough different prompts
             found = row(generator, chosen, len(rows))
             rows.setdefault(found["prompt"], found)
         text = "".join(json.dumps(each) + "\n" for each in rows.values())

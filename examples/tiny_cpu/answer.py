@@ -2,7 +2,7 @@
 
     python answer.py MODEL_FOLDER... --prompts test.jsonl -o answers.json
 
-gspo_megatron is not needed to use an exported folder.
+This script does not need gspo_megatron, and shows that exported folders do not need it either.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-MAX_TOKENS = 5  # of an answer, as in training
+MAX_TOKENS = 5  # the longest answer, as in training
 BATCH_SIZE = 128
 
 

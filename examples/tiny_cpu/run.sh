@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The demo, all stages of a tiny model: text, tokenizer, pre-training, fine-tuning, GSPO, export,
-# answers. Finished stages are not repeated. Arguments are overrides of the GSPO run, and its folder
-# is named after them:
+# The demo runs all stages of a tiny model: text, tokenizer, pre-training, fine-tuning, GSPO,
+# export, answers. Finished stages are not repeated. Arguments are overrides of the GSPO run, and
+# the folder of the run is named after them:
 #   bash examples/tiny_cpu/run.sh                        # runs/tiny_cpu
 #   bash examples/tiny_cpu/run.sh training.seed=2        # runs/tiny_cpu-seed=2; the seed of all stages
 #   bash examples/tiny_cpu/run.sh parallel.layout=tp=1   # runs/tiny_cpu-layout=tp=1
@@ -14,8 +14,8 @@ gspo="python -m gspo_megatron"
 read -ra pretrain <<<"${PRETRAIN:-}"
 read -ra sft <<<"${SFT:-}"
 
-# Each of the four ranks would need a GPU, and a workstation has fewer: so all ranks use the CPU.
-# With CUDA_VISIBLE_DEVICES=0,1,2,3 before the command they use four GPUs.
+# Each of the four ranks would need a GPU, and most workstations have fewer. So all ranks use the
+# CPU. With CUDA_VISIBLE_DEVICES=0,1,2,3 before the command they use four GPUs.
 export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES-}
 
 seed=1 rl=runs/tiny_cpu folder=

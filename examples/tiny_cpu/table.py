@@ -1,8 +1,9 @@
-"""A table of losses and accuracies by stage; fails if transformers and the run disagree.
+"""A table of losses and accuracies for each stage. The script fails if the accuracies by
+transformers and by the run differ.
 
     python table.py PRETRAIN_RUN SFT_RUN RL_RUN
 
-RL_RUN/answers.json is from answer.py.
+answer.py has written RL_RUN/answers.json.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-TOLERANCE = 0.02  # between the accuracy in the run and that of the exported model in transformers
+TOLERANCE = 0.02  # largest difference between the accuracies in the run and in transformers
 EXAMPLES = 5  # the number of prompts that are shown
 STAGES = ("pre-training", "fine-tuning", "GSPO")
 HEADINGS = ("stage", "steps", "seconds", "held-out loss", "transformers", "this run")

@@ -1,4 +1,4 @@
-"""Text to a tokenizer and to the tokens that pre-training reads.
+"""Make a tokenizer from a text, and the tokens of the text for pre-training.
 
     python tokenize_text.py DATA
 
@@ -39,7 +39,7 @@ def main(folder: Path) -> None:
         builder.add_document(document, [len(document)])
         tokens += len(document)
     builder.finalize(str(folder / "corpus.idx.partial"))
-    os.replace(folder / "corpus.idx.partial", folder / "corpus.idx")  # now the dataset is whole
+    os.replace(folder / "corpus.idx.partial", folder / "corpus.idx")  # now the dataset is complete
     print(f"{folder}/corpus.bin: {len(texts):,} documents, {tokens:,} tokens")
 
 

@@ -1,9 +1,10 @@
-"""Data for products that a tiny model cannot compute in its head, but a calculator can.
+"""Data for products that a tiny model can compute only with a calculator.
 
     python examples/tool_use/make_data.py -o FOLDER
 
-supervised.jsonl has conversations: most answer at once, with numbers of the right length, and some
-call the calculator and repeat what it says. So the model knows both ways, and prefers the wrong.
+supervised.jsonl has conversations. Most of them answer at once with a guess of the right length;
+some call the calculator and repeat its result. So the fine-tuned model knows both ways, and prefers
+the wrong one.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from gspo_megatron.data.tokenizers import train_sentencepiece
 from gspo_megatron.files import write_atomically
 
 TRAIN, TEST, EXAMPLES = 2000, 128, 16000
-CALLING = 0.2  # of the conversations
+CALLING = 0.2  # share of the conversations that call the calculator
 CALL = '<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{}"}}}}\n</tool_call>'
-# Each of these is one token, so a tiny model writes the frame of a call in four tokens.
+# Each of these is one token, so a tiny model needs only four tokens for the fixed text of a call.
 SYMBOLS = ['<tool_call>\n{"name": "calculator", "arguments": {"expression": "', '"}}\n</tool_call>']
 TURNS = [f"<|{role}|>" for role in ("system", "user", "assistant", "tool")]
 TEMPLATE = """\

@@ -5,7 +5,7 @@
 #   bash examples/vllm_cpu/run.sh training.seed=2 logging.dir=runs/vllm_cpu-seed=2
 #   bash examples/vllm_cpu/run.sh routing.replay=r3 logging.dir=runs/vllm_cpu-r3
 #   ENGINE=megatron bash examples/vllm_cpu/run.sh logging.dir=runs/vllm_cpu-megatron
-# ENGINE=megatron draws the responses by the trained model itself, for comparison.
+# With ENGINE=megatron the trained model itself generates the responses, for comparison.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 export CONFIG=$here/config.yaml START=runs/vllm_cpu_start
