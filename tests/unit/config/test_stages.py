@@ -64,7 +64,7 @@ WHAT_IS_WRONG = [
      "in rounds of pp = 2; allowed: multiples of 4"),
     (pretrain("data.evaluation=[c]", "data.evaluation_share=0.1"), "data.evaluation_share = 0.1"),
     (pretrain("optimizer.decay=wsd", "optimizer.wsd_steps=9", "training.steps=8"),
-     "optimizer.wsd_steps = 9: with warmup_steps = 0 more than training.steps = 8"),
+     "optimizer.wsd_steps = 9: warmup_steps = 0 and this are together more than"),
 ]  # fmt: skip
 
 
