@@ -75,7 +75,7 @@ def test_what_is_wrong_with_its_folder_is_told_in_one_line(
         (folder / file).unlink(missing_ok=True)
     line = told()
     assert line.startswith(f"reward.model.folder = {folder}: ")
-    assert line.endswith("; reward.model.tokenizer names another one")
+    assert line.endswith("; reward.model.tokenizer can name another tokenizer")
 
 
 def test_score_asks_a_url_and_says_that_a_folder_needs_the_ranks(
