@@ -183,7 +183,7 @@ def test_weights_that_did_not_all_arrive_are_found(
         with pytest.raises(RolloutError, match="does not have the trainer's weights") as caught:
             await fleet.update(weights(1, sent, like=new))
         # the server has the weights that it was told to load
-        assert "its tensors have the folder's sums" in str(caught.value)
+        assert "the checksums of its tensors equal the folder's" in str(caught.value)
         with pytest.raises(RolloutError, match="no server is left"):
             await fleet.generate([1, 2], {"temperature": 1.0, "max_tokens": 2}, 1)
 
@@ -217,7 +217,7 @@ def test_tensors_that_are_not_the_folder_s_are_named_by_family_and_layer(
         with pytest.raises(RolloutError) as caught:
             await fleet.update(weights(version, new))
         told = str(caught.value)
-        assert told.endswith("not as in the folder: experts of layer 1; norms of layer 3")
+        assert told.endswith("different from the folder: experts of layer 1; norms of layer 3")
         assert ("log-probs" in told) is not at_start
 
     served([vllm_server], work, Sabotaged)
