@@ -248,7 +248,7 @@ def test_a_cut_of_the_index_is_noticed(folder: Path) -> None:
 
 
 def test_piece_beyond_the_tensor(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"a has shape \[5, 3\], the model \[6, 3\]"):
+    with pytest.raises(DataError, match=r"a has shape \[5, 3\]; the model has \[6, 3\]"):
         read_pieces(folder, halves("a", torch.zeros(6, 3), 2))
 
 

@@ -360,7 +360,7 @@ def test_servers_draw_one_step_ahead_unless_told_otherwise(
 def test_each_running_server_is_named_once() -> None:
     twice = ["rollout.engine=vllm", "rollout.vllm.urls=[http://A:1,http://a:1/,http://b:1]"]
     [told] = [each for each in problems_of(1, *twice) if "urls" in each]
-    assert told.endswith("http://a:1 is there 2 times; allowed: each server once"), told
+    assert told.endswith("http://a:1 is listed 2 times; allowed: each server once"), told
 
 
 EVALUATED = [

@@ -165,7 +165,7 @@ def test_numbers_of_the_papers_and_of_other_parts(keys, expected):
         ),
         *(
             ({"name": "minirl", "correction": correction}, f"objective.correction = '{correction}'",
-             "once more", "none, token_k1_mask")
+             "already weights by the ratio", "none, token_k1_mask")
             for correction in (*TOKEN_CORRECTIONS, "sequence_tis", "sequence_product_tis")
         ),
         ({"name": "grpo", "correction": "icepop", "correction_low": 6.0},

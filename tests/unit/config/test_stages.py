@@ -57,7 +57,7 @@ WHAT_IS_WRONG = [
     (pretrain("data.train=[]"), "data.train = []: needed to train"),
     (pretrain("training.steps="), "training.steps = null: needed to train"),
     (pretrain("data.train=[a, a]"), "a prefix is listed twice"),
-    (pretrain("data.weights=[1.0]"), "data.weights = [1.0]: 1 weights of 2 prefixes"),
+    (pretrain("data.weights=[1.0]"), "data.weights = [1.0]: 1 weights for 2 prefixes"),
     (pretrain("data.sequence_length=66", "parallel.layout=cp=2"), "multiples of 4"),
     (pretrain("training.batch_size=3", "parallel.layout=dp=2"), "multiples of 2"),
     (pretrain("training.batch_size=6", "parallel.layout=pp=2,vpp=2,dp=2"),

@@ -216,7 +216,7 @@ def test_an_answer_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
     wrong = "is of type date; a JSON value is wanted"
     assert problems_of(path) == [f"{path}:1: field 'answer' {wrong}"]
     write_parquet(path, {"prompt": ["a"], "answer": [days]})
-    assert problems_of(path) == [f"{path}:1: field 'answer' holds what {wrong}"]
+    assert problems_of(path) == [f"{path}:1: field 'answer' holds a value that {wrong}"]
 
 
 def test_a_row_is_known_by_its_id_or_by_file_and_line(tmp_path: Path) -> None:

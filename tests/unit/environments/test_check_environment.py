@@ -116,7 +116,7 @@ def test_a_command_that_cannot_be_run_is_named(
     ("settings", "fault"),
     [
         ({}, None),
-        ({"timeout_seconds": 45.0}, r"total_seconds = 45: .* reward.timeout_seconds = 45 "),
+        ({"timeout_seconds": 45.0}, r"total_seconds = 45: .* reward.timeout_seconds = 45, "),
         ({"options": {"total_seconds": 70.0}}, "total_seconds = 70: .*; allowed: less than"),
         ({"options": {"total_seconds": 70.0}, "timeout_seconds": 80.0}, None),
         ({"options": {"total_seconds": 70.0}, "workers": 0}, None),

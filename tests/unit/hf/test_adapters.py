@@ -98,7 +98,7 @@ def test_every_tensor_has_to_belong_to_the_model(tmp_path: Path, base: Path) -> 
     save_file(tensors, file)
     lines = refusal(folder, tmp_path)
     assert f"{stem}q_proj.lora_B.weight is missing" in lines
-    assert f"{stem}o_proj.lora_A.weight has the shape [4, 61]; the model [4, 60]" in lines
+    assert f"{stem}o_proj.lora_A.weight has the shape [4, 61], not [4, 60]" in lines
     assert f"{stem}k_proj.lora_A.weight has the dtype I32" in lines
     assert f"adapters made for {document['base_model_name_or_path']} do not fit" in lines
 
