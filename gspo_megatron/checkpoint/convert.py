@@ -132,7 +132,7 @@ def hf_to_megatron(
     }
 
     def read(block: Piece) -> Tensor:
-        # Not empty_like: for a tensor on the meta device it loads modules of 125 MB.
+        # empty_like of a tensor on the meta device would import modules of 125 MB.
         out = torch.empty(block.data.shape, dtype=block.data.dtype)
         fill(out, recipes[block.key], block.slices, folder.read)
         return out

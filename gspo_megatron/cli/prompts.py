@@ -30,7 +30,7 @@ def add_parser(commands: Commands) -> None:
         "--write",
         metavar="FILE",
         help="a new JSON Lines file with the rows of data.prompts whose last pass rate lies within "
-        "the two bounds; rows without one are kept",
+        "the two bounds; rows without a pass rate are kept",
     )
     for name, what in (("min", "lowest"), ("max", "highest")):
         parser.add_argument(

@@ -47,8 +47,8 @@ class DistillationSection(Section):
     )
     top_k: int = shapes(
         TOP_K,
-        "tokens of the teacher that a form with topk reads at each position; a vLLM server gives "
-        "20, and more with --max-logprobs",
+        "number of the teacher's most probable tokens that a form with topk uses at each position; "
+        "a vLLM server gives 20, and more with --max-logprobs",
         ge=1,
         le=MOST_CANDIDATES,
     )

@@ -238,7 +238,9 @@ class ObjectiveSection(Section):
     )
     clip_low: float | None = shapes(None, "the ratio is clipped below at 1 - clip_low", gt=0, lt=1)
     clip_high: float | None = shapes(None, "the ratio is clipped above at 1 + clip_high", gt=0)
-    allow_wide_clip: bool = shapes(False, "allow a clip range for tokens with a sequence ratio")
+    allow_wide_clip: bool = shapes(
+        False, "allow a clip range of sequence ratios that is as wide as for token ratios"
+    )
     dual_clip: float | None = shapes(
         None, "bound of dual_clip: the largest ratio that counts if the advantage is below 0", gt=1
     )
@@ -251,8 +253,8 @@ class ObjectiveSection(Section):
     log_clip: float | None = shapes(None, "bound of a token's log-ratio in a geometric mean", gt=0)
     max_divergence: float | None = shapes(
         None,
-        "largest divergence of a token's probability from the old policy's that is learnt from: "
-        "the difference, or the binary KL divergence with rule binary_kl_mask",
+        "largest divergence of a token's probability from the old policy's at which the token is "
+        "learned from: the difference, or with rule binary_kl_mask the binary KL divergence",
         gt=0,
     )
     log_ratio_penalty: float | None = shapes(

@@ -28,8 +28,8 @@ class SelectionSection(Section):
     )
     retire_after: Positive | None = shapes(
         None,
-        "number of draws in a row, all responses solved, after which a prompt is retired; null: "
-        "never",
+        "number of draws in a row with all responses solved, after which a prompt is retired; "
+        "null: never",
     )
     revive_after: Positive | None = shapes(
         None, "number of steps after which a retired prompt is drawn once more; null: never"
