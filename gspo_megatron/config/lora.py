@@ -15,7 +15,9 @@ class LoraSection(Section):
         0, "rank of an adapter's two matrices; 0: no adapters, all weights are trained"
     )
     alpha: float | None = shapes(
-        None, "the product of an adapter's matrices is scaled by alpha / rank; null: rank", gt=0
+        None,
+        "the product of an adapter's matrices is scaled by alpha / rank; null: alpha = rank",
+        gt=0,
     )
     targets: Paths = shapes(
         ["all"],

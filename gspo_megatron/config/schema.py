@@ -296,7 +296,7 @@ class RewardSection(Section):
     )
     repetition_penalty: float = shapes(
         0.0,
-        "this times the repeated share of the response is subtracted from the reward; 0.0: off",
+        "the repeated share of the response, times this, is subtracted from the reward; 0.0: off",
         ge=0,
     )
     repetition_words: Positive = shapes(
