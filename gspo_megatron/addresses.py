@@ -68,7 +68,7 @@ def own_address(master: str, environ: Mapping[str, str] = os.environ) -> str:
     if found or not _spans_hosts(master, environ):
         return next((way for way in found if not is_loopback(way)), known[0])
     return _way_abroad(
-        f"MASTER_ADDR = {master}: is {known[0]} on this host, which other hosts do not reach"
+        f"MASTER_ADDR = {master}: is {known[0]} on this host, which other hosts cannot reach"
     )
 
 
@@ -86,8 +86,8 @@ def own_address_for_servers(environ: Mapping[str, str] = os.environ) -> str:
     if not unknown:  # all of them are on this host
         return own
     return _way_abroad(
-        f"{ROLLOUT_NODES} = {','.join(unknown)}: this host knows no way there; MASTER_ADDR = "
-        f"{master}: is {own} on this host, which other hosts do not reach"
+        f"{ROLLOUT_NODES} = {','.join(unknown)}: this host has no route there; MASTER_ADDR = "
+        f"{master}: is {own} on this host, which other hosts cannot reach"
     )
 
 

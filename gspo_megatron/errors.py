@@ -20,7 +20,7 @@ class UserError(ValueError):
     `resume_when` ends the sentence "the same command continues it once ...", which is printed when
     this error has ended a run."""
 
-    resume_when = "that is mended"
+    resume_when = "that is repaired"
 
 
 class ConfigError(UserError):

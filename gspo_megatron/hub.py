@@ -131,7 +131,7 @@ def resolved(name: HubName, where: str, commits: Mapping[str, str] | None = None
             found = _cached_commit(name) if _is_unreachable(error) else None
             if found is None:
                 _refuse(where, name, error)
-            _tell(f"{name}: the Hub cannot be reached; its commit {found} is in the cache")
+            _tell(f"{name}: the Hub cannot be reached; commit {found} of the cache is used")
     os.environ[COMMITS] = json.dumps(known_commits() | {name.asked: found})
     return replace(name, revision=found)
 
@@ -419,7 +419,7 @@ def _get(name: HubName, wanted: list[str], sizes: Mapping[str, int | None]) -> N
         hf_hub_download(name.repo, each, repo_type=name.kind, revision=name.commit)
         if not _is_here(name, each, sizes):
             raise DataError(
-                f"{each} has {_size(snapshot / each)} bytes, and the Hub tells {sizes[each]}: the "
+                f"{each} has {_size(snapshot / each)} bytes, but the Hub says {sizes[each]}: the "
                 "download was cut short; start it again"
             )
         done += sizes[each] or 0
@@ -451,7 +451,7 @@ def _one_process(name: HubName, where: str) -> Generator[None]:
         file = path.open("a")
     except OSError as error:
         raise DataError(
-            f"{path.parent} cannot be written ({error.strerror}); set HF_HOME to a folder that can"
+            f"{path.parent} cannot be written ({error.strerror}); set HF_HOME to another folder"
         ) from None
     with file:
         seen, since, told = -1, time.monotonic(), False
@@ -470,7 +470,7 @@ def _one_process(name: HubName, where: str) -> Generator[None]:
                 seen, since = arrived, time.monotonic()
             if time.monotonic() - since > WAIT_SECONDS:
                 raise DataError(
-                    f"another process of this machine downloads it, and has got no byte for "
+                    f"another process of this machine downloads it, and has received no data for "
                     f"{WAIT_SECONDS:g} seconds; end that process, or start again"
                 )
             time.sleep(0.2)
@@ -529,7 +529,7 @@ def reason_of(error: Exception, name: HubName) -> str:
         return f"{name.repo} has no revision {name.revision}; name a branch, a tag or a commit"
     if isinstance(error, errors.OfflineModeIsEnabled) or constants.is_offline_mode():
         return (
-            f"HF_HUB_OFFLINE is set, the {name.kind} is not whole in the cache {_cache()}, and "
+            f"HF_HUB_OFFLINE is set, the {name.kind} is not complete in the cache {_cache()}, and "
             "there is no such file or folder here; download it first, or name a folder"
         )
     if isinstance(error, errors.HfHubHTTPError) and error.response is not None:
@@ -537,21 +537,21 @@ def reason_of(error: Exception, name: HubName) -> str:
         if status == 401:
             return f"{endpoint} refuses the token in HF_TOKEN; set a valid one, or none"
         if status == 403:
-            return f"{endpoint} forbids it to the token in HF_TOKEN; give the token that right"
+            return f"{endpoint} does not allow this with the token in HF_TOKEN; change its rights"
         return f"{endpoint} answers with status {status}; try again later"
     if isinstance(error, OSError) and error.errno in _NO_SPACE:
         return f"no space left for it in {_cache()}; set HF_HOME to a folder on a larger disk"
     if isinstance(error, PermissionError):
-        return f"{_cache()} cannot be written; set HF_HOME to a folder that can"
+        return f"{_cache()} cannot be written; set HF_HOME to another folder"
     if isinstance(error, DataError):
         return str(error)
     cause = _without_token(" ".join(str(error).split()) or type(error).__name__)
     if any(each in cause.lower() for each in _CUT):
-        again = "the download was cut short, and is not taken for whole; start it again"
+        again = "the download was cut short, and is not used; start it again"
         return f"{again} ({cause:.200})"
     return (
-        f"{endpoint} cannot be reached, and the {name.kind} is not whole in the cache {_cache()}; "
-        f"check the network and HF_ENDPOINT, or name a folder ({cause:.200})"
+        f"{endpoint} cannot be reached, and the {name.kind} is not complete in the cache "
+        f"{_cache()}; check the network and HF_ENDPOINT, or name a folder ({cause:.200})"
     )
 
 

@@ -36,7 +36,7 @@ COLLECT: dict[str, tuple[str, ...]] = {
     "collector.sample": ("rollout.group_size responses to each, and their rewards",)
     + ("RolloutBatch.group_index", "Scores.rewards", "Scores.shaped"),
     "judge_groups": ("without spread or rewards: ask again?",),
-    "draw_records": ("what came of each prompt, for draws.jsonl",),
+    "draw_records": ("the outcome of each prompt, for draws.jsonl",),
 }
 UPDATE: dict[str, tuple[str, ...]] = {
     "updater.build_micro_batches": ("sequences packed by token budget", "PackedBatch.input_ids")

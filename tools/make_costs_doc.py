@@ -39,9 +39,10 @@ overlap, evaluation, checkpoints, the start. Shorter responses cost less, in pro
 
 For a run of your own: `gspo-megatron check CONFIG.yaml --world-size N` prints the line `time`, and
 `train_step_seconds`, `generate_step_seconds`, `run_hours` and `run_gpu_hours` in its last line.
-With servers (`rollout.engine: vllm`) the generation is not in it: `check --rollout-plan` simulates
-it with the speeds of your servers ([servers](servers.md)). The first steps of a real run replace
-the estimate: `perf/step_seconds` of [metrics](metrics.md), times the steps.
+With servers (`rollout.engine: vllm`) these figures leave the generation out:
+`check --rollout-plan` simulates it with the speeds of your servers ([servers](servers.md)).
+The first steps of a real run replace the estimate: `perf/step_seconds` of
+[metrics](metrics.md), times the steps.
 """
 
 

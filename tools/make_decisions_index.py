@@ -20,8 +20,9 @@ ROOMS = (
 )
 HEADER = """# Decisions
 
-What a newcomer would question, the reason, and what else was tried and measured: one file a
-decision. A decision that another one replaces stays, and its status says which one replaced it.
+Each file describes a decision that a newcomer may question: the reason, and the alternatives that
+were tried and measured. If another decision replaces it, the file stays, and its status names the
+other decision.
 `python tools/make_decisions_index.py` writes this list.
 """
 _HEAD = re.compile(

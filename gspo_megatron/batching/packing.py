@@ -227,7 +227,7 @@ def _pieces(
     for place, number in enumerate(members):
         length, response = len(tokens[number]), response_lengths[number]
         own = [(length - response, response)] if branches is None else branches[number]
-        assert sum(map(sum, own)) == length, "branches are not all of their sequence"
+        assert sum(map(sum, own)) == length, "branches do not cover their sequence"
         pieces += [(place, *lengths) for lengths in own]
     assert all(prompt > 0 for _, prompt, _ in pieces), "a response needs a prompt before it"
     return pieces

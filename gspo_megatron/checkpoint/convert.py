@@ -132,7 +132,7 @@ def hf_to_megatron(
     }
 
     def read(block: Piece) -> Tensor:
-        # Not empty_like: for a tensor on the meta device it loads modules of 125 MB.
+        # empty_like of a tensor on the meta device would import modules of 125 MB.
         out = torch.empty(block.data.shape, dtype=block.data.dtype)
         fill(out, recipes[block.key], block.slices, folder.read)
         return out
@@ -379,7 +379,7 @@ def _in_file_order(
                     done_with = max(0, block.offset - _BEHIND_BYTES)
                     os.posix_fadvise(file.fileno(), 0, done_with, os.POSIX_FADV_DONTNEED)
         if FileRecord(place, f"{checksum:08x}") != records[name]:
-            raise DataError(f"{folder / name}: altered, its checksum is not the manifest's")
+            raise DataError(f"{folder / name}: altered, its checksum differs from the manifest's")
 
 
 def by_key(weights: WeightMap) -> dict[str, TensorRecipe]:
@@ -406,9 +406,7 @@ def checked_tensors(
         elif dtype not in DTYPES.values():
             problems.append(f"{key} has the dtype {dtype}")
     foreign = [
-        f"{key} belongs to nothing in the model of model.json"
-        for key in stored
-        if key not in recipes
+        f"{key} is no tensor of the model in model.json" for key in stored if key not in recipes
     ]
     if lines := [*some_of(missing), *some_of(problems), *some_of(foreign)]:
         raise DataError("\n".join(f"{folder}: {line}" for line in lines))

@@ -166,7 +166,7 @@ def _named_base(given: str, what: str) -> Path:
     try:
         return folder_of(given, f"the base of {what}:", weights=True)
     except DataError as error:
-        raise DataError(f"{error}; or name it by --base") from None
+        raise DataError(f"{error}; or give its folder with --base") from None
 
 
 def merged_to_hf(
@@ -183,12 +183,13 @@ def merged_to_hf(
     """
     place = base or _named_base(adapters.base["path"], "the adapters")
     if not place.is_dir():
-        advice = "name its new place by --base"
-        raise DataError(f"{place}: the model that the adapters were trained on is gone; {advice}")
+        advice = "give its new folder with --base"
+        wrong = "the model that the adapters were trained on is missing"
+        raise DataError(f"{place}: {wrong}; {advice}")
     if base_of(place)["fingerprint"] != adapters.base["fingerprint"]:
         raise DataError(
-            f"{place}: not the model that the adapters were trained on: its weights are not those "
-            f"that {adapters.base['path']} had then; allowed: --base with that model"
+            f"{place}: not the model that the adapters were trained on: its weights differ from "
+            f"those of {adapters.base['path']} at that time; allowed: --base with that model"
         )
     if not (place / "config.json").is_file():
         export_checkpoint(
@@ -267,8 +268,8 @@ def peft_to_megatron(
     place = base or _named_base(folder.base, str(source))
     if not (place / "config.json").is_file():
         raise DataError(
-            f"{place}: not the Hugging Face folder of the model that {source} was made for; name "
-            "it by --base"
+            f"{place}: not the Hugging Face folder of the model that {source} was made for; give "
+            "that folder with --base"
         )
     model = HfFolder(place, ignore_custom_code=ignore_custom_code)
     preset = model.describe()

@@ -63,10 +63,10 @@ def open_checkpoint(path: Path, shard: WorkerShard = ALONE) -> Source:
         try:
             tokenizer = str(tokenizer_in(folder_of(tokenizer, "the run's tokenizer:")))
         except DataError as error:
-            notes, tokenizer = [*notes, f"{error}; it is left out"], None
+            notes, tokenizer = [*notes, f"{error}; the tokenizer is left out"], None
     files = tokenizer_files(folder / "hf" if is_imported else tokenizer)
     if not is_imported and tokenizer is not None and (changed := _changed(folder, tokenizer)):
-        notes, files = [*notes, f"{tokenizer}: {changed}, and is left out"], []
+        notes, files = [*notes, f"{tokenizer}: {changed}, so it is left out"], []
     return Source(folder, notes, shape, vocab_size, document.get("hf"), is_imported, files)
 
 
@@ -94,7 +94,7 @@ def refuse_damage(
     parts = [part for theirs in shard.gather(found) for part in theirs]
     if lines := some_of([f"{folder}: {line}" for part in parts for line in part]):
         if folder != path:
-            lines.append(f"{path}: to convert another checkpoint of it, give that one's path")
+            lines.append(f"{path}: to convert another checkpoint of this folder, give its path")
         raise DataError("\n".join([*notes, *lines]))
 
 
@@ -102,12 +102,12 @@ def _changed(checkpoint: Path, tokenizer: str) -> str | None:
     """Return what is wrong if the run's tokenizer is missing or has changed since the run, else
     None."""
     if not Path(tokenizer).exists():
-        return "the run's tokenizer is not there (any more)"
+        return "the run's tokenizer is missing"
     known = None
     with contextlib.suppress(DataError):  # no run wrote the checkpoint, or run.json is damaged
         known = RunState.read(checkpoint).fingerprints.get(TOKENIZER)
     if known not in (None, fingerprint(tokenizer)):
-        return "no longer has the contents that the run's tokenizer had"
+        return "its contents have changed since the run"
     return None
 
 
@@ -134,7 +134,7 @@ def find_checkpoint(path: Path) -> tuple[Path, list[str]]:
     if not path.is_dir():
         raise DataError(f"{path}: {no_folder(path)}")
     if (path / "config.json").is_file():
-        advice = "convert it by `gspo-megatron convert hf-to-megatron`"
+        advice = "convert it with `gspo-megatron convert hf-to-megatron`"
         raise DataError(f"{path}: is a Hugging Face folder; {advice}")
     whole, damage = first_whole(
         folders, lambda folder: find_damage(folder, contents=False, only=_is_needed)
@@ -145,5 +145,7 @@ def find_checkpoint(path: Path) -> tuple[Path, list[str]]:
         ]
     problems = [f"{folder}: {line}" for folder, lines in damage.items() for line in lines]
     raise DataError(
-        "\n".join([*problems, f"{path}: not a checkpoint of ours, and there is no whole one in it"])
+        "\n".join(
+            [*problems, f"{path}: no checkpoint of gspo-megatron, and there is no whole one in it"]
+        )
     )

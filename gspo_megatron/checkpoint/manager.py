@@ -217,7 +217,7 @@ class Checkpoints:
             earlier = f"the last healthy checkpoint is that of step {healthy[0]}: {words}"
         return (
             f"{alarm.collapse}; the run ends, and is saved after step {step}\n{earlier}\n"
-            "training.on_collapse=warn: the same command goes on with the run as it is"
+            "with training.on_collapse=warn, the same command continues the run as it is"
         )
 
     def roll_back(self, alarm: Alarm, step: int, loader: DataOrder) -> int | None:
@@ -446,8 +446,8 @@ class Checkpoints:
         self._fingerprints = fingerprints(self.config)
         if refusal := self.writer.lacks_room():
             raise UserError(
-                f"{self.folder}: no room for a checkpoint: {refusal}; free some, give another "
-                "logging.dir, or set checkpoint.interval=0"
+                f"{self.folder}: no room for a checkpoint: {refusal}; free some space, give "
+                "another logging.dir, or set checkpoint.interval=0"
             )
         record = read_rollbacks(self.folder)
         if record is None or self.start.state is None or self.rollbacks >= record.number:

@@ -70,9 +70,9 @@ def read_manifest(folder: Path) -> Files:
     except ValueError:
         raise DataError(f"{MANIFEST}: damaged, it is not JSON") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise DataError(f"{MANIFEST}: not that of a {FORMAT}")
+        raise DataError(f"{MANIFEST}: not the manifest of a {FORMAT}")
     if (version := content.get("version")) != VERSION:
-        text = f"of version {version!r}, this program reads version {VERSION}"
+        text = f"has version {version!r}; this program reads version {VERSION}"
         raise DataError(f"{MANIFEST}: {text}")
     try:
         files = {
@@ -141,7 +141,7 @@ def _damage_of(path: Path, wanted: FileRecord, *, contents: bool) -> str | None:
             manner = "cut short" if size < wanted.bytes else "too long"
             return f"{manner}, it has {size:,} of {wanted.bytes:,} bytes"
         if contents and record_of(path).crc32 != wanted.crc32:
-            return "altered, its checksum is not the manifest's"
+            return "altered, its checksum differs from the manifest's"
     except FileNotFoundError:
         return "missing"
     except OSError as error:

@@ -208,7 +208,8 @@ def fitting_checkpoint(config: AnyConfig, vocab_size: int) -> Path:
     if lora_of(read_model(checkpoint), checkpoint) is not None:
         path = str(config.model.checkpoint_path)
         base = (read_model(checkpoint)["base"] or {}).get("path", "their base")
-        wrong = f"holds adapters alone; name it in model.lora.checkpoint, and {base} in its place"
+        wrong = f"holds only adapters; give it as model.lora.checkpoint, and {base} as "
+        wrong += "model.hf_path or model.checkpoint_path"
         raise DataError(problem("model.checkpoint_path", path, wrong))
     weights_fit(checkpoint, config, vocab_size)
     return checkpoint
@@ -220,7 +221,8 @@ def given_adapters(path: str, section: LoraSection, base: Mapping[str, str] | No
     checkpoint = given_checkpoint(path, "model.lora.checkpoint")
     there = lora_of(read_model(checkpoint), checkpoint)
     if there is None:
-        wrong = "holds a whole model and no adapters; allowed: model.checkpoint_path for it"
+        wrong = "holds a whole model and no adapters; allowed: a checkpoint of adapters, or give "
+        wrong += "it as model.checkpoint_path"
         raise DataError(problem("model.lora.checkpoint", path, wrong))
     if lines := section.differences(there):
         raise DataError("\n".join(f"{checkpoint}: {line}" for line in lines))
@@ -234,8 +236,8 @@ def refuse_other_base(checkpoint: Path, base: Mapping[str, str] | None) -> None:
     if there is None or base is None or there["fingerprint"] == base["fingerprint"]:
         return
     raise DataError(
-        f"{checkpoint}: its adapters were trained on {there['path']}, whose weights were others "
-        f"than those of {base['path']} now; allowed: the model of that time, unchanged"
+        f"{checkpoint}: its adapters were trained on {there['path']}, whose weights at that time "
+        f"differ from those of {base['path']} now; allowed: the model of that time, unchanged"
     )
 
 

@@ -46,7 +46,7 @@ class RunLock:
         for _ in range(_TRIES):
             if self._try(folder):
                 return
-        raise UserError(f"{folder}: is moved again and again while it is locked; try again")
+        raise UserError(f"{folder}: another run moved it at each attempt to lock it; try again")
 
     def _try(self, folder: Path) -> bool:
         """Try once to lock a folder. Returns False if another run renamed the folder meanwhile."""
@@ -74,7 +74,7 @@ class RunLock:
             name = ", ".join(f"{key} {value}" for key, value in holder.items()) or "unnamed"
             raise UserError(
                 f"{folder}: another run is at work here ({name}); wait for its end, give another "
-                f"logging.dir, or, if it has died with its node, remove {path}"
+                f"logging.dir, or, if that run's node has failed, remove {path}"
             ) from None
         except OSError:
             os.close(file)

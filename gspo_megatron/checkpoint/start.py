@@ -115,7 +115,7 @@ def load_reference(config: AnyConfig, policy: Policy, name: str) -> None:
     reference = run_folder(config) / CHECKPOINTS / name
     if not on_main(reference.is_dir):
         raise DataError(
-            f"objective.kl: {reference} is missing, as the run began without a KL penalty; "
+            f"objective.kl: {reference} is missing, because the run began without a KL penalty; "
             "allowed: none, or a phase in training.phases with reference: renew"
         )
     refuse_damage(reference, damage_of(reference))
@@ -146,9 +146,9 @@ def count_restart(
     if count > allowed:
         where = "before its first checkpoint" if position is None else f"at {position}"
         raise UserError(
-            f"{run_folder(config)}: restarted {count} times {where} without progress, of "
-            f"training.max_restarts_without_progress = {allowed} that are allowed; the log of "
-            "the job says why it ended each time. Submit it again to continue"
+            f"{run_folder(config)}: restarted {count} times {where} without progress, more "
+            f"than training.max_restarts_without_progress = {allowed}; the log of the job says why "
+            "the run ended each time. Submit the job again to continue"
         )
 
 
@@ -163,7 +163,7 @@ def move_earlier_run(folder: Path, lock: RunLock) -> None:
     while (kept := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
     folder.rename(kept)
-    print(f"{folder} holds an earlier run; it is now {kept}", flush=True)
+    print(f"{folder} held an earlier run, which is now in {kept}", flush=True)
     lock.hold(folder)  # the old lock file moved with the folder
     # Without RESTARTS_FILE, a job that never reaches a checkpoint would restart endlessly. HUB_FILE
     # holds the commits of the Hub that this run has begun with.

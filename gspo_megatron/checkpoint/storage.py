@@ -164,7 +164,7 @@ def read_pieces(folder: Path, pieces: Sequence[Piece], unread: Collection[str] =
         index = read_index(folder)
         stored = {key: tuple(entry.size) for key, entry in tensors_of(index).items()}
         problems = [
-            f"{folder}: {key} has shape {list(stored[key])}, the model {list(shape)}"
+            f"{folder}: {key} has shape {list(stored[key])}; the model has {list(shape)}"
             if key in stored
             else f"{folder}: has no tensor {key}"
             for key, shape in wanted.items()
@@ -335,7 +335,7 @@ def _member(cls: Any, name: Any) -> enum.Enum:
     """Return an enum's member. Replaces `getattr`, with which some Pythons (Debian 12's 3.11.2)
     pickle members of enums."""
     if not (isinstance(cls, enum.EnumMeta) and name in cls.__members__):
-        raise pickle.UnpicklingError("it takes an attribute, which no checkpoint needs")
+        raise pickle.UnpicklingError("it reads an attribute by getattr, which no checkpoint needs")
     member: enum.Enum = cls[name]
     return member
 
@@ -397,12 +397,13 @@ def _problems(index: Metadata, folder: Path) -> list[str]:
         axes = {len(sizes) for chunk in entry.chunks for sizes in (chunk.offsets, chunk.sizes)}
         whole = found and stored == math.prod(entry.size) and axes == {len(entry.size)}
         if not whole or len(offsets) != len(entry.chunks):
-            problems.append(f"{path}: {key} is not whole: {stored} of {math.prod(entry.size)}")
+            count = f"{stored} of {math.prod(entry.size)} elements"
+            problems.append(f"{path}: {key} is not whole: {count} are there")
     for name, end in sorted(ends.items()):
         file = folder / name
         size = file.stat().st_size if file.is_file() else None
         if size is None:
             problems.append(f"{file}: no such file")
         elif size < end:
-            problems.append(f"{file}: truncated, {size} bytes of {end}")
+            problems.append(f"{file}: truncated, it has {size} of {end} bytes")
     return problems

@@ -135,7 +135,7 @@ def load_optimizer(folder: Path, policy: Policy, trainer: Trainer) -> None:
                 weight = own.parameter.detach().view(-1)[own.start : own.stop]
                 if not torch.equal(own.tensors()["param"].to(weight.dtype), weight):  # rounded
                     weights = folder.parent / MODEL
-                    raise DataError(f"{folder}: its fp32 weights are not those of {weights}")
+                    raise DataError(f"{folder}: its fp32 weights differ from those of {weights}")
 
 
 def _copies(pieces: list[Piece]) -> list[Piece]:

@@ -58,7 +58,7 @@ def add_parser(commands: Commands) -> None:
         default=[],
         metavar="VARIANT",
         help=f"names of the variants to train (default: {usual}; if the configuration has another "
-        "objective, also that one in the same ways; gspo_token instead of gspo where turns may "
+        "objective, also the same variants of that objective; gspo_token in place of gspo if turns "
         "have rewards). A .yaml file among them defines other variants: a mapping from names to "
         "mappings from section.key to a value",
     )

@@ -62,7 +62,7 @@ def add_parser(commands: Commands) -> None:
         type=partial(number, wanted="a number of GB above 0", least=1e-9),
         metavar="GB",
         help="the memory of a GPU, into which the run must fit. 1 GB is 10^9 bytes, here and in "
-        "all that is printed; `doctor` shows that of a GPU: some 85 for an H100 sold as 80 GB",
+        "all that is printed; `doctor` shows a GPU's memory: about 85 for an H100 sold as 80 GB",
     )
     parser.add_argument(
         "--suggest",

@@ -197,9 +197,9 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
             greedy = trains and config.data.eval_prompts is not None
             if greedy and reward.size_fault(1, **reward.options) is not None:
                 problems.append(
-                    f"data.eval_prompts: reward {section.name} cannot score the one greedy "
-                    "response to each of them; allowed: null; evaluation.suites have rewards of "
-                    "their own"
+                    f"data.eval_prompts: reward {section.name} cannot score a single response, and "
+                    "each of these prompts gets only one; allowed: null; evaluation.suites have "
+                    "rewards of their own"
                 )
             check_section(reward, section, config.rollout.group_size if trains else 1)
     with gathered_in(problems):
@@ -315,8 +315,8 @@ def check_teacher(config: Config, number: int, tokenizer: Tokenizer) -> None:
     if theirs.eos_id != tokenizer.eos_id or theirs.encode(_PROBE) != tokenizer.encode(_PROBE):
         key = config.objective.distillation.key_of(number, "teacher")
         raise DataError(
-            f"{key} = {given}: its tokenizer makes other tokens of a text "
-            f"than data.tokenizer = {config.data.tokenizer}; give a teacher with the same one"
+            f"{key} = {given}: its tokenizer encodes a text differently from "
+            f"data.tokenizer = {config.data.tokenizer}; give a teacher with the same tokenizer"
         )
 
 
@@ -341,7 +341,7 @@ def check_reward_model(config: Config, reward: RewardSection, key: str) -> None:
             check_template(theirs)
     except DataError as error:
         text = str(error).replace("data.chat_template", f"{key}.model.chat_template")
-        advice = f"{key}.model.tokenizer names another one"
+        advice = f"{key}.model.tokenizer can name another tokenizer"
         raise DataError(f"{source}: {text}; {advice}") from None
     if section.folder is None:
         return
@@ -351,8 +351,8 @@ def check_reward_model(config: Config, reward: RewardSection, key: str) -> None:
     checked_folder(section.folder, shape, shape.vocab_size, ignore_custom_code=code)
     if theirs.vocab_size > shape.vocab_size:
         raise DataError(
-            f"{source}: its tokenizer has {theirs.vocab_size} tokens, and the model of "
-            f"{section.folder} {shape.vocab_size}; give the model's own tokenizer"
+            f"{source}: its tokenizer has {theirs.vocab_size} tokens, but the model in "
+            f"{section.folder} has {shape.vocab_size}; give the model's own tokenizer"
         )
 
 

@@ -89,8 +89,8 @@ def _of_collapse(config: Any) -> Iterator[tuple[str, str]]:
         most, interval = config.training.max_rollbacks, config.checkpoint.interval
         yield (
             "collapse",
-            f"at most {most:,} times back to the last healthy checkpoint, of every {interval:,} "
-            "steps; two more checkpoints than the others are kept for it",
+            f"the run goes back to the last healthy checkpoint, at most {most:,} times; a "
+            f"checkpoint is saved every {interval:,} steps, and two more checkpoints are kept",
         )
 
 

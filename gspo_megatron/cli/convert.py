@@ -57,15 +57,15 @@ def add_parser(commands: Commands) -> None:
         "source",
         metavar="SRC",
         type=Path,
-        help="a checkpoint, a run folder, or a folder of checkpoints. Of several checkpoints the "
-        "newest one is taken of which no file is missing or cut short. Its checksums are compared "
-        "first: if its contents are altered the command fails; then give the path of an older one",
+        help="a checkpoint, a run folder, or a folder of checkpoints. Of several checkpoints, the "
+        "command takes the newest one that has all its files in full length. It compares their "
+        "checksums first and fails if a file is altered; then give the path of an older checkpoint",
     )
     to_hf.add_argument(
         "--adapter",
         action="store_true",
-        help="of a run with adapters (model.lora): write these alone, as a PEFT folder; without it "
-        "they are merged into their base",
+        help="for a run with adapters (model.lora): write only the adapters, as a PEFT folder; "
+        "without --adapter they are merged into their base",
     )
     to_hf.add_argument(
         "--layout",
@@ -88,7 +88,7 @@ def add_parser(commands: Commands) -> None:
         direction.add_argument(
             "--base",
             metavar="FOLDER",
-            help="of adapters: the model that they were trained on, if it is not where it was; or "
+            help="for adapters: the model that they were trained on, if it has moved: a folder, or "
             "ORG/NAME[@REVISION] of the Hub",
         )
         direction.add_argument("destination", metavar="DST", type=Path, help="a new folder")

@@ -43,7 +43,10 @@ def add_parser(commands: Commands) -> None:
         help="suites instead of those that SOURCE has; may be given several times",
     )
     parser.add_argument(
-        "-o", "--output", metavar="DIR", help="the folder of the evaluation (default: its own)"
+        "-o",
+        "--output",
+        metavar="DIR",
+        help="the folder of the evaluation (default: RUN/evaluation for a run, else one in runs/)",
     )
     parser.add_argument(
         "--model", help="the name of the model on a server (default: its first model)"

@@ -172,8 +172,8 @@ def commented_yaml(values: dict[str, dict[str, Any]]) -> str:
 
     meanings = {name: info.description or "" for name, info in keys_of(Config).items()}
     lines = [
-        "# gspo-megatron check --keys [WORD] explains all keys. Relative paths are of the present",
-        "# folder; an input that is not there is looked for beside this file.",
+        "# gspo-megatron check --keys [WORD] explains all keys. Relative paths start at the",
+        "# current folder; an input that is not found there is looked for beside this file.",
     ]
     for section, keys in values.items():
         lines.append(f"{section}:")

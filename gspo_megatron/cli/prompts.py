@@ -20,17 +20,17 @@ _QUARTERS = (0.25, 0.5, 0.75, 1.0)
 
 
 def add_parser(commands: Commands) -> None:
-    text = "tell how the policy of a run does on each prompt, and write a file of some of them"
+    text = "show how well the policy of a run solves each prompt, and write a file of some prompts"
     parser = new_parser(commands, "prompts", run, text)
     parser.add_argument("run_folder", metavar="RUN", help="a run folder")
     parser.add_argument(
-        "--top", type=positive, default=10, metavar="N", help="prompts of a list (default: 10)"
+        "--top", type=positive, default=10, metavar="N", help="prompts in each list (default: 10)"
     )
     parser.add_argument(
         "--write",
         metavar="FILE",
         help="a new JSON Lines file with the rows of data.prompts whose last pass rate lies within "
-        "the two bounds; rows without one are kept",
+        "the two bounds; rows without a pass rate are kept",
     )
     for name, what in (("min", "lowest"), ("max", "highest")):
         parser.add_argument(
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     low, high = arguments.min_pass_rate, arguments.max_pass_rate
     if arguments.write is None and (low is not None or high is not None):
-        arguments.parser.error("--min-pass-rate, --max-pass-rate: nothing reads them: no --write")
+        arguments.parser.error("--min-pass-rate, --max-pass-rate: only with --write")
     low, high = 0.0 if low is None else low, 1.0 if high is None else high
     if low > high:
         arguments.parser.error(f"--min-pass-rate {low:g}: above --max-pass-rate {high:g}")

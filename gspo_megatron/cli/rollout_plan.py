@@ -32,7 +32,8 @@ _OPTIONS: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "train_seconds": (
         "SECONDS,SECONDS",
         _list_of(number),
-        "of a step without responses and new weights: one value, or one for each of --servers",
+        "seconds of a step, except for responses and new weights: one value, or one for each of "
+        "--servers",
     ),
     "update_seconds": (
         "SECONDS",

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         section, keys = config.reward, ["data.prompts", "data.eval_prompts"]
         if getattr(environment_of(config), "gives_rewards", False):
-            wrong = "it gives the rewards itself (gives_rewards), and no function is asked"
+            wrong = "it gives the rewards itself (gives_rewards), so there is no function to call"
             raise ConfigError([f"environment: {wrong}; allowed: --suite NAME"])
         reward = get_reward(section.name, section.import_path, section.options, section.workers)
     if (folder := section.model.folder) is not None:

@@ -56,8 +56,8 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--python", help="the interpreter that has vLLM (default: this one)")
     parser.add_argument(
         "--host",
-        help="the address to listen on (default: 127.0.0.1; with --join the address on the way to "
-        "the run's first node)",
+        help="the address to listen on (default: 127.0.0.1; with --join this node's address "
+        "towards the run's first node)",
     )
     parser.add_argument("--port", type=_port, help="the port to listen on (default: a free one)")
     parser.add_argument(

@@ -67,8 +67,8 @@ def add_parser(commands: Commands) -> None:
             parser.add_argument(
                 "--change",
                 action="store_true",
-                help="resume the run with the changed values of keys that training.phases may "
-                "change, from the next step on; without --change such a run is refused",
+                help="resume the run with changed values of keys that training.phases may change, "
+                "from the next step on; without --change, changed values are refused",
             )
 
 
@@ -149,7 +149,7 @@ def _branch(arguments: argparse.Namespace, rank_of: int | None, node: Node | Non
     from gspo_megatron.checkpoint.branch import begin_branch
 
     if arguments.fresh:
-        arguments.parser.error("--fresh: a branch begins with a checkpoint, as --from-step asks")
+        arguments.parser.error("--fresh: not with --from-step, which begins with a checkpoint")
     if rank_of is not None or (node is not None and node.count > 1):
         raise UserError(
             "--from-step: one of several ranks or machines cannot make a branch; make it by the "

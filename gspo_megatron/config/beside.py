@@ -126,7 +126,7 @@ def nul_problems(values: Mapping[str, Any]) -> list[str]:
         if isinstance(suite, Mapping):
             found.append((f"evaluation.suites.{name}.prompts", suite.get("prompts")))
     return [
-        problem(key, each, "no path holds a NUL")
+        problem(key, each, "a path cannot contain a NUL character")
         for key, value in found
         for each in (value if isinstance(value, list) else [value])
         if isinstance(each, str) and "\0" in each

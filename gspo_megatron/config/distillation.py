@@ -34,7 +34,11 @@ class DistillationSection(Section):
 
     teacher: HubPath | None = shapes(None, _FOLDER)
     url: Text | None = harmless(None, _URL)
-    coefficient: float = shapes(1.0, "weight beside the rewards' advantages, or of the loss", gt=0)
+    coefficient: float = shapes(
+        1.0,
+        "weight of the teacher's advantages beside the rewards' ones, or of the teacher's loss",
+        gt=0,
+    )
     form: Literal[FORMS] = shapes(  # ty: ignore[invalid-type-form]
         "reverse_kl",
         "reverse_kl: the log-ratio of teacher and policy on the tokens written, as an advantage; "
@@ -43,8 +47,8 @@ class DistillationSection(Section):
     )
     top_k: int = shapes(
         TOP_K,
-        "tokens of the teacher that a form with topk reads at each position; a vLLM server gives "
-        "20, and more with --max-logprobs",
+        "number of the teacher's most probable tokens that a form with topk uses at each position; "
+        "a vLLM server gives 20, and more with --max-logprobs",
         ge=1,
         le=MOST_CANDIDATES,
     )
@@ -52,7 +56,7 @@ class DistillationSection(Section):
         None, "the field of a prompt's row that names its teacher, one of teachers"
     )
     teachers: dict[SuiteName, TeacherSection] = shapes(
-        {}, "several teachers by name, each with teacher or url; {}: prompts that have no teacher"
+        {}, "several teachers by name, each with teacher or url; NAME: {} for prompts without one"
     )
 
     @property
@@ -114,16 +118,16 @@ def distillation_problems(given: DistillationSection) -> Iterator[tuple[str, Any
             yield "field", given.field, wrong
         return
     if given.field is None:
-        wrong = "nothing tells which of objective.distillation.teachers is that of a prompt"
+        wrong = "objective.distillation.teachers needs the field that names a prompt's teacher"
         yield "field", None, f"{wrong}; allowed: the name of a field"
     for name in ("teacher", "url"):
         if getattr(given, name) is not None:
-            wrong = "objective.distillation.teachers has the teachers; allowed: null"
+            wrong = "objective.distillation.teachers names the teachers; allowed: null"
             yield name, getattr(given, name), wrong
     for name, each in given.teachers.items():
         if each.teacher is not None and each.url is not None:
             wrong = f"there is a teacher already, teachers.{name}.teacher; allowed: null"
             yield f"teachers.{name}.url", each.url, wrong
     if not given.is_on:
-        wrong = "none of them has teacher or url; allowed: one at least that has"
+        wrong = "none of them has teacher or url; allowed: at least one that has"
         yield "teachers", ", ".join(given.teachers), wrong

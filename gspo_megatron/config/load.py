@@ -218,7 +218,7 @@ def with_suites_of_files(values: Mapping[str, Any]) -> tuple[dict[str, Any], lis
                 if name not in of_file and len(of_file) > 1:
                     legal = ", ".join(f"{given}:{each}" for each in of_file)
                     problems.append(
-                        f"evaluation.suites.{name} = {given}: several; allowed: {legal}"
+                        f"evaluation.suites.{name} = {given}: has several suites; allowed: {legal}"
                     )
             except ConfigError as error:
                 problems += [f"evaluation.suites.{name}: {line}" for line in error.problems]
@@ -392,7 +392,7 @@ def stage_of(values: Mapping[str, Any]) -> str:
     named = {stage: f"data.{key}" for stage, key in inputs.items() if given.get(key)}
     if len(named) > 1:
         several = ", ".join(f"{key} ({stage})" for stage, key in named.items())
-        raise ConfigError([f"names what several stages learn from: {several}; keep one of them"])
+        raise ConfigError([f"has training data for several stages: {several}; keep one of them"])
     if named:
         return next(iter(named))
     known = {stage: {*schema.model_fields, *keys_of(schema)} for stage, schema in STAGES.items()}

@@ -11,18 +11,25 @@ from gspo_megatron.errors import format_value
 class LoraSection(Section):
     """Adapters beside the model's matrices (LoRA). If there are adapters, only they are trained."""
 
-    rank: NotNegative = shapes(0, "of an adapter's two matrices; 0: no adapters, all is trained")
-    alpha: float | None = shapes(None, "adapters count alpha / rank times; null: rank", gt=0)
+    rank: NotNegative = shapes(
+        0, "rank of an adapter's two matrices; 0: no adapters, all weights are trained"
+    )
+    alpha: float | None = shapes(
+        None,
+        "the product of an adapter's matrices is scaled by alpha / rank; null: alpha = rank",
+        gt=0,
+    )
     targets: Paths = shapes(
         ["all"],
-        "which matrices have one: attention, mlp (of dense layers), experts (routed and shared), "
-        "all (these three), or a list of those and of names as q_proj, linear_qkv, router and head",
+        "which matrices have an adapter: attention, mlp (of dense layers), experts (routed and "
+        "shared), all (these three), or a list of these and of names such as q_proj, linear_qkv, "
+        "router and head",
     )
-    use_rslora: bool = shapes(False, "adapters count alpha / sqrt(rank) times")
+    use_rslora: bool = shapes(False, "scale by alpha / sqrt(rank) instead of alpha / rank")
     checkpoint: HubPath | None = shapes(
         None,
         "adapters to start from: a PEFT folder, ORG/NAME[@REVISION] of the Hub, or a checkpoint or "
-        "run folder of a run with adapters; null: new ones, which change nothing yet",
+        "run folder of a run with adapters; null: new adapters, which do not change the model yet",
     )
 
     @property

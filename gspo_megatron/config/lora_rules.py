@@ -32,14 +32,14 @@ def adapters_are_served(plan: Plan) -> Problems:
         wrong = "adapters go to servers as files (rollout.vllm.lora = adapter)"
         yield "rollout.vllm.weight_transport", f"{wrong}; allowed: auto or disk"
     if rollout.kv_after_update != "recompute":
-        wrong = "responses under way end with their adapter (rollout.vllm.lora = adapter)"
+        wrong = "a response ends with the adapter that it began with (rollout.vllm.lora = adapter)"
         yield "rollout.kv_after_update", f"{wrong}; allowed: recompute"
     if "r3" in config.routing.modes:
-        yield _KEY, f"vLLM's experts of a token (r3) were never tried with adapters; {_MERGED}"
+        yield _KEY, f"the routes of vLLM (r3) were never tried with adapters; {_MERGED}"
     if model.hf_path is None:
-        yield _KEY, f"servers start with the base as model.hf_path names it; {_MERGED}, or set that"
+        yield _KEY, f"servers load the base from model.hf_path; {_MERGED}, or set model.hf_path"
     elif (how := differs_in_folder(model.hf_path)) is not None:
-        wrong = "servers would start with another model than is trained, that in model.hf_path"
+        wrong = "servers load model.hf_path, which is not the model that is trained"
         yield _KEY, f"{wrong} ({how}); {_MERGED}"
     yield from _matrices_are_served(plan)
 
@@ -53,7 +53,7 @@ def _matrices_are_served(plan: Plan) -> Problems:
     for kind, names in (("routers", routers), ("output layer", outer)):
         if names:
             named = ", ".join(sorted(names))
-            wrong = f"vLLM drops adapters of the {kind} ({named}), or has none"
+            wrong = f"vLLM does not apply adapters of the {kind} ({named})"
             yield _KEY, f"{wrong}; {_MERGED}"
     family = model.family(shape)
     is_joint = any(f"{part}_gate_up" in family.names for part in ("interleaved", "experts"))

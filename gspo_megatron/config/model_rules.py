@@ -118,7 +118,7 @@ def delta_nets_fit(plan: Plan) -> Problems:
         wrong = "with linear_attention_freq; allowed: gated_delta_net"
         yield "model.megatron.experimental_attention_variant", wrong
     if layout.cp > 1:
-        wrong = "a delta net has a state along the whole sequence, which no rank can start amid it"
+        wrong = "the state of a delta net passes along the sequence: no rank can begin within it"
         yield "parallel.context_parallel_size", f"{wrong}; allowed: 1"
     sizes = delta_net_sizes(shape.megatron)
     for name in ("linear_num_key_heads", "linear_num_value_heads"):
@@ -150,7 +150,7 @@ def windows_are_possible(plan: Plan) -> Problems:
 def experts_have_biases(plan: Plan) -> Problems:
     etp = plan.layout.etp or 1
     if etp > 1 and plan.shape.num_moe_experts and plan.shape.megatron.get("add_bias_linear"):
-        wrong = "the biases of experts are not cut"
+        wrong = "the biases of experts cannot be split over ranks"
         yield "parallel.expert_tensor_parallel_size", f"{wrong}; allowed: 1"
 
 
@@ -170,7 +170,7 @@ def router_is_sound(plan: Plan) -> Problems:
         if topk == 1:  # the weight of the expert is always 1
             yield key, f"{wrong}; allowed: 2 or more"
         # models/router.py computes the softmax over all experts first, without groups
-        wrong = "the softmax router with a bias has no other way; allowed"
+        wrong = "the softmax router with a bias supports nothing else; allowed"
         if not megatron.get("moe_router_pre_softmax"):
             yield "model.megatron.moe_router_pre_softmax", f"{wrong}: true"
         for name in ("moe_router_group_topk", "moe_router_fusion"):
@@ -183,7 +183,7 @@ def router_is_sound(plan: Plan) -> Problems:
 def dropout_is_off(plan: Plan) -> Problems:
     for name in ("hidden_dropout", "attention_dropout"):
         if plan.config.model.megatron.get(name):
-            wrong = "its noise depends on the layout, and old and new policy would differ by it"
+            wrong = "its noise depends on the layout, and makes old and new policy differ"
             yield f"model.megatron.{name}", f"{wrong}; allowed: 0.0"
 
 
@@ -212,7 +212,7 @@ def stage_problems(layers: int, layout: Layout, megatron: dict[str, Any]) -> Pro
     chunks = layout.pp * (layout.vpp or 1)
     if len(used) > 1:
         names = [name for way in used for name in way if megatron.get(name)]
-        wrong = f"another way to place layers than {names[0]}; allowed: one of the two"
+        wrong = f"places the layers, as {names[0]} does; allowed: only one of the two"
         yield f"model.megatron.{names[-1]}", wrong
     elif used == [(WRITTEN_OUT,)]:
         if (wrong := _written_out(layers, layout, megatron[WRITTEN_OUT])) is not None:
@@ -318,7 +318,8 @@ def adapters_fit(plan: Plan) -> Problems:
     if not lora.rank:
         if lora.checkpoint is not None:
             wrong = "there are no adapters with model.lora.rank = 0"
-            yield "model.lora.checkpoint", f"{wrong}; allowed: null, or the rank of these"
+            legal = "null, or set model.lora.rank to the rank of these adapters"
+            yield "model.lora.checkpoint", f"{wrong}; allowed: {legal}"
         return
     if getattr(plan.config, "phase", None) == "pretrain":
         yield key, "pre-training trains all weights; allowed: 0"

@@ -233,42 +233,52 @@ class ObjectiveSection(Section):
     )
     correction: Literal[("none", *CORRECTIONS)] | list[_CorrectionName] | None = shapes(  # ty: ignore[invalid-type-form]
         None,
-        "weights for old log-probs that differ from the rollout engine's; of a list the weights "
-        "are multiplied",
+        "weights for old log-probs that differ from the rollout engine's; the weights of a "
+        "list are multiplied",
     )
     clip_low: float | None = shapes(None, "the ratio is clipped below at 1 - clip_low", gt=0, lt=1)
     clip_high: float | None = shapes(None, "the ratio is clipped above at 1 + clip_high", gt=0)
-    allow_wide_clip: bool = shapes(False, "allow a clip range for tokens with a sequence ratio")
+    allow_wide_clip: bool = shapes(
+        False, "allow a clip range of sequence ratios that is as wide as for token ratios"
+    )
     dual_clip: float | None = shapes(
         None, "bound of dual_clip: the largest ratio that counts if the advantage is below 0", gt=1
     )
     tau_positive: float | None = shapes(
         None, "temperature of the soft gate for advantages above 0", gt=0
     )
-    tau_negative: float | None = shapes(None, "the same for the other advantages", gt=0)
+    tau_negative: float | None = shapes(
+        None, "temperature of the soft gate for the other advantages", gt=0
+    )
     log_clip: float | None = shapes(None, "bound of a token's log-ratio in a geometric mean", gt=0)
     max_divergence: float | None = shapes(
         None,
-        "largest divergence of a token's probability from the old policy's that is learnt from: "
-        "the difference, or the binary KL divergence with rule binary_kl_mask",
+        "largest divergence of a token's probability from the old policy's at which the token is "
+        "learned from: the difference, or with rule binary_kl_mask the binary KL divergence",
         gt=0,
     )
     log_ratio_penalty: float | None = shapes(
         None, "weight of the squared log-ratio that is subtracted from each token's term", ge=0
     )
     k_positive: float | None = shapes(
-        None, "of the weight W^k exp(lambda (1 - W)) for advantages of 0 and above: k", gt=0
+        None, "k in the weight W^k exp(lambda (1 - W)) of advantages of 0 and above", gt=0
     )
-    lambda_positive: float | None = shapes(None, "the same: lambda", gt=0)
-    k_negative: float | None = shapes(None, "the same for negative advantages: k", gt=0)
-    lambda_negative: float | None = shapes(None, "the same for negative advantages: lambda", gt=0)
+    lambda_positive: float | None = shapes(
+        None, "lambda in the weight W^k exp(lambda (1 - W)) of advantages of 0 and above", gt=0
+    )
+    k_negative: float | None = shapes(
+        None, "k in the weight W^k exp(lambda (1 - W)) of negative advantages", gt=0
+    )
+    lambda_negative: float | None = shapes(
+        None, "lambda in the weight W^k exp(lambda (1 - W)) of negative advantages", gt=0
+    )
     correction_low: _Bound | dict[_CorrectionName, _Bound] | None = shapes(
         None,
-        "smallest old policy / rollout that counts; of several corrections {name: number}",
+        "smallest ratio of old policy to rollout that counts; for several: {name: number}",
     )
     correction_high: _Bound | dict[_CorrectionName, _Bound] | None = shapes(
         None,
-        "largest ratio of old policy to rollout that counts: a cap, or the bound of a mask; of "
+        "largest ratio of old policy to rollout that counts: a cap, or the bound of a mask; for "
         "several corrections {name: number}",
     )
     off_policy_mask: float | None = shapes(
@@ -414,8 +424,9 @@ def _parts_mix(section: ObjectiveSection, recipe: Recipe) -> _Problems:
     sums_tokens = recipe.ratio != "token" and recipe.aggregation != "sequence_mean"
     # This mixture is intended if the named recipe has it, else it is a mistake.
     if sums_tokens and (recipe.ratio, recipe.aggregation) != (named.ratio, named.aggregation):
-        wrong = f"sums over tokens weight a ratio of whole sequences ({recipe.ratio}) by its length"
-        yield "aggregation", f"{wrong}; allowed: sequence_mean, or objective.name = luspo if meant"
+        wrong = f"a sum over tokens weights the ratio of a sequence ({recipe.ratio}) by its length"
+        legal = "sequence_mean, or objective.name = luspo if you want this"
+        yield "aggregation", f"{wrong}; allowed: {legal}"
 
 
 def _corrections_mix(section: ObjectiveSection, recipe: Recipe) -> _Problems:
@@ -425,11 +436,11 @@ def _corrections_mix(section: ObjectiveSection, recipe: Recipe) -> _Problems:
             yield "correction", f"{name} {wrong}" if len(names) > 1 else wrong
     weights = [name for name in names if CORRECTIONS[name].kind == "weight"]
     if len(set(names)) < len(names):
-        yield "correction", "a name stands there twice; allowed: each once"
+        yield "correction", "a name is listed twice; allowed: each name once"
     elif len(weights) > 1:
-        wrong = f"{' and '.join(weights)} weight twice by the same ratio"
+        wrong = f"{' and '.join(weights)} would apply the same ratio as a weight twice"
         masks = ", ".join(name for name, each in CORRECTIONS.items() if each.kind == "mask")
-        yield "correction", f"{wrong}; allowed: one of them, with any of {masks}"
+        yield "correction", f"{wrong}; allowed: one of them, with any of the masks {masks}"
     if names and section.old_logprobs == "rollout":
         wrong = "corrects for old log-probs that differ from the rollout's"
         yield "correction", f"{wrong}; with old_logprobs = rollout they are the same; allowed: none"
@@ -440,15 +451,15 @@ def _correction_problems(name: str, recipe: Recipe) -> Iterator[str]:
     correction = CORRECTIONS[name]
     of_sequences = [other for other, each in CORRECTIONS.items() if each.level == "sequence"]
     if correction.level == "token" and recipe.ratio != "token":
-        wrong = f"weights single tokens: a sequence's ratio ({recipe.ratio}) would vary within it"
+        wrong = f"weights single tokens, but a whole sequence has one ratio ({recipe.ratio})"
         legal = ", ".join(each for each in of_sequences if "product" not in each)
         yield f"{wrong}; allowed: {legal}"
     if name == "sequence_product_tis" and recipe.ratio in ("sequence", "sequence_token"):
-        wrong = "a product over all tokens is exponential in the length: beside a geometric mean "
-        wrong += "over them it scales the update down many times"
+        wrong = "its product over all tokens changes exponentially with the length, while ratio "
+        wrong += f"{recipe.ratio} is a geometric mean: it makes the update many times smaller"
         yield f"{wrong}; allowed: sequence_tis"
     if recipe.rule == "masked" and correction.kind == "weight":
-        wrong = "weights once more by the ratio to the rollout's log-probs, as rule masked does"
+        wrong = "rule masked already weights by the ratio to the rollout's log-probs"
         masks = (other for other, each in CORRECTIONS.items() if each.kind == "mask")
         yield f"{wrong}; allowed: {', '.join(['none', *masks])}"
 
@@ -532,7 +543,7 @@ def _regularisation(section: ObjectiveSection, recipe: Recipe) -> _Problems:
     elif section.kl_coefficient is None:
         yield "kl_coefficient", f"needed with kl = {section.kl}; allowed: from 0"
     if recipe.advantage == "gdpo" and section.kl_in == "reward":
-        wrong = "with advantage gdpo there is no single reward to take the divergence from"
+        wrong = "with advantage gdpo there is no single reward to subtract the divergence from"
         yield "kl_in", f"{wrong}; allowed: loss"
     if section.kl == "k3_unbiased" and section.kl_in == "reward":
         wrong = "its ratio of new to old policy is 1 where the reward is computed; allowed: k3"

@@ -137,7 +137,7 @@ def expand_layout(section: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
         if other is None:
             values[key] = size
         elif other != size:
-            wrong = f"{name} is {size} here and parallel.{key} is {other!r}; name one, or the same"
+            wrong = f"{name} is {size} here and parallel.{key} is {other!r}; set one, or both alike"
             problems.append(problem("parallel.layout", text, wrong))
     return values, problems
 

@@ -13,8 +13,8 @@ from typing import Any, Literal
 from gspo_megatron.config.section import Positive, Section, harmless, shapes
 
 PHASES = (
-    "other values of some keys from a step on: each has until_step, reference (keep or renew) and "
-    "sections with the changed keys, and keeps the values of the phase before; docs/campaigns.md"
+    "phases of the run: each has until_step, reference (keep or renew) and sections with the keys "
+    "that it changes; other keys keep the value of the phase before; docs/campaigns.md"
 )
 # Keys of a phase's sections that no phase may change.
 FIXED_KEYS = frozenset(
@@ -26,12 +26,12 @@ class Phase(Section):
     """One phase: its end, and the values that it changes, by section."""
 
     until_step: Positive | None = shapes(
-        None, "the last step of the phase; the last phase may leave it out: training.steps"
+        None, "the last step of the phase; null, only for the last phase: training.steps"
     )
     reference: Literal["keep", "renew"] = shapes(
         "keep",
-        "policy of objective.kl: that of the phase before, or (renew) the weights with which this "
-        "phase begins",
+        "reference policy of objective.kl: that of the phase before (keep), or the weights with "
+        "which this phase begins (renew)",
     )
     data: dict[str, Any] = harmless({}, "changed keys of the section data")
     rollout: dict[str, Any] = harmless({}, "changed keys of the section rollout")
@@ -142,7 +142,8 @@ def phase_problems(config: Any) -> Iterator[str]:
         elif end is not None and end <= before:
             yield f"{key} = {end}: not after step {before}, where the phase before it ends"
         elif end is not None and is_last and end != steps:
-            yield f"{key} = {end}: the run ends at training.steps = {steps}; allowed: that, or none"
+            wrong = f"the run ends at training.steps = {steps}; allowed: {steps}, or leave it out"
+            yield f"{key} = {end}: {wrong}"
         elif end is not None and not is_last and end >= steps:
             yield f"{key} = {end}: nothing is left of training.steps = {steps} for the next phase"
         before = before if end is None else max(end, before)

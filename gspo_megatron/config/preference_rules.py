@@ -25,7 +25,7 @@ def preferences_are_sound(plan: Plan) -> Problems:
         wrong = f"its rows are {'pairs' if regression else 'ratings'}"
         yield "data.format", f"{wrong}; allowed with preference.loss = {preference.loss}: {legal}"
     if regression and preference.center_coefficient:
-        wrong = "the ratings say where scores are"
+        wrong = "the ratings already fix the level of the scores"
         yield "preference.center_coefficient", f"{wrong}; allowed with loss = regression: 0.0"
     if data.max_tokens is not None and data.max_tokens > (most := plan.shape.max_sequence_length):
         yield "data.max_tokens", f"more than max_sequence_length = {most}; allowed: at most that"

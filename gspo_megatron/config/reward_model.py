@@ -36,8 +36,8 @@ class RewardModelSection(Section):
     )
     chat_template: bool | None = shapes(
         None,
-        "whether the tokenizer's chat template renders prompt and response, or they are one text, "
-        "as the model was trained; null: if the tokenizer has one",
+        "the tokenizer's chat template renders prompt and response; false: they are one "
+        "text; null: true if the tokenizer has a template",
     )
     chat_template_options: dict[str, Any] = shapes(
         {}, "variables of the chat template of the model's tokenizer"
@@ -50,8 +50,8 @@ class RewardModelSection(Section):
     batch_size: Positive = harmless(_BATCH, "conversations in a request to url")
     normalize: Literal["none", "running", "group"] = shapes(
         "none",
-        "what is subtracted from a score, and by what it is divided, before scale: mean and "
-        "standard deviation of all scores of the run so far (running) or of the prompt's group",
+        "the mean that is subtracted from a score, and the standard deviation that divides it, "
+        "before scale: those of all scores of the run so far (running) or of the prompt's group",
     )
 
     @property

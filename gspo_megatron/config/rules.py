@@ -101,11 +101,11 @@ def checkpoints_can_be_kept(plan: Plan) -> Problems:
         if ddp.get("use_distributed_optimizer") not in (None, True):
             yield "parallel.ddp.use_distributed_optimizer", lost.format("true")
     elif training.steps != 0 and (does := getattr(training, "on_collapse", "warn")) != "warn":
-        wrong = "saves nothing, and without checkpoints a run can neither be saved nor go back"
+        wrong = "without checkpoints, a run that collapses can be neither saved nor rolled back"
         legal = f"from 1, or training.on_collapse = warn in place of {does}"
         yield "checkpoint.interval", f"{wrong}; allowed: {legal}"
     if getattr(training, "on_collapse", "warn") == "rollback" and training.steps >> STEP_BITS:
-        wrong = "the samples of two rollbacks would be the same"
+        wrong = "in so many steps, two rollbacks would draw the same samples"
         yield "training.steps", f"{wrong}; allowed: below {1 << STEP_BITS}, or on_collapse = stop"
     if not section.keep_best:
         return
@@ -196,7 +196,8 @@ def learning_rates_fit(plan: Plan) -> Problems:
     elif optimizer.wsd_steps is None:
         yield key, "optimizer.decay = wsd needs it; allowed: from 1"
     elif steps is not None and optimizer.warmup_steps + optimizer.wsd_steps > steps:
-        wrong = f"with warmup_steps = {optimizer.warmup_steps} more than training.steps = {steps}"
+        both = f"warmup_steps = {optimizer.warmup_steps} and this"
+        wrong = f"{both} are together more than training.steps = {steps}"
         yield key, f"{wrong}; allowed: at most {max(steps - optimizer.warmup_steps, 0)}"
 
 
@@ -218,7 +219,8 @@ def rollouts_fit(plan: Plan) -> Problems:
         wrong = f"leaves no room for a prompt in max_sequence_length = {longest}"
         yield "rollout.max_response_tokens", f"{wrong}; allowed: at most {longest - 1}"
     elif prompt is not None and prompt + response > longest:
-        wrong = f"with max_response_tokens = {response} more than max_sequence_length = {longest}"
+        wrong = f"max_response_tokens = {response} and this are together more than "
+        wrong += f"max_sequence_length = {longest}"
         yield "data.max_prompt_tokens", f"{wrong}; allowed: at most {longest - response}"
 
 
@@ -238,7 +240,7 @@ def environment_is_one(plan: Plan) -> Problems:
     for name in named[1:] if "verifiers" in named else ():
         yield (
             f"environment.{name}",
-            f"environment.{named[0]} names another one; allowed: one of them",
+            f"environment.{named[0]} is set, too; allowed: only one of them",
         )
     if section.verifiers is None:
         if section.python is not None:
@@ -246,17 +248,17 @@ def environment_is_one(plan: Plan) -> Problems:
     elif section.python is None:
         yield key, "environment.verifiers needs the interpreter that has the package verifiers"
     elif plan.here and shutil.which(section.python) is None:
-        yield key, "is no program; allowed: the interpreter of an environment that has verifiers"
+        yield key, "no such program; allowed: the interpreter of an environment that has verifiers"
 
 
 def staleness_fits(plan: Plan) -> Problems:
     """Check that keys for stale responses are set only if responses can be stale."""
     rollout, bound = plan.config.rollout, plan.config.objective.max_token_staleness
     if rollout.kv_after_update != "recompute" and not rollout.staleness:
-        wrong = "with max_staleness = 0 no response is under way then; allowed: recompute"
+        wrong = "with max_staleness = 0 no response runs during an update; allowed: recompute"
         yield "rollout.kv_after_update", wrong
     if bound is not None and bound >= rollout.staleness:
-        wrong = f"no token misses more than {rollout.staleness} updates; allowed: null"
+        wrong = f"no token is more than {rollout.staleness} updates old; allowed: null"
         below = f", or 0 to {rollout.staleness - 1}" if rollout.staleness else ""
         yield "objective.max_token_staleness", f"{wrong}{below}"
     if rollout.engine != "vllm" and rollout.max_staleness:
@@ -280,14 +282,14 @@ def servers_are_there(plan: Plan) -> Problems:
             yield f"rollout.vllm.{name}", f"{wrong}; allowed: {legal}"
         return
     if bool(servers.servers) == bool(servers.urls):
-        wrong = "both start servers and name running ones" if servers.urls else "there are none"
+        wrong = "rollout.vllm.urls names running ones" if servers.urls else "there are no servers"
         yield "rollout.vllm.servers", f"{wrong}; allowed: from 1, or 0 with rollout.vllm.urls"
     for url in servers.urls:
         if not re.fullmatch(r"https?://[^/\s]+/?", url):
             yield "rollout.vllm.urls", f"{url}: allowed: http://host:port"
     for url, count in Counter(url.rstrip("/").lower() for url in servers.urls).items():
         if count > 1:
-            yield "rollout.vllm.urls", f"{url} is there {count} times; allowed: each server once"
+            yield "rollout.vllm.urls", f"{url} is listed {count} times; allowed: each server once"
     for name in ("tensor_parallel_size", "python", "options") if servers.urls else ():
         if name in given:
             yield (
@@ -295,11 +297,11 @@ def servers_are_there(plan: Plan) -> Problems:
                 "is for servers that the run starts; allowed: leave it out",
             )
     if plan.here and servers.python is not None and shutil.which(servers.python) is None:
-        wrong = "is no program; allowed: the interpreter of an environment that has vLLM"
+        wrong = "no such program; allowed: the interpreter of an environment that has vLLM"
         yield "rollout.vllm.python", wrong
     own = _OWN_OPTIONS | (ADAPTER_OPTIONS if servers.takes_adapters else set())
     for name in sorted(own & {key.replace("-", "_") for key in servers.options}):
-        yield f"rollout.vllm.options.{name}", "the run decides it; allowed: leave it out"
+        yield f"rollout.vllm.options.{name}", "the run sets it itself; allowed: leave it out"
 
 
 def servers_do_what_the_trainer_does(plan: Plan) -> Problems:
@@ -313,7 +315,7 @@ def servers_do_what_the_trainer_does(plan: Plan) -> Problems:
         return
     for name, usual in (("top_p", 1.0), ("top_k", 0)):
         if getattr(rollout, name) != usual:
-            wrong = "vLLM's log-probs are of the tokens that are left, the trainer's of all"
+            wrong = "vLLM normalizes log-probs over the tokens that are left, the trainer over all"
             yield f"rollout.{name}", f"{wrong}; allowed with engine = vllm: {usual}"
     if rollout.batch_size is not None:
         wrong = (
@@ -321,7 +323,7 @@ def servers_do_what_the_trainer_does(plan: Plan) -> Problems:
         )
         yield "rollout.batch_size", wrong
     if rollout.stop and not Path(plan.config.data.tokenizer).is_dir():
-        wrong = "vLLM finds texts only with a Hugging Face tokenizer folder as data.tokenizer"
+        wrong = "to find texts, vLLM needs a Hugging Face tokenizer folder as data.tokenizer"
         yield "rollout.stop", f"{wrong}; allowed: []"
     if plan.config.routing.rollout_noise:
         wrong = "is for the in-process engine; allowed with rollout.engine = vllm: 0.0"
@@ -362,11 +364,11 @@ def rewards_are_shaped(plan: Plan) -> Problems:
             wrong = "there is nothing to learn from without objective.distillation.teacher or url"
             yield "reward.name", f"{wrong}; allowed: another reward"
         if plan.config.rollout.dynamic_sampling:
-            wrong = "with reward none no group of responses has different rewards; allowed: false"
+            wrong = "with reward none, all responses have the same reward; allowed: false"
             yield "rollout.dynamic_sampling", wrong
     distillation = plan.config.objective.distillation
     for number in distillation.folders if plan.config.model.lora.rank else ():
-        wrong = "adapters leave no place for the teacher's weights; allowed with model.lora: null"
+        wrong = "with adapters, a teacher's weights cannot be loaded; allowed with model.lora: null"
         yield distillation.key_of(number, "teacher"), wrong
     if learns_from_parts(plan.config.objective):
         for name, unset in (("scale", 1.0), ("clip", None)):
@@ -479,20 +481,20 @@ def weights_fit(weights: list[float] | None, weighted: list[str], words: str) ->
     if weights is not None and len(weights) != len(weighted):
         yield (
             "data.weights",
-            f"{len(weights)} weights of {len(weighted)} {words}; allowed: one each",
+            f"{len(weights)} weights for {len(weighted)} {words}; allowed: one for each",
         )
 
 
 def corpora_are_sound(plan: Plan) -> Problems:
     data, training = plan.config.data, plan.config.training
     if training.steps is None and training.tokens is None:
-        yield "training.steps", "needed to train, or training.tokens; allowed: from 1"
+        yield "training.steps", "needed to train, unless training.tokens is set; allowed: from 1"
     yield from weights_fit(data.weights, data.train, "prefixes")
     for key, prefixes in (("data.train", data.train), ("data.evaluation", data.evaluation)):
         if len(set(prefixes)) < len(prefixes):
             yield key, "a prefix is listed twice; allowed: once, with a weight"
     if data.evaluation and data.evaluation_share:
-        wrong = "data.evaluation names data for it too; allowed: 0, or leave that out"
+        wrong = "data.evaluation names evaluation data, too; allowed: 0, or no data.evaluation"
         yield "data.evaluation_share", wrong
 
 

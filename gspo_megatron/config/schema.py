@@ -64,8 +64,8 @@ class ModelSection(Section):
     )
     ignore_custom_code: bool = harmless(
         False,
-        "take hf_path, and a teacher's folder, for what its model_type says although config.json "
-        "names Python code of its own (auto_map), which is never run",
+        "load hf_path, and a teacher's folder, by model_type alone if config.json names Python "
+        "code of its own (auto_map); this code is never run",
     )
     checkpoint_path: Text | None = shapes(
         None,
@@ -204,7 +204,7 @@ class RolloutSection(Section):
     group_size: Positive = shapes(8, "number of responses to each prompt")
     prompts_per_step: Positive = shapes(16, "number of prompts of a step, over all ranks")
     max_response_tokens: Positive = shapes(
-        32, "largest length of a response, in tokens; of an episode: all turns, and text between"
+        32, "largest length of a response, in tokens; of an episode: its turns and the text between"
     )
     temperature: float = shapes(1.0, "sampling temperature; 1.0: the model's distribution", gt=0)
     top_p: float = shapes(1.0, "nucleus sampling; 1.0: off", gt=0, le=1)
@@ -277,7 +277,7 @@ class RewardSection(Section):
     timeout_seconds: float = harmless(60.0, "time limit of a call in a worker", gt=0)
     memory_mb: Positive = harmless(8192, "memory limit of a worker, in MiB of data")
     retries: NotNegative = harmless(
-        2, "how often a call is repeated that raises an error or ends its worker"
+        2, "how often a call is repeated if it raises an error or ends its worker"
     )
     on_failure: Literal["stop", "drop_group"] = harmless(
         "stop", "if all calls fail: save the run and end it (stop), or leave out the prompt's group"
@@ -287,15 +287,21 @@ class RewardSection(Section):
         None, "each turn's reward, after scale, is clipped to [-clip, clip]; null: none", gt=0
     )
     overlong_buffer: Positive | None = shapes(
-        None, "tokens before max_response_tokens over which a penalty grows; null: no penalty"
+        None, "tokens before max_response_tokens over which a length penalty grows; null: none"
     )
     overlong_penalty: float = shapes(
-        1.0, "largest penalty: the whole buffer is used, or the response is cut off", gt=0
+        1.0,
+        "largest length penalty: of a response that fills the whole buffer, or is cut off",
+        gt=0,
     )
     repetition_penalty: float = shapes(
-        0.0, "penalty of a response that only repeats itself; else the repeated share of it", ge=0
+        0.0,
+        "the repeated share of the response, times this, is subtracted from the reward; 0.0: off",
+        ge=0,
     )
-    repetition_words: Positive = shapes(3, "so many equal words in a row are a repetition")
+    repetition_words: Positive = shapes(
+        3, "number of words in a row that count as repeated if they occur earlier in the response"
+    )
     model: RewardModelSection = Field(default_factory=RewardModelSection)
 
 
@@ -430,8 +436,8 @@ class SuiteSection(Section):
     )
     failed: Literal["left_out", "wrong"] = harmless(
         "left_out",
-        "how a response counts whose reward fails, with reward.on_failure = drop_group: its "
-        "problem is left out, or the response is wrong",
+        "how a response counts if its reward fails and reward.on_failure = drop_group: its problem "
+        "is left out, or the response is wrong",
     )
 
 
@@ -444,8 +450,8 @@ class EvaluationSection(Section):
     suites: dict[SuiteName, SuiteSection] = key(
         "shown",
         {},
-        "evaluations by name, with the keys below; FILE.yaml, or FILE.yaml:NAME, in place of the "
-        "keys takes them from a file of suites",
+        "evaluations by name, each with the keys below; the text FILE.yaml or FILE.yaml:NAME "
+        "instead takes the keys from a file of suites",
     )
     interval: NotNegative = harmless(
         0, "number of steps between evaluations of the suites; 0: at start and end only"
@@ -461,8 +467,10 @@ class CheckpointSection(Section):
         "told to stop; 0: no checkpoints",
     )
     keep_last: Positive | None = harmless(3, "number of newest checkpoints to keep; null: all")
-    keep_best: NotNegative = harmless(0, "checkpoints to keep for the highest best_metric")
-    keep_every: NotNegative = harmless(0, "also keep steps that are multiples of it; 0: none")
+    keep_best: NotNegative = harmless(0, "number of best checkpoints to keep, by best_metric")
+    keep_every: NotNegative = harmless(
+        0, "also keep checkpoints of steps that are multiples of this number; 0: none"
+    )
     best_metric: Text = harmless("evaluation/accuracy", "metric of metrics.jsonl; higher is better")
     asynchronous: bool = harmless(False, "write during training, from a copy in host memory")
 

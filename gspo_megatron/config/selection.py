@@ -24,12 +24,12 @@ class SelectionSection(Section):
     low: Share = shapes(0.01, "the lowest pass rate of the band: share of solved responses")
     high: Share = shapes(0.99, "the highest pass rate of the band")
     floor: Share = shapes(
-        0.1, "share of prompts that are chosen at random, in and out of the band, but not retired"
+        0.1, "share of prompts that are drawn at random from all that are not retired"
     )
     retire_after: Positive | None = shapes(
         None,
-        "number of draws in a row, all responses solved, after which a prompt is retired; null: "
-        "never",
+        "number of draws in a row with all responses solved, after which a prompt is retired; "
+        "null: never",
     )
     revive_after: Positive | None = shapes(
         None, "number of steps after which a retired prompt is drawn once more; null: never"

@@ -115,8 +115,8 @@ class FineTuningDataSection(Section):
     )
     too_long: Literal["error", "drop", "truncate"] = shapes(
         "error",
-        "what happens to a longer example: it is an error, it is left out, or its end is cut off "
-        "if a token to learn is left",
+        "what happens to a longer example: it is an error (error); it is left out (drop); its end "
+        "is cut off, if a token to learn is left (truncate)",
     )
     shuffle: bool = shapes(
         True, "take the examples in a new order in every epoch, from training.seed"

@@ -56,7 +56,8 @@ def load_prompts(
         prompt, first = twice[0]
         others = f", and {len(twice) - 1} more like it" if len(twice) > 1 else ""
         what = (
-            f"id {prompt.row_id!r:.80} is that of {first}, too{others}; allowed: an id a row, or "
+            f"id {prompt.row_id!r:.80} is also that of {first}{others}; allowed: one id for each "
+            "row, or "
         )
         problems.add(prompt.source, f"{what}{fields.section}.id_field = null")
     problems.raise_if_any()
@@ -164,7 +165,7 @@ def _prompt_fault(name: str, value: Any) -> str | None:
     else:
         fault = message_fault(value)
         if fault is None and value[-1]["role"] == ASSISTANT:
-            fault = f"the last message has the role {ASSISTANT!r}; its answer is what is to come"
+            fault = f"the last message has the role {ASSISTANT!r}, but the policy writes the answer"
         if fault is not None:
             return f"field {name!r}: {fault}"
         empty = not value[-1]["content"].strip()

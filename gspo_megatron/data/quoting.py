@@ -179,7 +179,7 @@ def trace(
     more = Counter(controls.of(found)) - Counter(controls.of(safe) if safe is not None else ())
     if any(of_data >= set(name.casefold()) for name in more):
         if safe is None:
-            raise DataError(f"the chat template makes {', '.join(more)} of the text of messages")
+            raise DataError(f"the chat template turns text of messages into {', '.join(more)}")
         return safe
     return found
 

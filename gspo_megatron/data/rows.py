@@ -92,7 +92,7 @@ def is_parquet(path: Path, what: str) -> bool:
         with path.open("rb") as file:
             return path.suffix == ".parquet" or file.read(4) == PARQUET_MAGIC
     except FileNotFoundError:
-        where = "" if path.is_absolute() else f"; the present folder is {os.getcwd()}"
+        where = "" if path.is_absolute() else f"; the current folder is {os.getcwd()}"
         raise DataError(f"{path}: no such {what}{where}") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
@@ -124,7 +124,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(unique) < len(pairs):
         counts = Counter(key for key, _ in pairs)
         twice = next(key for key, count in counts.items() if count > 1)
-        raise ValueError(f"key {twice!r:.60} is there twice; leave one of them")
+        raise ValueError(f"key {twice!r:.60} is there twice; keep one of them")
     return unique
 
 
@@ -202,7 +202,8 @@ def json_fault(value: object) -> str | None:
         return text_fault(value)
     if isinstance(value, (list, dict)):
         inner = value.values() if isinstance(value, dict) else value
-        return next((f"holds what {fault}" for fault in map(json_fault, inner) if fault), None)
+        faults = filter(None, map(json_fault, inner))
+        return next((f"holds a value that {fault}" for fault in faults), None)
     return None if type(value) in _JSON_TYPES else f"is {json_type(value)}; a JSON value is wanted"
 
 

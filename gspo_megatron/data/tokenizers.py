@@ -63,7 +63,7 @@ class SentencePieceTokenizer:
         try:
             content = path.read_bytes()
         except FileNotFoundError:
-            where = "" if path.is_absolute() else f"; the present folder is {Path.cwd()}"
+            where = "" if path.is_absolute() else f"; the current folder is {Path.cwd()}"
             raise DataError(f"{path}: no such tokenizer; {HELP}{where}") from None
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error

@@ -48,7 +48,7 @@ class Agent:
         program, *words = self._command
         key = f"environment.options.command = {shlex.join(self._command)!r}"
         if shutil.which(program) is None:
-            return f"{key}: {program} is no program; allowed: one on PATH, or a path to one"
+            return f"{key}: {program}: no such program; allowed: one on PATH, or a path to one"
         # After -c comes shell or Python code, not a path.
         options = [*itertools.takewhile(lambda word: word.startswith("-"), words)]
         script = words[len(options)] if len(words) > len(options) else ""

@@ -86,10 +86,10 @@ class Conversation:
         nor text, later turns one of the two. Raises EpisodeError if these do not fit."""
         if len(transcript.turns) in transcript.prompts:
             if messages or text:
-                raise EpisodeError("the first turn answers the prompt; nothing stands between")
+                raise EpisodeError("nothing may come between the prompt and the first turn")
             return Next((), "")
         if bool(messages) == bool(text):
-            raise EpisodeError("between two turns stand messages, or a text")
+            raise EpisodeError("between two turns there must be either messages or a text")
         if text:
             return Next(tuple(self.tokenizer.encode(text)), None)
         if not self.messages:

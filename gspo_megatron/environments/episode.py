@@ -263,7 +263,7 @@ def given_reward(
         return None
     if not isinstance(trajectory, Trajectory):
         kind = type(trajectory).__name__
-        raise EpisodeError(f"rollout returned a {kind}; legal: a Trajectory, or None")
+        raise EpisodeError(f"rollout returned a {kind}; allowed: a Trajectory, or None")
     given: Any = trajectory.reward
     count = len(transcript.turns)
     if trajectory.turn_rewards is not None:

@@ -241,7 +241,7 @@ class Gateway:
             session.is_over = True
             return _refusal(f"no turn or token is left: {error}", "context_length_exceeded")
         except _ReplacedError:
-            return _refusal("another request has taken its place", "invalid_request_error")
+            return _refusal("a later request has replaced this one", "invalid_request_error")
         except (_RefusedError, UserError) as error:
             if session is not None and session.problem is None:
                 is_engines = isinstance(error, RolloutError)
@@ -272,7 +272,7 @@ async def _json(request: Any) -> dict[str, Any]:
         found = parse_json(await request.read())
         if isinstance(found, dict):
             return found
-    raise _RefusedError("the request is no JSON object")
+    raise _RefusedError("the request is not a JSON object")
 
 
 def _as_stream(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> str:

@@ -148,7 +148,7 @@ class Bridge:
         episode = await self.environment.run_slot(slot, ModelContext(POLICY, client))
         if not episode.ok:
             errors = [each.last_error for each in (episode, *episode.traces) if each.last_error]
-            said = f"{errors[0].type}: {errors[0].message}" if errors else "it did not end well"
+            said = f"{errors[0].type}: {errors[0].message}" if errors else "it failed"
             return {"error": said}
         traces = [each for each in episode.traces if each.agent.trainable]
         if len(traces) != 1:

@@ -174,9 +174,7 @@ class ServerEvaluation:
                 row_id=prompt.row_id,
             )
         except WRONG_VALUES as error:
-            raise RolloutError(
-                f"{self.url}: not an answer as OpenAI gives it: {error!r}"
-            ) from error
+            raise RolloutError(f"{self.url}: not an answer in OpenAI's form: {error!r}") from error
 
     def _judge(
         self, name: str, suite: SuiteSection, samples: Sequence[Sample]

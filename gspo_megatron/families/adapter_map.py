@@ -190,7 +190,7 @@ def _no_such_matrices(wrong: Sequence[str], known: Collection[str], *, has_head:
     """The message about targets that the model lacks. known: the targets that it has."""
     why, names = "the model has no such matrices", set(wrong)
     if names & {HEAD, "output_layer", "lm_head"} and not has_head:
-        why = "the output layer is the embedding (tied), which would change with it"
+        why = "the output layer is tied to the embedding, which has no adapters here"
     elif names & set(_EMBEDDING):
         why = "the embedding has no adapters here"
     hint = "".join(f"; {did_you_mean(close)}" for t in wrong if (close := nearest(t, known, 1)))

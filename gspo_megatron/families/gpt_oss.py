@@ -58,7 +58,7 @@ def _write_windows(megatron: Mapping[str, Any]) -> dict[str, Any]:
 FAMILY = f.Family(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
-    no_cpu_servers="fail with its sinks in fp32, and draw by other log-probs in bf16",
+    no_cpu_servers="fail with its sinks in fp32, and sample with other probabilities in bf16",
     fields=(
         *f.SIZES[:3],
         f.key_value_heads(8),

@@ -106,7 +106,7 @@ def layer_problems(hf: Mapping[str, Any]) -> list[str]:
         return [f"mlp_layer_types = {format_value(kinds)}: {wrong}"]
     dense = hf.get("first_k_dense_replace")
     if dense is not None and kinds != ["dense" if n < dense else "sparse" for n in range(count)]:
-        wrong = f"mlp_layer_types says otherwise: {format_value(kinds)}; keep the right one"
+        wrong = f"contradicts mlp_layer_types = {format_value(kinds)}; keep the right one"
         return [f"first_k_dense_replace = {format_value(dense)}: {wrong}"]
     return []
 

@@ -98,7 +98,7 @@ class PeftFolder(HfFolder):
     @property
     def base(self) -> str:
         """The model that the adapters were made for, as their config names it."""
-        return str(self.config.get("base_model_name_or_path") or "a model that it does not name")
+        return str(self.config.get("base_model_name_or_path") or "a model without a name")
 
     def settings(self) -> LoraSection:
         """Return the section `model.lora` that fits these adapters. Its `targets` are the names of
@@ -148,10 +148,10 @@ class PeftFolder(HfFolder):
             ]
             parts = dict(split_joint(found, stem, (ranks[0], self.rank), shape)) if ranks else {}
             if not parts:
-                wrong = f"of rank {self.rank} for the model's {list(shape)}"
-                problems.append(f"{stem}.lora_*: the shapes {sizes} are not {wrong}")
+                wrong = f"rank {self.rank} and the model's shape {list(shape)}"
+                problems.append(f"{stem}.lora_*: the shapes {sizes} do not fit {wrong}")
             elif ranks[0] > self.rank and self._mixes(names[1], parts.values()):
-                wrong = f"of rank {ranks[0]} for gate and up projection together"
+                wrong = f"has rank {ranks[0]} for gate and up projection together"
                 problems.append(f"{names[1]}: {wrong}; allowed: rank {self.rank} for each")
             self._parts |= parts
             self.tensors |= {
@@ -177,7 +177,7 @@ class PeftFolder(HfFolder):
             if entry is None:
                 missing.append(f"{name} is missing")
             elif entry.shape != shape:
-                wrong.append(f"{name} has the shape {list(entry.shape)}; the model {list(shape)}")
+                wrong.append(f"{name} has the shape {list(entry.shape)}, not {list(shape)}")
             elif entry.dtype not in DTYPES:
                 wrong.append(f"{name} has the dtype {entry.dtype}; allowed: {', '.join(DTYPES)}")
         opened = {part.name for part in self._parts.values()}

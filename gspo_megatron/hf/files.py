@@ -78,7 +78,7 @@ class HfFolder:
         if not self.path.is_dir():
             raise DataError(f"{self.path}: {no_folder(self.path)}")
         if not (self.path / "config.json").exists() and checkpoint_model_file(str(path)):
-            advice = "convert it by `gspo-megatron convert megatron-to-hf`"
+            advice = "convert it with `gspo-megatron convert megatron-to-hf`"
             raise DataError(f"{path}: is a checkpoint of gspo-megatron; {advice}")
         problems: list[str] = []
         config = read_json(self.path / "config.json", problems) or {}
@@ -88,8 +88,8 @@ class HfFolder:
         if "auto_map" in self.config and not ignore_custom_code:
             problems.append(
                 f"{self.path / 'config.json'}: auto_map: the model is defined by code in its"
-                " folder, which is never run; model.ignore_custom_code = true (of convert:"
-                " --ignore-custom-code) takes the folder for what its model_type says"
+                " folder, which is never run; to load it by its model_type alone, set"
+                " model.ignore_custom_code = true (for convert: --ignore-custom-code)"
             )
         # In a vision-language model, the language model's tensors have a common prefix.
         self.tensors: dict[str, FileTensor] = {

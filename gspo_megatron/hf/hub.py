@@ -158,7 +158,7 @@ def _licence_text(base: str | None, licence: str | None) -> str:
     if licence is not None:
         return f"Licence of the base: {licence}. It binds this model too."
     if base is None:
-        return "Licence: to be named by who publishes it."
+        return "Licence: to be named by whoever publishes this model."
     return "Licence of the base: not known here. Look it up before the model is used or published."
 
 

@@ -137,7 +137,7 @@ def wrong_parameters(config: Mapping[str, Any], has_joint: bool) -> list[str]:
             is_same = False
         if not is_same:
             told = f"the pattern {name} has rank {own_rank} and alpha {own_alpha}"
-            wrong.append(f"{told}: these adapters would count more or less than the others")
+            wrong.append(f"{told}: these adapters would be scaled differently from the others")
     return wrong
 
 

@@ -43,7 +43,7 @@ def export_config(
     made = family.config(shape, vocab_size)
     if made is None:
         raise ConfigError(
-            [f"a model of this shape is none of the family {family.model_type} (any more)"]
+            [f"the shape of this model does not fit its family {family.model_type} (any more)"]
         )
     dtype_name = str(dtype).removeprefix("torch.")
     if original is None:

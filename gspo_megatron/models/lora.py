@@ -396,7 +396,7 @@ def _linear_adapter(
         for start, _, local, count, _ in boxes:
             if start != row + rows:
                 raise UserError(
-                    f"model.lora: the rows of {name} on a rank do not follow each other; allowed: "
+                    f"model.lora: the rows of {name} on a rank are not contiguous; allowed: "
                     "tensor_model_parallel_size that divides the number of query groups"
                 )
             order[local : local + count] = torch.arange(used + rows, used + rows + count)

@@ -127,12 +127,12 @@ def _turn_problems(section: ObjectiveSection) -> Iterator[str]:
             names = [name for name, each in RECIPES.items() if each.terms == "token"]
             yield wrong("name", why, f"{', '.join(names)}, or one reward for a whole response")
     if section.advantage_import_path is not None:
-        yield wrong("advantage_import_path", "and it judges whole responses", "null")
+        yield wrong("advantage_import_path", "but the function judges whole responses", "null")
     elif recipe.advantage not in ("group_mean_std", "group_mean"):
         why, legal = "for which it is not defined", "group_mean_std, group_mean"
         yield wrong("advantage", why, legal, recipe.advantage)
     if section.kl_in == "reward":
-        why = "and the divergence is taken off that of a whole response"
+        why = "but the divergence is subtracted from the reward of a whole response"
         yield wrong("kl_in", why, "loss")
 
 

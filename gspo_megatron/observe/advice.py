@@ -159,7 +159,7 @@ def _length_explosion(curves: _Curves) -> Iterator[Finding]:
     cap = curves.section("rollout").get("max_response_tokens", math.inf)
     advice = (
         "Raise rollout.max_response_tokens if right answers need it; otherwise set "
-        "reward.overlong_buffer, which makes long answers cost."
+        "reward.overlong_buffer, which penalizes long answers."
     )
     tokens, shares = f"mean length of {{}} tokens, with {cap} allowed", "share cut off of {}"
     for key, least, growth, text, write in (

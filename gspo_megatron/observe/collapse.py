@@ -155,7 +155,8 @@ class CollapseWatch:
         if lost <= self._noise() or (fall <= FALL and not signs):
             return None
         figures = [f"reward {number(best)} -> {number(now[REWARD])}", *signs]
-        return f"steps up to {self._best_step} -> up to {step}: {', '.join(figures)}"
+        when = f"from the best steps, up to {self._best_step}, to the last, up to {step}"
+        return f"{when}: {', '.join(figures)}"
 
     def _noise(self) -> float:
         """Return the largest fall of the reward that noise alone explains in a run of this

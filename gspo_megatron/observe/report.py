@@ -47,8 +47,8 @@ _logger = logging.getLogger(__name__)
 SMALLEST_WINDOW = 5  # average at least this many steps: rewards are noisy
 _LONG_RUN = 2 * SMALLEST_WINDOW  # steps; reports show single steps of shorter runs
 _MEANS = (
-    f"Of runs of {_LONG_RUN} steps and more, what varies from step to step is shown as means of a "
-    f"tenth of the steps, at least {SMALLEST_WINDOW}: the first ones, the last ones and the best."
+    f"In runs of {_LONG_RUN} or more steps, figures of a step are shown as means over a tenth of "
+    f"the steps, at least {SMALLEST_WINDOW}: over the first ones, the last ones and the best."
 )
 _SAMPLES_SHOWN = 12
 _CONFIG_FILE, _ENVIRONMENT = "config.resolved.yaml", "environment.json"

@@ -63,7 +63,7 @@ def _listener(host: str, port: int) -> socket.socket:
     world_size = os.environ.get("WORLD_SIZE")
     if is_loopback(address) and os.environ.get("LOCAL_WORLD_SIZE", world_size) != world_size:
         _logger.warning(
-            "MASTER_ADDR = %s: rank 0 listens on %s, which ranks on other hosts do not reach; if "
+            "MASTER_ADDR = %s: rank 0 listens on %s, which ranks on other hosts cannot reach; if "
             "there are any, set it to an address of rank 0's host",
             host,
             address,

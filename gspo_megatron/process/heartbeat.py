@@ -151,7 +151,7 @@ class Heartbeat:
         silent = [r for r in range(self._world_size) if not self._path(r).exists()]
         if is_first and silent:
             names = ", ".join(map(str, silent))
-            text = f"no stacks from rank {names}: still moving, or gone with the node"
+            text = f"no stacks from rank {names}: still making progress, or its node has failed"
             print(text, file=sys.stderr, flush=True)
         os._exit(HUNG)
 

@@ -73,8 +73,8 @@ def _of_torchrun(environ: Mapping[str, str]) -> Node:
     # In a PyTorchJob, RANK is the number of the pod, so it is not read here.
     if ":" in environ["PET_NNODES"]:
         raise UserError(
-            f"PET_NNODES = {environ['PET_NNODES']!r}: a job that changes its size; allowed: one "
-            "number of machines, or torchrun with pretrain_scripts/"
+            f"PET_NNODES = {environ['PET_NNODES']!r}: a changing number of machines; allowed: one "
+            "number, or torchrun with pretrain_scripts/"
         )
     count = _number(environ, "PET_NNODES")
     number = _number(environ, "PET_NODE_RANK", default=0 if count == 1 else None)

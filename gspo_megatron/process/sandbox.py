@@ -249,7 +249,7 @@ class _Sandbox:
         started = [each._is_started for each in (sandboxes if full is None else [full])]
         if not all(started):
             texts = [each._found["stderr"].decode(errors="replace").strip() for each in sandboxes]
-            raise SandboxError(" ".join(texts)[-_TAIL:] or failure or "bwrap ended without a word")
+            raise SandboxError(" ".join(texts)[-_TAIL:] or failure or "bwrap gave no message")
         if failure is None:
             failure = self.failure()
         result = bytes(self._found["status"][len(READY) :])

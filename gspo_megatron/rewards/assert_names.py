@@ -76,8 +76,8 @@ def resolve(
     judges = [name for name in _judges(trees[len(setup) :], asked) if name != entry]
     if wrong := [name for name in (*others, *judges) if name not in told.defined]:
         raise NamesError(
-            f"its tests use {', '.join(dict.fromkeys(wrong))}, which would be the solution's own, "
-            "to tell whether the solution is right; define it in the row's test_setup_code or test"
+            f"its tests judge the solution by {', '.join(dict.fromkeys(wrong))}, which would be "
+            "the solution's own; define it in the row's test_setup_code or test"
         )
     if judges or others:
         before[reference] = None

@@ -107,8 +107,8 @@ def section_fault(section: RewardSection) -> str | None:
         return None
     limit = f"reward.timeout_seconds = {section.timeout_seconds:g}"
     return (
-        f"reward.options.total_seconds = {total:g}: a call that takes as long as {limit} has "
-        f"failed, whatever its tests said; allowed: less than {limit}"
+        f"reward.options.total_seconds = {total:g}: a call fails after {limit}, even if its tests "
+        f"have passed until then; allowed: less than {limit}"
     )
 
 
@@ -403,7 +403,7 @@ def _asserts(setup: Sequence[str], candidates: Sequence[str], tests: Sequence[st
     def test(runner: Runner, program: bytes, limits: Limits) -> str | None:
         outcome = _outcome(runner, "judge", program, setup, candidates, tests, limits)
         if outcome.failure is None and outcome.result != b"passed":
-            return "the test ended before its end"
+            return "the program ended before the test was complete"
         return outcome.failure
 
     return test

@@ -399,7 +399,7 @@ class Scorer:
         score = checked(value, sample.num_tokens, refuse)
         if unknown := [name for name in score.figures if name not in self.reward.figures]:
             known = ", ".join(self.reward.figures) or "none"
-            refuse(f"the figure {unknown[0]!r}, and its attribute `figures` names {known}")
+            refuse(f"the figure {unknown[0]!r}; its attribute `figures` names only: {known}")
         if self.section.model.is_on:
             score = self._beside_model(score, refuse)
             names = tuple(sorted([*score.parts, PART]))
@@ -426,7 +426,7 @@ class Scorer:
         if score.ends is not None:
             refuse("rewards of turns; a reward model wants one number or named parts beside it")
         if PART in score.parts:
-            refuse(f"a part named {PART!r}, which is that of reward.model; choose another name")
+            refuse(f"a part named {PART!r}, as the part of reward.model; choose another name")
         if score.parts:
             return score
         alone = self.section.name == REWARD_MODEL and self.section.import_path is None

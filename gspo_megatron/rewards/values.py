@@ -106,7 +106,8 @@ def _checked_turns(turns: TurnRewards, num_tokens: int, refuse: Refuse) -> Score
     rewards = _numbers("rewards", turns.rewards, "biuf", refuse).astype(np.float64)
     ends = _numbers("ends", turns.ends, "iu", refuse).astype(np.int64)
     if len(rewards) != len(ends):
-        refuse(f"{len(rewards)} rewards and {len(ends)} ends of turns; each turn has one of both")
+        counts = f"{len(rewards)} rewards and {len(ends)} ends of turns"
+        refuse(f"{counts}; each turn needs one reward and one end")
     bad = ~np.isfinite(rewards)
     if bad.any():
         place = int(bad.argmax())

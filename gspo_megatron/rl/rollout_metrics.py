@@ -115,7 +115,7 @@ class RolloutMetrics:
         squared, turns_share = reduced.pop("reward/squared"), reduced.pop("turns")
         reduced["reward/std"] = math.sqrt(max(squared - reduced["reward/mean"] ** 2, 0.0))
         if 0 < turns_share < 1:
-            of_all = f"for {turns_share:.1%} of a step's responses; legal: for all of them, or none"
+            of_all = f"for {turns_share:.1%} of a step's responses; allowed: all or none of them"
             if collector.has_episodes:  # the rewards came from the environment or the reward
                 raise EpisodeError(f"the environment or the reward gave rewards of turns {of_all}")
             name = collector.scorer.reward.name

@@ -233,8 +233,8 @@ class StepInputs:
         if not folder.is_dir():
             steps = ", ".join(map(str, kept_steps(store))) or "none"
             raise DataError(
-                f"{folder}: no such folder: the inputs of step {step} were not kept; those of the "
-                f"run are of the steps: {steps} (training.keep_step_inputs)"
+                f"{folder}: no such folder: the inputs of step {step} were not kept; the run has "
+                f"kept those of the steps: {steps} (training.keep_step_inputs)"
             )
         _check_whole(folder, contents=contents)
         try:
@@ -254,11 +254,11 @@ class StepInputs:
         """Return why a configuration cannot compute the step, one line for each problem."""
         problems = []
         if self.vocab_size != vocab_size:
-            wrong = f"{self.folder} is of a model with {self.vocab_size}"
+            wrong = f"{self.folder} is of a model with {self.vocab_size} tokens"
             problems.append(problem("vocabulary", vocab_size, wrong))
         for key in ("replay", "reference_replay"):
             if getattr(config.routing, key) == "r3" and not self.has_routes:
-                wrong = f"{self.folder} has no routes of the rollout; legal: off or r2"
+                wrong = f"{self.folder} has no routes of the rollout; allowed: off or r2"
                 problems.append(problem(f"routing.{key}", "r3", wrong))
         return problems
 
@@ -310,7 +310,7 @@ def find_weights(step: StepInputs, config: Config, given: str | None) -> StepWei
         and (reference := reference_of(checkpoint, config, step.step)) is not None
     ):
         # if the folder is missing, the run's first weights are used: they are the same
-        way = "put a whole copy in its place, or move it away: the run's first weights are the same"
+        way = "replace it by an undamaged copy, or move it away: the first weights are the same"
         _check_whole(reference, f"damaged, and needed; {way}")
     if not (checkpoint / STATE_FILE).is_file():  # weights alone
         return StepWeights(checkpoint, False, False, tuple(notes))

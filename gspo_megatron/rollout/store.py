@@ -121,7 +121,8 @@ def _holds_group(content: bytes) -> bool:
 def _tell_damaged(path: Path, numbers: Collection[int]) -> None:
     """Print the numbers of damaged records. A record that a kill cut short is not reported."""
     if _REQUEST in numbers:
-        print(f"{path}: the record of its request is damaged: all of it is drawn again", flush=True)
+        wrong = "the record of its request is damaged: all its groups are drawn again"
+        print(f"{path}: {wrong}", flush=True)
     elif numbers:
         named = ", ".join(map(str, sorted(numbers)))
         print(f"{path}: damaged groups, which are drawn again: {named}", flush=True)

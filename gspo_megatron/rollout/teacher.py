@@ -49,20 +49,22 @@ def teacher_number(section: DistillationSection, prompt: Prompt) -> int:
     if section.field is None:
         return 0 if section.is_on else -1
     if section.field not in prompt.fields:
-        raise DataError(f"{prompt.source}: the row has no {section.field!r}, {_which(section)}")
+        wrong = f"the row has no field {section.field!r}"
+        raise DataError(f"{prompt.source}: {wrong}, {_which(section)}")
     name, names = prompt.fields[section.field], [*section.teachers]
     if name not in names:
         known = ", ".join(names)
         raise DataError(
             f"{prompt.source}: {section.field} = {shorten(name)} names no teacher, "
-            f"{_which(section)}; known: {known}; a name with {{}} is for prompts without a teacher"
+            f"{_which(section)}; allowed: {known}; "
+            "a teacher {} is for prompts without a teacher"
         )
     each = section.teachers[name]
     return -1 if each.teacher is None and each.url is None else names.index(name)
 
 
 def _which(section: DistillationSection) -> str:
-    return f"as objective.distillation.field = {section.field} wants"
+    return f"but objective.distillation.field = {section.field} needs one"
 
 
 def check_teachers(section: DistillationSection, prompts: Iterable[Prompt]) -> None:

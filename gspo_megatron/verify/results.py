@@ -95,7 +95,7 @@ def describe_not_finite(result: StepResult, expected: StepResult) -> list[str]:
     if alike:
         lines.append(
             f"not finite, in the same places as the reference: {', '.join(alike)}; "
-            "the errors are those of the rest"
+            "the errors are those of the finite values"
         )
     return lines
 

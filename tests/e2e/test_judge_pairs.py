@@ -107,8 +107,8 @@ def test_what_cannot_be_compared_is_refused(toy: Path, tmp_path: Path) -> None:
     words = ("rollout.group_size=6", f"data.eval_prompts={toy / 'test.jsonl'}")
     result = train(path, *words, expect=2)
     assert result.stderr.splitlines() == [
-        "data.eval_prompts: reward llm_judge cannot score the one greedy response to each of "
-        "them; allowed: null; evaluation.suites have rewards of their own",
+        "data.eval_prompts: reward llm_judge cannot score a single response, and each of these "
+        "prompts gets only one; allowed: null; evaluation.suites have rewards of their own",
         "reward.options.comparisons = 4: does not connect the 6 responses of a group; allowed: at "
         "least 5, or 0 for all 15 pairs",
     ]

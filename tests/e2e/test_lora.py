@@ -195,7 +195,7 @@ def test_a_new_run_begins_with_adapters_from_outside(
     whole["model"] = {"checkpoint_path": str(published.run)}
     whole["logging"]["dir"] = str(tmp_path / "whole")
     other.write_text(yaml.safe_dump(whole))
-    assert "holds adapters alone" in train(other, expect=2).stderr
+    assert "holds only adapters" in train(other, expect=2).stderr
 
 
 def test_a_changed_base_is_refused(
@@ -207,7 +207,7 @@ def test_a_changed_base_is_refused(
     train(config, "training.steps=1")
     shutil.rmtree(source)
     write_model(source, "qwen3_moe", seed=10, vocab_size=VOCABULARY, mlp_only_layers=[])
-    assert "whose weights were others" in train(config, expect=2).stderr
+    assert "whose weights at that time differ" in train(config, expect=2).stderr
     run = str(tmp_path / "run")
     assert main(["convert", "megatron-to-hf", run, str(tmp_path / "out")]) == 2
     assert "not the model that the adapters were trained on" in capsys.readouterr().err

@@ -115,5 +115,5 @@ def test_without_a_way_to_another_host_rank_0_says_what_to_set(tmp_path: Path) -
     with two_hosts(tmp_path, sys.executable, "-c", _RANK) as hosts:
         _, errors = hosts[0].process.communicate(timeout=150)
     assert hosts[0].process.returncode == 2, errors[-3000:]
-    assert "MASTER_ADDR = node1: is 127.0.1.1 on this host, which other hosts do not" in errors
+    assert "MASTER_ADDR = node1: is 127.0.1.1 on this host, which other hosts cannot" in errors
     assert "Traceback" not in errors

@@ -258,7 +258,7 @@ def test_damage_is_named_on_all_ranks(
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"moe_ffn_hidden_size": 48}, "has shape [8, 2, 40, 48], the model [8, 2, 48, 48]"),
+        ({"moe_ffn_hidden_size": 48}, "has shape [8, 2, 40, 48]; the model has [8, 2, 48, 48]"),
         ({"num_layers": 5, "moe_layer_freq": [0, 1, 1, 1, 1]}, "has no tensor decoder.layers.4."),
         ({"num_layers": 2, "moe_layer_freq": [0, 1]}, "belongs to no part of the model"),
     ],

@@ -81,7 +81,7 @@ def test_without_a_known_host_the_default_route_decides(debian: dict[str, str]) 
     with pytest.raises(UserError) as told:
         own_address("node1", several)
     assert str(told.value) == (
-        "MASTER_ADDR = node1: is 127.0.1.1 on this host, which other hosts do not reach; set it to "
+        "MASTER_ADDR = node1: is 127.0.1.1 on this host, which other hosts cannot reach; set it to "
         "an address of the first host of the job"
     )
     debian["192.0.2.1"] = OWN
@@ -104,8 +104,8 @@ def test_servers_on_hosts_without_a_known_way_are_told_no_loopback(debian: dict[
     with pytest.raises(UserError) as refused:
         own_address_for_servers(lost)
     assert str(refused.value) == (
-        "GSPO_ROLLOUT_NODES = nodd9: this host knows no way there; MASTER_ADDR = node1: is "
-        "127.0.1.1 on this host, which other hosts do not reach; set it to an address of the first "
+        "GSPO_ROLLOUT_NODES = nodd9: this host has no route there; MASTER_ADDR = node1: is "
+        "127.0.1.1 on this host, which other hosts cannot reach; set it to an address of the first "
         "host of the job"
     )
     debian["192.0.2.1"] = OWN
@@ -160,7 +160,7 @@ def test_rank_0_on_loopback_says_who_does_not_reach_it(
     with rendezvous._listener("127.0.0.1", 0) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
     warned = (
-        "MASTER_ADDR = 127.0.0.1: rank 0 listens on 127.0.0.1, which ranks on other hosts do not "
+        "MASTER_ADDR = 127.0.0.1: rank 0 listens on 127.0.0.1, which ranks on other hosts cannot "
         "reach; if there are any, set it to an address of rank 0's host"
     )
     assert caplog.messages == ([warned] if ranks_here == "1" else [])

@@ -133,7 +133,7 @@ def test_a_cache_that_another_program_filled_serves_if_it_is_whole(
         hf_hub_download(MODEL, path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert get(MODEL).name == commit
-    assert "is not whole in the cache" in refusal(MODEL, weights=True)
+    assert "is not complete in the cache" in refusal(MODEL, weights=True)
     (tmp_path / "home/gspo-megatron").rename(tmp_path / "records")
     # a file in place of the folder, so nothing can be written
     (tmp_path / "home/gspo-megatron").touch()
@@ -182,7 +182,7 @@ def test_half_a_download_is_not_taken_for_whole(
     shard = next(iter(SHARDS))
     server.cut.add(shard)
     line = refusal(MODEL, weights=True)
-    assert "the download was cut short, and is not taken for whole; start it again" in line
+    assert "the download was cut short, and is not used; start it again" in line
     assert not (get(MODEL) / shard).exists()
     server.cut.clear()
     assert (get(MODEL, weights=True) / shard).read_bytes() == SHARDS[shard]
@@ -268,7 +268,7 @@ def test_a_process_that_waits_gives_up_if_nothing_arrives(
     server.add(MODEL, FILES)
     monkeypatch.setattr(hub, "WAIT_SECONDS", 0.5)
     with hub._one_process(HubName("model", MODEL), "other"):
-        assert "no byte for 0.5 seconds" in refusal(MODEL)
+        assert "no data for 0.5 seconds" in refusal(MODEL)
 
 
 ROWS = {f"{name}-00000-of-00001.parquet": name.encode() for name in ("train", "test")}

@@ -121,4 +121,4 @@ def test_a_server_that_drops_a_part_of_an_adapter_is_told(
     options = {"lora_target_modules": "down_proj"}
     run = adapter_run(tmp_path, vllm_python, options=options, restarts=0)
     said = run.finish(run.start(), code=2)
-    assert "leaves out 24 of 28 parts of the adapter without a word: layers.0." in said
+    assert "silently ignores 24 of 28 parts of the adapter: layers.0." in said

@@ -77,7 +77,7 @@ def test_a_run_draws_from_a_server_of_another_one_s_checkpoint(
         )
         monkeypatch.setenv("GSPO_SERVER_TOKEN", "another")
         said = run.finish(run.start(), code=2)
-        refused = "it asks for another token: set GSPO_SERVER_TOKEN"
+        refused = "the server wants another token: set GSPO_SERVER_TOKEN"
         assert f"server {url}: /openapi.json: {refused}" in said
         assert "Traceback" not in said
         monkeypatch.setenv("GSPO_SERVER_TOKEN", token)

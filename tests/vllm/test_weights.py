@@ -218,7 +218,7 @@ def test_tensors_that_are_not_the_folder_s_are_named_by_family_and_layer(
         with pytest.raises(RolloutError) as caught:
             await fleet.update(weights(version, new))
         told = str(caught.value)
-        assert told.endswith("not as in the folder: experts of layer 1; norms of layer 3")
+        assert told.endswith("different from the folder: experts of layer 1; norms of layer 3")
         assert ("log-probs" in told) is not at_start
 
     served([vllm_server], work, Sabotaged)

@@ -72,7 +72,7 @@ class AdapterLoader(WeightLoader):
         if dropped:
             shown = ", ".join(dropped[:_SHOWN]) + (", ..." if len(dropped) > _SHOWN else "")
             count = f"{len(dropped)} of {len(expected)}"
-            lines.append(f"it leaves out {count} parts of the adapter without a word: {shown}")
+            lines.append(f"it silently ignores {count} parts of the adapter: {shown}")
         return "; ".join(lines)
 
     async def release(self, server: Server) -> None:

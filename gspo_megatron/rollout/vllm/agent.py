@@ -118,8 +118,8 @@ class NodeAgent:
         service = self.wanted.address or "an unknown address"
         if (way := route_to(service)) is None:
             raise RolloutError(
-                f"{self.name} has no way to the run's service at {service}; give --host, an "
-                "address of this node that the run's first node reaches"
+                f"{self.name} has no route to the run's service at {service}; give --host, an "
+                "address of this node that the run's first node can reach"
             )
         return way
 
@@ -144,7 +144,7 @@ def _devices(gpus: list[int]) -> dict[str, str]:
     numbers = list(map(str, range(gpus[-1] + 1))) if visible is None else visible.split(",")
     if len(numbers) <= gpus[-1]:
         raise RolloutError(
-            f"is to have GPU {gpus[-1]} of its node, counted from 0: the node has {len(numbers)} "
+            f"needs GPU {gpus[-1]} of its node, counted from 0, but the node has {len(numbers)} "
             f"(CUDA_VISIBLE_DEVICES = {visible})"
         )
     return {"CUDA_VISIBLE_DEVICES": ",".join(numbers[each] for each in gpus)}

@@ -109,7 +109,7 @@ async def check_server(
             is_whole = layout["data_parallel_size"] == 1
             abilities = replace(abilities, counts_tokens=is_whole and counts is not None)
     elif is_on_cpu and ours.num_moe_experts:
-        lacks.append(f"keeps its first experts on a CPU: --worker-extension-cls {WORKER}")
+        lacks.append(f"never replaces its first experts on a CPU: --worker-extension-cls {WORKER}")
     if needs.must_stream and not abilities.can_stream:
         lacks.append(
             "takes no weights from rank 0 (weight_transport nccl): "

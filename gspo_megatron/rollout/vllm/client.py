@@ -291,10 +291,10 @@ class ServerClient:
         except NoAnswer:
             raise
         except (ServerGone, ServerRefused) as error:
-            return f"{self.url}: what listens there does not prove that it is this server: {error}"
+            return f"{self.url}: the program there does not prove that it is this server: {error}"
         proof = str(found.get("proof")) if isinstance(found, dict) else ""
         if not hmac.compare_digest(proof.encode(), proof_of(self._token, challenge).encode()):
-            return f"{self.url}: what listens there is another program: it has not the token"
+            return f"{self.url}: another program listens there: it does not know the token"
         self._has_proven = True
         return None
 
@@ -369,7 +369,7 @@ class ServerClient:
         if path in (HEALTH, PROOF):
             return headers
         if not self._has_proven:
-            raise ServerGone(f"{path}: nothing is sent before the server has proven itself")
+            raise ServerGone(f"{path}: nothing is sent before the server has proven who it is")
         return headers | ({"Authorization": f"Bearer {self._token}"} if self._token else {})
 
     @contextlib.asynccontextmanager
@@ -431,8 +431,8 @@ def _fail(path: str, status: int, text: str) -> NoReturn:
     told = f"{path}: HTTP {status}: {' '.join(text.split())[:300]}"
     if status == 401:
         raise ServerRefused(
-            f"{path}: it asks for another token: set {TOKEN_VARIABLE} to the one that it was "
-            "started with"
+            f"{path}: the server wants another token: set {TOKEN_VARIABLE} to the one that the "
+            "server was started with"
         )
     if (status >= 500 or status in _LATER) and path != "/collective_rpc":
         raise ServerGone(told)

@@ -75,9 +75,8 @@ class WeightCheck:
             return None
         return (
             f"{NOT_THE_WEIGHTS}: log-probs of {wrong} of {len(differences)} responses differ by "
-            f"more than {self.mean:g} on average, the largest by {largest:.2g}; allowed: "
-            f"{allowed}, "
-            f"and {self.largest:g}"
+            f"more than {self.mean:g} on average (allowed: {allowed}), and the largest difference "
+            f"is {largest:.2g} (allowed: {self.largest:g})"
         )
 
 

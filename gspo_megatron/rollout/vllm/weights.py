@@ -122,7 +122,8 @@ class WeightLoader:
             if server.process and server.process.has_ended():
                 raise
             server.stream_failed = True
-            print(f"{server.name}: cannot take weights from rank 0, but in folders: {error}")
+            wrong = f"cannot take weights from rank 0, and gets them in folders: {error}"
+            print(f"{server.name}: {wrong}")
             return False
         finally:
             server.stream_key = None
@@ -219,8 +220,8 @@ class WeightLoader:
                 problem = f"{problem or NOT_THE_WEIGHTS}; {suspects}"
             elif problem is not None:
                 problem += (
-                    "; its tensors have the folder's sums, so suspect are the kernels' own copies "
-                    "of them, its prefix cache and the folder"
+                    "; the checksums of its tensors equal the folder's, so the fault may be in the "
+                    "kernels' own copies of the tensors, in its prefix cache or in the folder"
                 )
         if problem is not None:
             raise RolloutError(problem)
@@ -233,7 +234,7 @@ class WeightLoader:
     async def _check_version(self, server: Server, weights: Weights) -> None:
         told = await server.client.weight_version(seconds=CALL_SECONDS)
         if told != str(weights.version):
-            raise RolloutError(f"says that it has weights {told}, not {weights.version}")
+            raise RolloutError(f"says that it has version {told} of them, not {weights.version}")
 
     async def _suspects(self, server: Server, folder: str | None, *, whole: bool) -> str:
         """Describe what differs between the server's weights and this folder (None: the newest).
@@ -251,7 +252,7 @@ class WeightLoader:
         found = await server.client.weight_sums(None, seconds=seconds)
         expected, *_ = await server.client.weight_sums(folder, seconds=seconds)
         suspects = describe_families(suspect_families(found, expected), len(expected))
-        return f"not as in the folder: {suspects}" if suspects else ""
+        return f"different from the folder: {suspects}" if suspects else ""
 
     async def release(self, server: Server) -> None:
         """Let the server forget weights that no request needs any more."""

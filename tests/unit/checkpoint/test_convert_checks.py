@@ -158,11 +158,11 @@ def test_a_tokenizer_with_other_contents_is_not_the_run_s(
     assert (tmp_path / "back/tokenizer.json").exists()
     write_tokenizer(tokenizer, 36)
     _, (note,) = megatron_to_hf(ours, tmp_path / "other")
-    assert note.startswith(f"{named}: no longer has the contents that the run's tokenizer had")
+    assert note.startswith(f"{named}: its contents have changed since the run, so it is left out")
     assert not (tmp_path / "other/tokenizer.json").exists()
     shutil.rmtree(tokenizer)
     _, (note,) = megatron_to_hf(ours, tmp_path / "without")
-    assert note.startswith(f"{named}: the run's tokenizer is not there")
+    assert note.startswith(f"{named}: the run's tokenizer is missing, so it is left out")
     assert not (tmp_path / "without/tokenizer.json").exists()
 
 
@@ -175,7 +175,7 @@ def flip(file: Path, place: float = 0.5) -> None:
 @pytest.mark.parametrize(
     ("name", "damage", "expected"),
     [
-        ("model/__0_0.distcp", flip, "altered, its checksum is not the manifest's"),
+        ("model/__0_0.distcp", flip, "altered, its checksum differs from the manifest's"),
         ("model/__0_0.distcp", lambda f: flip(f, 1.0), "altered"),  # bytes that no tensor covers
         ("model/.metadata", lambda f: os.truncate(f, 50), "cut short"),
         ("model.json", flip, "altered"),
@@ -199,7 +199,7 @@ def test_the_newest_whole_checkpoint_of_a_run(converted: Path, tmp_path: Path) -
         assert open_checkpoint(path).folder == tmp_path / "run/checkpoints/rl_00000010"
     (tmp_path / "empty").mkdir()
     (line,) = lines_of(lambda: open_checkpoint(tmp_path / "empty"))
-    assert "not a checkpoint of ours, and there is no whole one in it" in line
+    assert "no checkpoint of gspo-megatron, and there is no whole one in it" in line
     assert lines_of(lambda: open_checkpoint(tmp_path / "none")) == [
         f"{tmp_path / 'none'}: no such folder"
     ]

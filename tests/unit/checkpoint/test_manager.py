@@ -100,7 +100,7 @@ def test_a_missing_metric_is_warned_of_once_in_a_run(
         (error_of("UnplayableError", "wrong"), "once the environment works"),
         # an error that the rollout service reports
         (error_of("EpisodeError", "wrong"), "once the environment works"),
-        (DataError("wrong"), "once that is mended"),
+        (DataError("wrong"), "once that is repaired"),
     ],
 )
 def test_a_run_that_an_error_ends_says_what_has_to_work_again(

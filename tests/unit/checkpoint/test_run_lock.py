@@ -155,5 +155,5 @@ def test_a_folder_that_never_stays_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_lock, "_is_at", lambda *_: False)
-    with pytest.raises(UserError, match="is moved again and again"):
+    with pytest.raises(UserError, match="another run moved it at each attempt"):
         RunLock().hold(tmp_path)

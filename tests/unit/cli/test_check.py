@@ -36,7 +36,8 @@ def test_a_sound_configuration_is_summed_up(write_config: ConfigWriter, gspo: Co
     assert "\nsaved" not in out and "\ncollapse" not in out
     words = ("checkpoint.interval=5", "training.on_collapse=rollback", "training.max_rollbacks=3")
     _, out, _ = gspo("check", path, *words)
-    assert "\ncollapse   at most 3 times back to the last healthy checkpoint, of every 5 " in out
+    assert "\ncollapse   the run goes back to the last healthy checkpoint, at most 3 times; " in out
+    assert "a checkpoint is saved every 5 steps, " in " ".join(out.split())
 
 
 def test_adapters_are_counted_and_a_rate_of_full_training_is_warned_of(

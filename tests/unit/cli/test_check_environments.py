@@ -25,14 +25,14 @@ def test_a_command_is_looked_for_on_this_machine_only(
     path = write_config()
     words = ("environment.name=agent", "environment.options={command: no-such-program}")
     code, _, err = gspo("check", path, *words)
-    assert code == 2 and "no-such-program is no program" in err
+    assert code == 2 and "no-such-program: no such program" in err
     assert "has no chat template, which environment Agent needs" in err
     code, _, err = gspo("check", path, *words, "--no-files")
     assert (code, err) == (0, "")
     code, _, err = gspo(
         "check", path, words[0], f"environment.options={{command: {sys.executable}}}"
     )
-    assert code == 2 and "is no program" not in err
+    assert code == 2 and "no such program" not in err
 
 
 def test_tests_that_take_longer_than_their_call_are_refused(

@@ -107,7 +107,7 @@ MISTAKES: list[tuple[Sequence[Rows], Sequence[str], str | None, str]] = [
         [[GOOD], [GOOD]],
         ("data.weights=[1]",),
         None,
-        "data.weights = [1.0]: 1 weights of 2 files in data.prompts; allowed: one each",
+        "data.weights = [1.0]: 1 weights for 2 files in data.prompts; allowed: one for each",
     ),
     ([[GOOD], [GOOD]], ("data.weights=[1, 0]",), None, "data.weights[1] = 0: must be greater th"),
     ([[GOOD], [GOOD]], ("data.weights=[1, .inf]",), None, "data.weights[1] = inf: must be a fi"),

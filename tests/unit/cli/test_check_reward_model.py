@@ -60,7 +60,7 @@ def test_what_is_wrong_with_its_folder_is_told_in_one_line(
     write_character_tokenizer(larger, [letters], 2 * VOCABULARY, byte_fallback=False)
     line = told(f"reward.model.tokenizer={larger}")
     assert line.startswith(f"reward.model.tokenizer = {larger}: its tokenizer has ")
-    assert line.endswith(f"{folder} {VOCABULARY}; give the model's own tokenizer")
+    assert line.endswith(f"{folder} has {VOCABULARY}; give the model's own tokenizer")
     line = told(f"reward.model.tokenizer={tmp_path / 'none'}")
     assert line.startswith(f"reward.model.tokenizer = {tmp_path / 'none'}: ")
     (folder / "chat_template.jinja").write_text("{% if %}")
@@ -76,7 +76,7 @@ def test_what_is_wrong_with_its_folder_is_told_in_one_line(
         (folder / file).unlink(missing_ok=True)
     line = told()
     assert line.startswith(f"reward.model.folder = {folder}: ")
-    assert line.endswith("; reward.model.tokenizer names another one")
+    assert line.endswith("; reward.model.tokenizer can name another tokenizer")
 
 
 def test_score_asks_a_url_and_says_that_a_folder_needs_the_ranks(

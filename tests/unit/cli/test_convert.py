@@ -72,13 +72,13 @@ def test_altered_contents_end_the_command_and_are_named(
     lines = err.splitlines()[-3:]
     assert code == 2 and lines[0].startswith("checkpoint rl_00000003 is damaged and not used: ")
     assert lines[1].startswith(f"{run / 'checkpoints/rl_00000002'}: model/__0_0.distcp: altered")
-    assert lines[2] == f"{run}: to convert another checkpoint of it, give that one's path"
+    assert lines[2] == f"{run}: to convert another checkpoint of this folder, give its path"
     assert not (tmp_path / "out").exists()
 
 
 def test_the_help_promises_no_more(gspo: Command) -> None:
     told = " ".join(gspo(*EXPORT, "--help")[1].split())
-    assert "the newest one is taken of which no file is missing or cut short" in told
+    assert "takes the newest one that has all its files in full length" in told
     assert "newest whole" not in told
 
 

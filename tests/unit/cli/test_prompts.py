@@ -134,7 +134,7 @@ def test_the_files_of_the_last_phase_are_read(gspo: Command, run: Path, tmp_path
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--min-pass-rate", 0.5), "nothing reads them: no --write"),
+        (("--min-pass-rate", 0.5), "only with --write"),
         (("--write", "x", "--min-pass-rate", 1.5), "'1.5' is not a share of 0 to 1"),
         (("--write", "x", "--max-pass-rate", "nan"), "'nan' is not a share of 0 to 1"),
         (

@@ -18,7 +18,7 @@ NO_NUMBER = "is not a number of 0 or more"
     ("words", "said"),
     [
         (("--checkpoint", "somewhere", *LAYOUT), "it has no effect without --step"),
-        (("--step", "3", *LAYOUT), "the inputs of step 3 were not kept; those of the run are of"),
+        (("--step", "3", *LAYOUT), "the inputs of step 3 were not kept; the run has kept those"),
         (("--step", "0", *LAYOUT), "argument --step"),
         *(
             (("--tolerance=" + text,), f"{text!r} {NO_NUMBER}")

@@ -105,9 +105,9 @@ def test_in_one_line(config: Path, gspo: Command, words: str) -> None:
 @pytest.mark.parametrize(
     ("direction", "source", "line"),
     [
-        ("hf-to-megatron", "run", "is a checkpoint of gspo-megatron; convert it by `gspo-megatron"),
+        ("hf-to-megatron", "run", "is a checkpoint of gspo-megatron; convert it with `gspo-megatr"),
         ("hf-to-megatron", "hf/config.json", "is a file; allowed: its folder"),
-        ("megatron-to-hf", "hf", "is a Hugging Face folder; convert it by `gspo-megatron convert"),
+        ("megatron-to-hf", "hf", "is a Hugging Face folder; convert it with `gspo-megatron conver"),
         ("megatron-to-hf", "hf/config.json", "is a file; allowed: its folder"),
     ],
 )

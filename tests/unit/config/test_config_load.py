@@ -401,7 +401,7 @@ def test_the_keys_tell_the_stage(values: dict[str, Any], stage: str) -> None:
     [
         (
             {"data": {"prompts": "p", "examples": "e"}},
-            "names what several stages learn from: data.prompts (rl), data.examples (sft)",
+            "has training data for several stages: data.prompts (rl), data.examples (sft)",
         ),
         (
             {"data": {"sequence_length": 8}, "rollout": {}},

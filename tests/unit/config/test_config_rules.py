@@ -83,7 +83,7 @@ DELTA_NETS = [
              "model.megatron.ffn_hidden_size=255"],
          "parallel.tensor_model_parallel_size = 2", "does not divide ffn_hidden_size = 255"),
         (2, ["parallel.layout=cp=2", *DELTA_NETS], "parallel.context_parallel_size = 2",
-         "state along the whole sequence, which no rank can start amid it; allowed: 1"),
+         "passes along the sequence: no rank can begin within it; allowed: 1"),
         (2, ["parallel.layout=tp=2", *DELTA_NETS, "model.megatron.linear_num_key_heads=1"],
          "parallel.tensor_model_parallel_size = 2", "does not divide linear_num_key_heads = 1"),
         (2, ["parallel.layout=tp=2", "parallel.sequence_parallel=false", *DELTA_NETS,
@@ -121,14 +121,14 @@ DELTA_NETS = [
         (1, [*BIASED_SOFTMAX, "model.megatron.moe_router_topk=1"],
          "model.megatron.moe_router_topk = 1", "has no gradient; allowed: 2 or more"),
         (1, [*BIASED_SOFTMAX[:1]], "model.megatron.moe_router_pre_softmax = false",
-         "the softmax router with a bias has no other way; allowed: true"),
+         "the softmax router with a bias supports nothing else; allowed: true"),
         (1, [*BIASED_SOFTMAX, "model.megatron.moe_router_fusion=true"],
          "model.megatron.moe_router_fusion = true", "allowed: leave it out"),
         (1, ["model.megatron.hidden_dropout=0.1"], "model.megatron.hidden_dropout = 0.1",
          "allowed: 0.0"),
         (2, ["parallel.layout=etp=2", "model.megatron.add_bias_linear=true"],
          "parallel.expert_tensor_parallel_size = 2",
-         "the biases of experts are not cut; allowed: 1"),
+         "the biases of experts cannot be split over ranks; allowed: 1"),
         (1, ["model.megatron.window_size=[7]"], "model.megatron.window_size = [7]",
          "allowed: [keys before a query's own, 0]"),
         (1, ["model.megatron={window_size: [7, 0], window_attn_skip_freq: [1, 0]}"],
@@ -142,17 +142,18 @@ DELTA_NETS = [
         (1, ["environment.verifiers=textarena"], "environment.python = null",
          "needs the interpreter that has the package verifiers"),
         (1, ["environment.verifiers=textarena", "environment.python=no/python"],
-         "environment.python = 'no/python'", "is no program"),
+         "environment.python = 'no/python'", "no such program; allowed: the interpreter"),
         (1, ["environment.python=python"], "environment.python = 'python'",
          "nothing reads it without environment.verifiers; allowed: null"),
         (1, ["environment.verifiers=a", "environment.python=sh", "environment.name=agent"],
-         "environment.verifiers = 'a'", "environment.name names another one"),
+         "environment.verifiers = 'a'", "environment.name is set, too"),
         (1, ["environment.verifiers=a", "environment.python=sh", "environment.import_path=m:C"],
-         "environment.verifiers = 'a'", "environment.import_path names another one"),
+         "environment.verifiers = 'a'", "environment.import_path is set, too"),
         (1, ["objective.max_token_staleness=0"], "objective.max_token_staleness = 0",
          "allowed: null"),
         (1, ["rollout.kv_after_update=keep", "rollout.max_staleness=0"],
-         "rollout.kv_after_update = 'keep'", "no response is under way then; allowed: recompute"),
+         "rollout.kv_after_update = 'keep'",
+         "no response runs during an update; allowed: recompute"),
         (1, ["objective.mini_batches=129"], "objective.mini_batches = 129", "allowed: 1 to 128"),
         (1, ["optimizer.min_learning_rate=1e-3"], "optimizer.min_learning_rate = 0.001",
          "allowed: at most learning_rate = 1e-06"),
@@ -359,7 +360,7 @@ def test_servers_draw_one_step_ahead_unless_told_otherwise(
 def test_each_running_server_is_named_once() -> None:
     twice = ["rollout.engine=vllm", "rollout.vllm.urls=[http://A:1,http://a:1/,http://b:1]"]
     [told] = [each for each in problems_of(1, *twice) if "urls" in each]
-    assert told.endswith("http://a:1 is there 2 times; allowed: each server once"), told
+    assert told.endswith("http://a:1 is listed 2 times; allowed: each server once"), told
 
 
 EVALUATED = [

@@ -76,19 +76,19 @@ def test_the_scale_and_one_target_or_several() -> None:
         (["rollout.vllm.weight_transport=nccl"], "adapters go to servers as files"),
         (
             ["rollout.kv_after_update=keep", "rollout.max_staleness=1"],
-            "responses under way end with their adapter",
+            "a response ends with the adapter that it began with",
         ),
         (["routing.replay=r3"], "(r3) were never tried with adapters; allowed: merged"),
-        (["model.hf_path=null"], "servers start with the base as model.hf_path names it"),
+        (["model.hf_path=null"], "servers load the base from model.hf_path; allowed: merged, or "),
         (
             ["model.lora.targets=[all, router]"],
-            "vLLM drops adapters of the routers (gate), or has none; allowed: merged",
+            "vLLM does not apply adapters of the routers (gate); allowed: merged",
         ),
         (
             ["model.lora.targets=[attention, head]"],
-            "vLLM drops adapters of the output layer (lm_head), or has none; allowed: merged",
+            "vLLM does not apply adapters of the output layer (lm_head); allowed: merged",
         ),
-        (["rollout.vllm.options.max_loras=9"], "the run decides it; allowed: leave it out"),
+        (["rollout.vllm.options.max_loras=9"], "the run sets it itself; allowed: leave it out"),
         (["rollout.engine=megatron"], "nothing reads it with rollout.engine = megatron"),
     ],
 )
@@ -109,7 +109,7 @@ def test_adapters_that_servers_cannot_take(tmp_path: Path, overrides: list[str],
         (
             "qwen3",
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}},
-            "another model than is trained, that in model.hf_path (weights in fp8)",
+            "load model.hf_path, which is not the model that is trained (weights in fp8)",
         ),
     ],
 )

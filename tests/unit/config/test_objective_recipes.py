@@ -145,14 +145,15 @@ def test_numbers_of_the_papers_and_of_other_parts(keys, expected):
         # Bug 8: token weights on a sequence ratio.
         *(
             ({"name": name, "correction": correction}, f"objective.correction = '{correction}'",
-             "would vary within it", "sequence_tis, sequence_mask, k3_mask, worst_token_mask")
+             "but a whole sequence has one ratio",
+              "sequence_tis, sequence_mask, k3_mask, worst_token_mask")
             for name in ("gspo", "gspo_token", "luspo", "gmpo", "reinforce_leave_one_out")
             for correction in TOKEN_CORRECTIONS
         ),
         # Bug 7: a correction that is a product, with a ratio that is a geometric mean.
         *(
             ({"name": name, "correction": "sequence_product_tis"},
-             "objective.correction = 'sequence_product_tis'", "exponential in the length",
+             "objective.correction = 'sequence_product_tis'", "exponentially with the length",
              "sequence_tis")
             for name in ("gspo", "gspo_token", "luspo", "gmpo")
         ),
@@ -163,7 +164,7 @@ def test_numbers_of_the_papers_and_of_other_parts(keys, expected):
         ),
         *(
             ({"name": "minirl", "correction": correction}, f"objective.correction = '{correction}'",
-             "once more", "none, token_k1_mask")
+             "already weights by the ratio", "none, token_k1_mask")
             for correction in (*TOKEN_CORRECTIONS, "sequence_tis", "sequence_product_tis")
         ),
         ({"name": "grpo", "correction": "icepop", "correction_low": 6.0},
@@ -173,9 +174,10 @@ def test_numbers_of_the_papers_and_of_other_parts(keys, expected):
          "objective.correction_high = 1.1", "every response", "above correction_low = 1.2"),
         # several corrections
         ({"name": "grpo", "correction": ["token_tis", "icepop"]},
-         "objective.correction = ['token_tis', 'icepop']", "weight twice", "one of them, with any"),
+         "objective.correction = ['token_tis', 'icepop']", "as a weight twice",
+          "one of them, with any of the masks"),
         ({"name": "grpo", "correction": ["k3_mask", "k3_mask"]},
-         "objective.correction = ['k3_mask', 'k3_mask']", "twice", "each once"),
+         "objective.correction = ['k3_mask', 'k3_mask']", "twice", "each name once"),
         ({"name": "gspo", "correction": ["sequence_mask", "token_tis"]},
          "objective.correction = ['sequence_mask', 'token_tis']", "token_tis weights single tokens",
          "sequence_tis, sequence_mask"),
@@ -208,13 +210,14 @@ def test_numbers_of_the_papers_and_of_other_parts(keys, expected):
         ({"distillation": {"url": "u", "field": "domain"}},
          "objective.distillation.field = 'domain'", "there are no", "null"),
         ({"distillation": {"teachers": {"a": {"url": "u"}}}},
-         "objective.distillation.field = null", "nothing tells which", "the name of a field"),
+         "objective.distillation.field = null", "needs the field that names",
+          "the name of a field"),
         ({"distillation": {"field": "f", "url": "u", "teachers": {"a": {"url": "u"}}}},
-         "objective.distillation.url = 'u'", "teachers has the teachers", "null"),
+         "objective.distillation.url = 'u'", "teachers names the teachers", "null"),
         ({"distillation": {"field": "f", "teachers": {"a": {"url": "u", "teacher": "t"}}}},
          "objective.distillation.teachers.a.url = 'u'", "already, teachers.a.teacher", "null"),
         ({"distillation": {"field": "f", "teachers": {"a": {}, "b": {}}}},
-         "objective.distillation.teachers = 'a, b'", "none of them", "one at least that has"),
+         "objective.distillation.teachers = 'a, b'", "none of them", "at least one that has"),
         ({"kl": "k3_unbiased", "kl_coefficient": 0.1, "kl_in": "reward"},
          "objective.kl = 'k3_unbiased'", "is 1 where the reward", "k3, or objective.kl_in = loss"),
         # rules on ratios that they are not defined on

@@ -94,6 +94,6 @@ def test_messages_name_key_value_and_what_is_legal() -> None:
     [line] = problems(4, "pp=4", **{WRITTEN_OUT: "Ett||ttL|"})
     assert "one L, at the end" in line
     [line] = problems(4, "pp=2", **{WRITTEN_OUT: "Ett|ttL", FIRST: 2})
-    assert "another way to place layers" in line
+    assert "places the layers, as" in line
     [line] = problems(5, "pp=2,vpp=2")
     assert "5 layers do not split evenly into 2 * 2 chunks" in line

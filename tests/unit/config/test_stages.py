@@ -57,14 +57,14 @@ WHAT_IS_WRONG = [
     (pretrain("data.train=[]"), "data.train = []: needed to train"),
     (pretrain("training.steps="), "training.steps = null: needed to train"),
     (pretrain("data.train=[a, a]"), "a prefix is listed twice"),
-    (pretrain("data.weights=[1.0]"), "data.weights = [1.0]: 1 weights of 2 prefixes"),
+    (pretrain("data.weights=[1.0]"), "data.weights = [1.0]: 1 weights for 2 prefixes"),
     (pretrain("data.sequence_length=66", "parallel.layout=cp=2"), "multiples of 4"),
     (pretrain("training.batch_size=3", "parallel.layout=dp=2"), "multiples of 2"),
     (pretrain("training.batch_size=6", "parallel.layout=pp=2,vpp=2,dp=2"),
      "in rounds of pp = 2; allowed: multiples of 4"),
     (pretrain("data.evaluation=[c]", "data.evaluation_share=0.1"), "data.evaluation_share = 0.1"),
     (pretrain("optimizer.decay=wsd", "optimizer.wsd_steps=9", "training.steps=8"),
-     "optimizer.wsd_steps = 9: with warmup_steps = 0 more than training.steps = 8"),
+     "optimizer.wsd_steps = 9: warmup_steps = 0 and this are together more than"),
 ]  # fmt: skip
 
 

@@ -71,11 +71,11 @@ def test_fields_can_be_named(tmp_path: Path) -> None:
         (None, "null; a JSON object is wanted"),
         (
             b'{"prompt": "a", "answer": "b", "prompt": "c"}',
-            "JSON that cannot be read: key 'prompt' is there twice; leave one of them",
+            "JSON that cannot be read: key 'prompt' is there twice; keep one of them",
         ),
         (
             b'{"prompt": "a", "more": [{"x": 1, "y": 1, "x": 1}]}',
-            "JSON that cannot be read: key 'x' is there twice; leave one of them",
+            "JSON that cannot be read: key 'x' is there twice; keep one of them",
         ),
         (
             {"prompt": "a", "reply": "b"},
@@ -99,7 +99,7 @@ def test_fields_can_be_named(tmp_path: Path) -> None:
         ),
         (
             {"prompt": [ASKED, {"role": "assistant", "content": "c"}], "answer": "b"},
-            "field 'prompt': the last message has the role 'assistant'; its answer is what is to",
+            "field 'prompt': the last message has the role 'assistant', but the policy writes ",
         ),
         (
             {"prompt": "a", "answer": "b", "id": [7]},
@@ -216,7 +216,7 @@ def test_an_answer_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
     wrong = "is of type date; a JSON value is wanted"
     assert problems_of(path) == [f"{path}:1: field 'answer' {wrong}"]
     write_parquet(path, {"prompt": ["a"], "answer": [days]})
-    assert problems_of(path) == [f"{path}:1: field 'answer' holds what {wrong}"]
+    assert problems_of(path) == [f"{path}:1: field 'answer' holds a value that {wrong}"]
 
 
 def test_a_row_is_known_by_its_id_or_by_file_and_line(tmp_path: Path) -> None:
@@ -235,9 +235,9 @@ def test_a_row_is_known_by_its_id_or_by_file_and_line(tmp_path: Path) -> None:
 def test_two_rows_with_one_id_are_one_line(tmp_path: Path) -> None:
     rows = [{**GOOD, "id": n} for n in ("a", "b", "a", "c", "b", "a")]
     path = write_rows(tmp_path / "p.jsonl", rows)
-    legal = "allowed: an id a row, or data.id_field = null"
+    legal = "allowed: one id for each row, or data.id_field = null"
     assert problems_of(path) == [
-        f"{path}:3: id 'a' is that of {path}:1, too, and 2 more like it; {legal}"
+        f"{path}:3: id 'a' is also that of {path}:1, and 2 more like it; {legal}"
     ]
     assert len(load_prompts(path, FieldMap(id=None))) == 6
 

@@ -226,7 +226,7 @@ def test_the_right_path_is_named(
         tmp_path / "none.model"
     )
     monkeypatch.chdir(tmp_path)
-    assert f"the present folder is {tmp_path}" in refused(Path("none.model"))
+    assert f"the current folder is {tmp_path}" in refused(Path("none.model"))
     assert "a folder without tokenizer.json" in refused(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(toy_model.read_bytes())
     assert f"name the file {tmp_path / 'tokenizer.model'}" in refused(tmp_path)

@@ -242,7 +242,7 @@ assert refused["error"]["code"] == "context_length_exceeded", refused
         ("chat([user], max_tokens=-1)", "max_tokens = -1: allowed: 1 or more"),
         ("chat([user], tools={'a': 1})", "tools = {'a': 1}: a list is wanted"),
         ("chat([user], stream=True, stream_options=[1])", "stream_options = [1]: an object is"),
-        ("post('/chat/completions', [1])", "the request is no JSON object"),
+        ("post('/chat/completions', [1])", "the request is not a JSON object"),
         (
             """
 deep = {"id": "a", "function": {"name": "f", "arguments": "[" * 9000 + "]" * 9000}}
@@ -259,7 +259,7 @@ try:
 except urllib.error.HTTPError as error:
     assert error.code == 400, error.code
 """,
-            "the request is no JSON object",
+            "the request is not a JSON object",
         ),
         ("chat([user]); post('/reward', {'reward': 'a'})", "'a' of type str; a number is wanted"),
     ],

@@ -97,7 +97,7 @@ def test_a_command_that_cannot_be_run_is_named(
     monkeypatch.chdir(tmp_path)
     wrong = check(Agent("no-such-program --fast agent.py"), TEXT)
     assert "environment.options.command = 'no-such-program --fast agent.py'" in wrong
-    assert "no-such-program is no program; allowed: one on PATH" in wrong
+    assert "no-such-program: no such program; allowed: one on PATH" in wrong
     command = f"{sys.executable} -u agent.py"
     assert "agent.py: no such file" in check(Agent(command), TEXT)
     (tmp_path / "agent.py").touch()
@@ -116,7 +116,7 @@ def test_a_command_that_cannot_be_run_is_named(
     ("settings", "fault"),
     [
         ({}, None),
-        ({"timeout_seconds": 45.0}, r"total_seconds = 45: .* reward.timeout_seconds = 45 "),
+        ({"timeout_seconds": 45.0}, r"total_seconds = 45: .* reward.timeout_seconds = 45, "),
         ({"options": {"total_seconds": 70.0}}, "total_seconds = 70: .*; allowed: less than"),
         ({"options": {"total_seconds": 70.0}, "timeout_seconds": 80.0}, None),
         ({"options": {"total_seconds": 70.0}, "workers": 0}, None),

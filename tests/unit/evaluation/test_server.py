@@ -175,7 +175,7 @@ def test_an_answer_that_is_none_is_named_with_the_server(
     assert main([*words, "--requests", "1"]) == 2
     told = capsys.readouterr().err
     assert chat.url in told and "Traceback" not in told
-    assert "the answer is not JSON" in told or "not an answer as OpenAI gives it" in told
+    assert "the answer is not JSON" in told or "not an answer in OpenAI's form" in told
 
 
 def test_all_mistakes_are_told_before_the_server_is_asked(

@@ -99,7 +99,7 @@ def test_every_tensor_has_to_belong_to_the_model(tmp_path: Path, base: Path) -> 
     save_file(tensors, file)
     lines = refusal(folder, tmp_path)
     assert f"{stem}q_proj.lora_B.weight is missing" in lines
-    assert f"{stem}o_proj.lora_A.weight has the shape [4, 61]; the model [4, 60]" in lines
+    assert f"{stem}o_proj.lora_A.weight has the shape [4, 61], not [4, 60]" in lines
     assert f"{stem}k_proj.lora_A.weight has the dtype I32" in lines
     assert f"adapters made for {document['base_model_name_or_path']} do not fit" in lines
 
@@ -112,7 +112,7 @@ def test_a_wrong_base_is_named(tmp_path: Path, base: Path) -> None:
     gone = write_adapter(
         tmp_path / "gone", base, ["attention"], base_model_name_or_path="nobody/nothing"
     )
-    assert "name it by --base" in refusal(gone, tmp_path)
+    assert "give its folder with --base" in refusal(gone, tmp_path)
 
 
 def test_pickles_are_never_read(tmp_path: Path, base: Path) -> None:
@@ -188,7 +188,7 @@ def test_a_head_that_is_the_embedding_is_refused(target: str) -> None:
     with pytest.raises(ConfigError) as caught:
         adapted_weights(weights, ["all", target])
     [line] = caught.value.problems
-    assert line.startswith(f"model.lora.targets = '{target}': the output layer is the embedding")
+    assert line.startswith(f"model.lora.targets = '{target}': the output layer is tied to ")
 
 
 def test_a_routers_parameter_is_a_module_as_any_other(tmp_path: Path, base: Path) -> None:
@@ -234,8 +234,8 @@ def write_joint(folder: Path, base: Path, document: dict[str, Any], rank: int) -
 @pytest.mark.parametrize(
     ("rank", "changes", "told"),
     [
-        (2 * RANK, {}, "of rank 8 for gate and up projection together; allowed: rank 4 for each"),
-        (3 * RANK, {}, "are not of rank 4 for the model's"),
+        (2 * RANK, {}, "has rank 8 for gate and up projection together; allowed: rank 4 for each"),
+        (3 * RANK, {}, "do not fit rank 4 and the model's"),
         (RANK, {"rank_pattern": {"gate_up_proj": 8}}, "gate_up_proj has rank 8 and alpha 8: these"),
         (RANK, {"alpha_pattern": {r".*\.down_proj": 4}}, "has rank 4 and alpha 4: these adapters"),
         (RANK, {"rank_pattern": {"gate_up_proj": 0}}, "gate_up_proj has rank 0"),

@@ -125,7 +125,7 @@ def test_code_of_a_published_folder_is_ignored_where_asked(tmp_path: Path) -> No
     published = model_config("deepseek_v3", auto_map={"AutoConfig": "own.Config"})
     (folder / "config.json").write_text(json.dumps(published))
     policy = _random_policy(folder)
-    with pytest.raises(DataError, match=r"model\.ignore_custom_code = true \(of convert: --ign"):
+    with pytest.raises(DataError, match=r"model\.ignore_custom_code = true \(for convert: --ig"):
         load_hf(folder, policy)
     load_hf(folder, policy, ignore_custom_code=True)
     export_hf(policy, tmp_path / "again", hf_config=published)

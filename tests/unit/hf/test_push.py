@@ -113,5 +113,5 @@ def test_a_licence_that_cannot_be_read_is_not_invented(server: SmallHub, folder:
     assert "license" not in header and "base_model" not in header and "Base: base." in text
     (base / "README.md").write_text("---\nlicense: llama3\n---\n")
     assert card_of(folder, {"model": {"hf_path": str(base)}}, {})[0]["license"] == "llama3"
-    assert "to be named by who publishes it" in card_of(folder, {}, {})[1]
+    assert "to be named by whoever publishes this model" in card_of(folder, {}, {})[1]
     assert server.requests != []

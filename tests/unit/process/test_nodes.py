@@ -87,7 +87,7 @@ def test_the_first_pod_of_a_pytorchjob_may_be_told_localhost(
 @pytest.mark.parametrize(
     ("environ", "told"),
     [
-        (TRAINJOB | {"PET_NNODES": "2:4"}, "PET_NNODES = '2:4': a job that changes its size"),
+        (TRAINJOB | {"PET_NNODES": "2:4"}, "PET_NNODES = '2:4': a changing number of machines"),
         (TRAINJOB | {"PET_NNODES": "two"}, "PET_NNODES = 'two' in the environment: not an integer"),
         (TRAINJOB | {"PET_NODE_RANK": ""}, "PET_NODE_RANK = '' in the environment: not an integer"),
         (TRAINJOB | {"PET_NODE_RANK": "2"}, "PET_NODE_RANK = 2: must be below the 2 machines"),

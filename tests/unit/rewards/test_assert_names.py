@@ -75,7 +75,7 @@ def test_a_helper_that_would_judge_is_refused(test: str) -> None:
     with pytest.raises(NamesError, match="which would be the solution's own.*test_setup_code"):
         resolve([], [test])
     fault = row_fault(Prompt("p", None, "rows:1", fields={"test_list": [test]}))
-    assert fault is not None and fault.startswith("cannot be judged: its tests use ")
+    assert fault is not None and fault.startswith("cannot be judged: its tests judge ")
 
 
 # --- in a sandbox ---------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def test_helpers_of_a_prompt_that_is_no_code() -> None:
     wrong = "def find_zero(xs):\n    return 7\npoly = lambda xs, x: 0\n"
     assert verdict(right, prompt, **row) == ""
     assert verdict(wrong, prompt, **row) == verdict(wrong + ALL_TRUE, prompt, **row) != ""
-    with pytest.raises(RewardError, match="rows:1: unreadable tests: .*its tests use poly, which"):
+    with pytest.raises(RewardError, match="rows:1: unreadable tests: .*judge the solution by poly"):
         verdict(right, "Find a zero.", **row)
 
 

@@ -110,7 +110,7 @@ def test_figures_are_named_and_finite() -> None:
         return lambda sample: Reasoned(0.5, "half", figures)
 
     assert score(reward(seen=0.25), figures=("seen", "other")) == [0.5] * 6
-    with pytest.raises(RewardError, match="the figure 'sen', and its attribute `figures` names s"):
+    with pytest.raises(RewardError, match="the figure 'sen'; its attribute `figures` names only: "):
         score(reward(sen=0.25), figures=("seen",))
     for value in (float("nan"), "x", None):
         with pytest.raises(RewardError, match="as figure 'seen'; a finite number is wanted"):

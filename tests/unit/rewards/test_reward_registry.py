@@ -275,7 +275,7 @@ def test_turns_come_back_as_arrays(rewards: object, ends: object) -> None:
         ([1.0, float("nan")], [3, 7], "nan for turn 1; finite numbers are wanted"),
         ([float("-inf"), 1.0], [3, 7], "-inf for turn 0; finite numbers are wanted"),
         ([1e308, 1e308], [3, 7], "turns whose rewards add up to inf; a finite sum is wanted"),
-        ([1.0], [3, 7], "1 rewards and 2 ends of turns; each turn has one of both"),
+        ([1.0], [3, 7], "1 rewards and 2 ends of turns; each turn needs one reward and one end"),
         ([1.0, 1.0], [7, 7], "end 7 for turn 1; it must be above its start, 7"),
         ([1.0, 1.0, 0], [4, 2, 7], "end 2 for turn 1; it must be above its start, 4"),
         ([1.0, 1.0], [0, 7], "end 0 for turn 0; it must be above its start, 0"),

@@ -209,7 +209,7 @@ def test_a_step_that_was_not_kept_is_told_with_those_that_were(tmp_path: Path) -
     run = Run(tmp_path)
     run.write(3)
     run.write(4)
-    told = "inputs of step 5 were not kept; those of the run are of the steps: 3, 4"
+    told = "inputs of step 5 were not kept; the run has kept those of the steps: 3, 4"
     with pytest.raises(DataError, match=told):
         StepInputs.read(tmp_path / "run", 5)
     with pytest.raises(DataError, match="of the steps: none"):
@@ -275,7 +275,8 @@ def test_the_weights_are_the_newest_that_are_not_later(tmp_path: Path) -> None:
     found = find_weights(kept, run.config, None)
     assert (found.checkpoint, found.is_start, found.optimizer) == (older, False, False)
     assert found.notes[1] == (
-        f"{exact} is damaged and not used: weights: altered, its checksum is not the manifest's"
+        f"{exact} is damaged and not used: weights: altered, its checksum differs from the "
+        "manifest's"
     )
 
 

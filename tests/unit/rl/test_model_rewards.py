@@ -199,7 +199,7 @@ def test_a_call_that_fails_for_good_costs_its_group(folder: Path) -> None:
     ("value", "said"),
     [
         (TurnRewards([1.0], [1]), "a reward model wants one number or named parts"),
-        ({"model": 1.0}, "that of reward.model; choose another name"),
+        ({"model": 1.0}, "as the part of reward.model; choose another name"),
     ],
 )
 def test_what_cannot_be_beside_it_is_told(folder: Path, url: str, value: Any, said: str) -> None:

@@ -134,7 +134,7 @@ def test_parts_that_a_server_drops_are_named(left: dict[str, float]) -> None:
 
     with pytest.raises(RolloutError) as error:
         asyncio.run(run())
-    assert "leaves out 1 of 2 parts of the adapter without a word: layers.0.mlp.gate" in str(error)
+    assert "silently ignores 1 of 2 parts of the adapter: layers.0.mlp.gate" in str(error)
     assert not server.serves
 
 

@@ -272,5 +272,5 @@ def test_servers_listen_on_the_way_to_the_service(tmp_path: Path) -> None:
     assert agent._way_to_service() == "127.0.0.1"
     HeartbeatFile(agent.wanted.path).write({}, "no-such-host.invalid")
     agent.wanted.read()
-    with pytest.raises(RolloutError, match=r"node-a has no way .* give --host"):
+    with pytest.raises(RolloutError, match=r"node-a has no route .* give --host"):
         agent._way_to_service()

@@ -120,7 +120,7 @@ def test_with_its_request_damaged_all_of_a_draw_is_drawn_again(
     content[content.index(b"step_00000001_0")] ^= 1
     path.write_bytes(content)
     written(path, 1)
-    told = f"{path}: the record of its request is damaged: all of it is drawn again\n"
+    told = f"{path}: the record of its request is damaged: all its groups are drawn again\n"
     assert capsys.readouterr().out == told
     assert_holds(path, 1)
 

@@ -260,7 +260,7 @@ def test_a_server_that_names_another_version_is_out(tmp_path: Path) -> None:
         doubles[1].faults["/weight_info"] = another
         await fleet.update(weights(tmp_path, 1))
         assert fleet.problems() == [
-            "server 1: weights of version 1: says that it has weights 7, not 1"
+            "server 1: weights of version 1: says that it has version 7 of them, not 1"
         ]
         assert_is_right(await fleet.generate(PROMPT, SAMPLING, 1), 1)
 
@@ -341,7 +341,7 @@ def test_a_request_that_is_refused_ends_the_run_in_one_line(tmp_path: Path) -> N
     [
         ("/health", fails(404), "cannot be reached: /health: HTTP 404: it is broken"),
         ("/openapi.json", fails(200, "<html>"), "/openapi.json: the answer is not JSON"),
-        ("/openapi.json", fails(401), "/openapi.json: it asks for another token: set GSPO_SERVER_"),
+        ("/openapi.json", fails(401), "/openapi.json: the server wants another token: set GSPO_S"),
         ("/server_info", fails(200, "{}"), "an answer that is not as vLLM gives it: KeyError"),
         (GENERATE, routes_with(lambda t: t[:, 1:]), "routed experts [6, 2, 2]"),
     ],

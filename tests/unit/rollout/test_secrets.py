@@ -202,7 +202,8 @@ def test_a_late_proof_is_asked_for_again_until_the_start_s_deadline(
                 await fleet.update(weights(tmp_path, 0))
             return str(told.value)
 
-    assert "another program: it has not the token" in asyncio.run(start_up(2, 60))
+    told = asyncio.run(start_up(2, 60))
+    assert "another program listens there: it does not know the token" in told
     assert asyncio.run(start_up(999, 1)) == "server 0: not ready within 1 s"
 
 
@@ -218,7 +219,8 @@ def test_a_standalone_server_that_proves_itself_late_is_asked_again(
             environ = {"GSPO_SERVER_TOKEN": TOKEN}
             await standalone.serve([], environ, "127.0.0.1", None, asyncio.Event())
 
-    with pytest.raises(RolloutError, match="another program: it has not the token"):
+    told = "another program listens there: it does not know the token"
+    with pytest.raises(RolloutError, match=told):
         asyncio.run(run())
 
 
@@ -243,12 +245,12 @@ def test_a_server_proves_itself_before_it_is_sent_the_token(
             assert "another program" in str(await client.why_not_proven(seconds=5))
             client.begin(TOKEN)
             assert await client.why_not_healthy(seconds=5) is None
-            with pytest.raises(ServerGone, match="before the server has proven itself"):
+            with pytest.raises(ServerGone, match="before the server has proven who it is"):
                 await client.weight_version(seconds=5)
             assert await client.why_not_proven(seconds=5) is None
             assert await client._call("GET", "/weight_info", seconds=5) == {}
             client.begin("the token of a later start")
-            with pytest.raises(ServerGone, match="before the server has proven itself"):
+            with pytest.raises(ServerGone, match="before the server has proven who it is"):
                 await client.weight_version(seconds=5)
             async with session.get(f"{url}{PROOF}?challenge=abc") as answer:
                 assert answer.status == 400  # anything but a challenge is not signed
@@ -272,7 +274,7 @@ def test_a_program_cannot_send_us_to_the_server_for_the_proof(
                 client = ServerClient(liar, session)
                 client.begin(TOKEN)
                 assert await client.why_not_proven(seconds=5) is not None
-                with pytest.raises(ServerGone, match="before the server has proven itself"):
+                with pytest.raises(ServerGone, match="before the server has proven who it is"):
                     await client.weight_version(seconds=5)
 
     asyncio.run(run())

@@ -223,11 +223,11 @@ def test_a_prompt_that_names_no_teacher_is_told_by_its_line() -> None:
     prompts = [Prompt("", None, f"p.jsonl:{n}", row) for n, row in enumerate(rows, start=1)]
     with pytest.raises(DataError) as caught:
         check_teachers(section, prompts)
-    wanted = "as objective.distillation.field = domain wants"
-    others = "known: math, code, chat, art; a name with {} is for prompts without a teacher"
+    wanted = "but objective.distillation.field = domain needs one"
+    others = "allowed: math, code, chat, art; a teacher {} is for prompts without a teacher"
     assert str(caught.value).splitlines() == [
         f"p.jsonl:2: domain = 'maths' names no teacher, {wanted}; {others}",
-        f"p.jsonl:3: the row has no 'domain', {wanted}",
+        f"p.jsonl:3: the row has no field 'domain', {wanted}",
         f"p.jsonl:4: domain = 3 names no teacher, {wanted}; {others}",
     ]
     check_teachers(DistillationSection(url="http://x"), prompts)

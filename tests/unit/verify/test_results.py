@@ -91,7 +91,7 @@ def test_figures_that_are_lost_alike_have_nometric_error() -> None:
 def test_what_is_lost_alike_is_said() -> None:
     assert describe_not_finite(result(), result()) == [
         "not finite, in the same places as the reference: loss, grad norm, 1 of 2 gradients; the "
-        "errors are those of the rest"
+        "errors are those of the finite values"
     ]
     sound = result(loss=1.0, grad_norm=1.0, gradients={"bias": torch.ones(2)})
     assert describe_not_finite(sound, sound) == []
@@ -104,7 +104,7 @@ def test_what_is_lost_on_one_side_is_named() -> None:
         f"{start}loss: 1 for nan",
         f"{start}bias: 1 of 2 elements, the first at [1]: inf for 1",
         "not finite, in the same places as the reference: grad norm, 1 of 2 gradients; the errors "
-        "are those of the rest",
+        "are those of the finite values",
     ]
     many = {f"w{n}": torch.zeros(1) for n in range(20)}
     lost = {name: torch.full((1,), NAN) for name in many}
