@@ -184,7 +184,7 @@ def test_weights_that_did_not_all_arrive_are_found(
         with pytest.raises(RolloutError, match="does not have the trainer's weights") as caught:
             await fleet.update(weights(1, sent, like=new))
         # The server did load the weights that it was told to load.
-        assert "its tensors have the folder's sums" in str(caught.value)
+        assert "the checksums of its tensors equal the folder's" in str(caught.value)
         with pytest.raises(RolloutError, match="no server is left"):
             await fleet.generate([1, 2], {"temperature": 1.0, "max_tokens": 2}, 1)
 
