@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 
 from gspo_megatron.errors import UserError
 
-# Environment variable: the file descriptor of the socket that the launcher opened for torch's
-# store; rank 0 answers on it.
+# Environment variable: the file descriptor of a socket. The launcher has opened this socket for
+# torch's store, which rank 0 serves on it.
 STORE_DESCRIPTOR = "GSPO_STORE_FD"
 ROLLOUT_NODES = "GSPO_ROLLOUT_NODES"  # comma-separated names of the job's hosts that only serve
-_DISCARD = 9  # a port; nothing is sent there
-_ABROAD = "192.0.2.1"  # no machine has it (RFC 5737), so its route is the default route
+_DISCARD = 9  # a port; nothing is sent to it
+_ABROAD = "192.0.2.1"  # no machine has this address (RFC 5737), so its route is the default route
 
 
 def addresses_of(host: str) -> list[str]:
@@ -33,7 +33,7 @@ def is_loopback(address: str) -> bool:
 
 
 def route_to(host: str) -> str | None:
-    """Return the address that this machine uses to reach the host; None: no route."""
+    """Return the address that this machine uses to reach the host, or None without a route."""
     for address in addresses_of(host):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as way:
@@ -104,7 +104,8 @@ def _way_abroad(problem: str) -> str:
 
 
 def other_hosts(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return some other hosts of the job: Slurm's last one, and those that serve rollouts."""
+    """Return some hosts of the job: the last host of Slurm's list, and the hosts that serve
+    rollouts."""
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     return [*last_host(nodes), *_serving_hosts(environ)]
 
@@ -116,7 +117,7 @@ def _serving_hosts(environ: Mapping[str, str]) -> list[str]:
 def last_host(nodes: str) -> list[str]:
     """Return the last name in a Slurm node list, such as node12 in login1,node[07-08,12].
 
-    Returns [] if the list is empty or unclear.
+    Returns [] if the list is empty or has an unknown form.
     """
     last = re.split(r",(?![^\[]*\])", nodes)[-1]
     host = re.sub(r"\[(?:[^\]]*[,-])?([^\],-]+)\]", r"\1", last)
@@ -132,7 +133,8 @@ def listen(address: str, port: int) -> socket.socket:
 def listening_address(master: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return the address on which the first host of a job listens for the other hosts.
 
-    It is the address of the host's name, if the host has this address and others can reach it.
+    This is an address of the name `master`, if an interface of the host has this address and other
+    hosts can reach it. Otherwise it is `own_address`.
     """
     known: Sequence[str] = addresses_of(master)
     own = own_address(master, environ)

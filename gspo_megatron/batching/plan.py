@@ -12,14 +12,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """One optimizer update: for each data-parallel rank, its micro-batches of sequence numbers.
+    """The sequences of one optimizer update, by number: for each data-parallel rank its
+    micro-batches.
 
     All ranks have the same number of micro-batches; some may be empty.
     """
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]  # [data-parallel rank][micro-batch]
     num_sequences: int
-    num_response_tokens: int  # only tokens to learn from
+    num_response_tokens: int  # counts only tokens to learn from
 
     @property
     def num_micro_batches(self) -> int:

@@ -58,7 +58,7 @@ _FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-_SHOWN = 8  # problems of one kind in a message
+_SHOWN = 8  # a message lists at most so many problems of one kind
 # The largest block of a stored tensor. A reader holds one block in memory at a time.
 BLOCK_BYTES = 64 << 20
 INDEX = ".metadata"
@@ -109,7 +109,8 @@ class Piece:
         return ChunkStorageMetadata(torch.Size(self.offset), self.data.shape)
 
     def in_blocks(self, most_bytes: int) -> Iterator[Piece]:
-        """Cut into pieces of at most `most_bytes`, of whole rows where that is possible."""
+        """Cut this piece into pieces of at most `most_bytes`, which are whole rows where
+        possible."""
         shape = self.data.shape
         size, cut = self.data.itemsize, len(shape)  # the dimensions from `cut` on stay whole
         while cut and size * shape[cut - 1] <= most_bytes:
@@ -132,8 +133,8 @@ def write_pieces(
     files: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write the pieces of all ranks of `group` as whole tensors. All these ranks call it. `files`
-    are small further files, which rank 0 writes. When it returns, all bytes of all ranks are on the
-    disk.
+    are small further files, which rank 0 writes. When the call returns, all bytes of all ranks are
+    on the disk.
 
     Raises DataError on all ranks if one of them cannot write. Raises AssertionError if the pieces
     of a tensor do not hold each of its elements exactly once.
@@ -322,7 +323,7 @@ def tensors_of(index: Metadata) -> dict[str, TensorStorageMetadata]:
 
 
 class _Properties(TensorProperties):
-    """TensorProperties that leaves out the fields which newer versions of torch have appended."""
+    """TensorProperties without the fields that newer versions of torch have appended."""
 
     def __setstate__(self, state: tuple) -> None:
         try:

@@ -21,7 +21,7 @@ from gspo_megatron.errors import DataError, problem
 from gspo_megatron.files import WRONG_VALUES, make_folder, parse_json, write_atomically
 
 HUB_FILE = "hub.json"
-RANK_SECONDS = 300.0  # for rank 0 to write hub.json, which all nodes of a run can read
+RANK_SECONDS = 300.0  # time for rank 0 to write hub.json, which all nodes of a run can read
 
 # Keys whose values may be names of the Hub, by the kind of repository.
 _KEYS: dict[hub.Kind, tuple[str, ...]] = {

@@ -48,7 +48,7 @@ def known_part(
     for line in lines:
         if match := _KEY.match(line):
             unknown.add(_place_of_key(tuple(match[1].split(".")), keys))
-    if ("parallel", "layout") in unknown:  # it sets the sizes of the section
+    if ("parallel", "layout") in unknown:  # the layout sets the other keys of the section
         unknown.add(("parallel",))
     for place in unknown:
         _remove(pruned, place)

@@ -254,7 +254,7 @@ class EnvironmentSection(Section):
 
     @property
     def has_episodes(self) -> bool:
-        """Whether the policy may act more than once."""
+        """Whether a response may have several turns."""
         return self.name != SINGLE_TURN or bool(self.import_path or self.verifiers)
 
 
@@ -527,8 +527,9 @@ class RunConfig(Section):
         return self.layout().world_size
 
     def resolved_model(self) -> ModelShape:
-        """Return the starting shape with the keys of `model` applied. Sizes that neither sets get
-        TransformerConfig's defaults. Raises ConfigError like `starting_shape`."""
+        """Return the starting shape with the keys of `model` applied. Sizes that neither this shape
+        nor these keys set get TransformerConfig's defaults. Raises ConfigError like
+        `starting_shape`."""
         start = self.model.starting_shape()
         given = {name: getattr(self.model, name) for name in WHOLE_MODEL_KEYS}
         return shape_of(start, self.model.megatron, **given)

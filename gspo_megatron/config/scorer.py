@@ -42,8 +42,8 @@ def config_of_scorer(config: C, folder: str) -> C:
 
 
 def scorer_problems(config: RunConfig, folder: str, world_size: int) -> list[str]:
-    """Return what is wrong with a preference model on the layout of the run, one line each: its
-    folder, or sizes that the layout does not divide."""
+    """Return the problems of a preference model on the layout of the run, one line each. The folder
+    may be unusable, or a size of the model may not be a multiple of a size of the layout."""
     try:
         own = config_of_scorer(config, folder)
         plan = Plan(own, world_size, for_training=False)

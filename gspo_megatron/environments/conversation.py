@@ -82,8 +82,9 @@ class Conversation:
         self._openings[turn] = opening.text
 
     def next(self, messages: Sequence[Message], text: str, transcript: Transcript) -> Next:
-        """Return the input before the next turn. The first turn of a branch takes neither messages
-        nor text, later turns one of the two. Raises EpisodeError if these do not fit."""
+        """Return the input before the next turn. Before the first turn of a branch, `messages` and
+        `text` are empty. Before a later turn, exactly one of them is given. Raises EpisodeError
+        otherwise."""
         if len(transcript.turns) in transcript.prompts:
             if messages or text:
                 raise EpisodeError("nothing may come between the prompt and the first turn")

@@ -128,7 +128,7 @@ class EpisodeSession:
         continues = given[:count] == self.known and tools == self.client.conversation.tools
         if count and continues and len(given) > count:
             turn = await self.client.generate(given[count:], max_tokens=limit)
-        else:  # the first request, or another history
+        else:  # the first request, or a changed history
             self.client.begin(given, tools)
             turn = await self.client.generate(max_tokens=limit)
         message = assistant_message(turn.text, bool(tools), len(self.client.transcript.turns))

@@ -24,7 +24,8 @@ from gspo_megatron.routing.replay import expert_dtype
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Device bytes of one rank. Training and rollout take turns, so the larger one counts."""
+    """Device bytes of one rank. Training and rollout do not run at the same time, so the peak is
+    the larger of the two."""
 
     rank: int
     stage: int
@@ -93,7 +94,8 @@ def rank_memory(
     prefill *= work.rollout_prompts * work.lengths[0][0] * cp / work.tokens
     section = model.config.objective if isinstance(model.config, Config) else None
     lora, whole, reference = model.policy.lora, sum(state.parameters.values()), 0
-    # If B was zero at the start, the policy without its adapters is the reference, without a copy.
+    # If the adapters' B was zero at the start, the policy without adapters is the reference policy,
+    # and no copy of the weights is needed.
     if section and section.kl != "none" and not (lora is not None and lora.starts_as_base):
         reference = whole if lora is None else trained_bytes(model.policy)
     if section:

@@ -72,8 +72,8 @@ def step_traffic(
 
 
 def _sent(model: RankModel, collectives: Iterable[Collective]) -> Counter[str]:
-    """Return the bytes by axis. If two groups have the same ranks, the first one gets the bytes of
-    both. All all-to-alls belong to ep."""
+    """Return the bytes by axis. If the groups of two axes have the same ranks, the first axis gets
+    the bytes of both. All all-to-alls belong to ep."""
     groups, axes = model.policy.models[0].pg_collection, {}
     for axis, attribute in (("tp", "tp"), ("cp", "cp"), ("etp", "expt_tp"), ("ep", "ep")):
         group = getattr(groups, attribute, None)
@@ -83,7 +83,7 @@ def _sent(model: RankModel, collectives: Iterable[Collective]) -> Counter[str]:
     for each in collectives:
         axis = "ep" if each.kind == "all_to_all" else axes.get(each.ranks)
         if axis is None:
-            continue  # groups over several axes: only token counts and losses
+            continue  # groups over several axes send only token counts and losses
         size = len(each.ranks)
         rounds = 2 if each.kind == "all_reduce" else 1
         sent[axis] += rounds * each.num_bytes * (size - 1) // size
@@ -126,7 +126,7 @@ def step_cost(
     traffic: Mapping[str, float],
 ) -> Cost:
     """Estimate a step's seconds. `traffic`: bytes that a rank sends, by axis."""
-    # tokens of a model replica
+    # tokens of a model replica in a step
     tokens = work.filled * work.tokens * work.micro_batches_per_step
     sizes, shape = parallel.layout, config.resolved_model()
     # FLOPs per token: two for each weight in a matrix product, and attention over a window or, on

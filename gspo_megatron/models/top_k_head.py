@@ -43,9 +43,9 @@ def bucket_logprobs(
     vocab_start: int = 0,
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute log-probabilities [rows, k + 1]: those of the k candidates, and in the last column
-    that of all other tokens together. Also return whether the first candidate is the row's most
-    probable token: [rows] bool, without gradient.
+    """Compute log-probabilities [rows, k + 1]. The first k columns are for the candidates; the last
+    column is for all other tokens together. Also return [rows] bool, without gradient: whether the
+    first candidate is the row's most probable token.
 
     candidates: [rows, k] int64, no two in a row equal. Candidates that are not in the vocabulary,
     such as NO_TOKEN, have the log-probability -inf and no gradient. The other arguments, the dtypes
@@ -126,7 +126,9 @@ class _Buckets(torch.autograd.Function):
         total = gradient.sum(1, keepdim=True)
         of_candidates = gradient[:, :-1] - probabilities[:, :-1] * total  # [rows, k]
         # the derivative of log(rest) by the logit of a token in the rest is the token's share of it
-        of_rest = gradient[:, -1:] / probabilities[:, -1:] - total  # [rows, 1], times p
+        of_rest = (
+            gradient[:, -1:] / probabilities[:, -1:] - total
+        )  # [rows, 1], to be multiplied by p
         row_blocks, column_blocks = ctx.tiles
         sums = GradientSums(hidden, weight, row_blocks, ctx.needs_input_grad, None)
         buffer = tile_buffer(hidden, row_blocks, column_blocks, logprobs.dtype)

@@ -47,7 +47,7 @@ def node_of_job(environ: Mapping[str, str]) -> Node | None:
     It reads the variables of torchrun's options (PET_NNODES and others), which Kubeflow's
     PyTorchJob and TrainJob and deploy/kubernetes/jobset.yaml set, or those of SkyPilot. In a rank
     it returns None, because the rank's launcher has read the variables already. Raises UserError if
-    variables are missing or senseless.
+    variables are missing or have wrong values.
     """
     if _OF_A_RANK in environ:
         return None
@@ -79,7 +79,7 @@ def _of_torchrun(environ: Mapping[str, str]) -> Node:
     count = _number(environ, "PET_NNODES")
     number = _number(environ, "PET_NODE_RANK", default=0 if count == 1 else None)
     text = environ.get("PET_NPROC_PER_NODE") or environ.get("PET_N_PROC_PER_NODE", "")
-    ranks = int(text) if text.isascii() and text.isdigit() else None  # else auto, gpu or cpu
+    ranks = int(text) if text.isascii() and text.isdigit() else None  # other values: auto, gpu, cpu
     master = environ.get("PET_MASTER_ADDR") or environ.get("MASTER_ADDR", "")
     port_name = "PET_MASTER_PORT" if environ.get("PET_MASTER_PORT") else "MASTER_PORT"
     if not master and count > 1:
@@ -109,7 +109,7 @@ def world_size_on(node: Node, nproc: int | None, layout: int) -> int:
     machine; layout: the number of ranks that the layout needs at least.
 
     Without `nproc`, the number comes from the scheduler, else from the GPUs of this machine, else
-    from the layout. Raises UserError if the layout cannot be divided.
+    from the layout. Raises UserError if the machines cannot share the layout's ranks equally.
     """
     each = nproc or node.ranks or _gpus_here()
     if each is None:

@@ -81,8 +81,8 @@ class Collector:
         device: torch.device,
         score: FolderScores | None = None,
     ) -> None:
-        """prompts: configuration key of prompt files -> their prompts; scorer: the run's own;
-        score: computes the scores of a reward model on these ranks."""
+        """prompts: configuration key of prompt files -> their prompts; scorer: scores the run's
+        responses; score: computes the scores of a reward model on these ranks."""
         self.config, self.prompts = config, prompts
         self.source, self.scorer, self.device = source, scorer, device
         self.model_rewards = ModelRewards(config, device, score)
@@ -109,7 +109,7 @@ class Collector:
     ) -> RolloutShare:
         """Return scored responses to this rank's share of the prompts.
 
-        scorer: None: the run's own. Raises the errors of `RolloutSource.take`.
+        scorer: None stands for the run's scorer. Raises the errors of `RolloutSource.take`.
         """
         scorer, prompts = scorer or self.scorer, self.prompts_of(request)
         share = self.source.take(request, prompts, scorer, router_noise=router_noise)
@@ -275,7 +275,8 @@ class DynamicSampling:
     def candidates(self, first: int) -> list[int]:
         """Return the groups from number `first` on that may still be chosen.
 
-        The others need not be kept. All groups of the first request stay candidates: see `groups`.
+        Other groups need not be kept. All groups of the first request stay candidates: see
+        `groups`.
         """
         return [n for n in range(first, self.num_groups) if first == 0 or self.has_spread[n]]
 
@@ -305,7 +306,8 @@ class DynamicSampling:
 def judge_groups(
     group: RolloutGroup, request: RolloutRequest, device: torch.device
 ) -> tuple[list[bool], list[bool]]:
-    """Return two lists: whether each group of a request has different rewards, and lacks a reward.
+    """Return two lists with a flag for each group of a request. The first list says whether the
+    group has different rewards, the second whether the group lacks a reward.
 
     Both lists are in the order of the groups, and the same on all ranks.
     """

@@ -3,7 +3,8 @@ their most probable tokens at these positions.
 
 A server is vLLM, or another server with the same `prompt_logprobs` and `/tokenize`. Its model may
 have any shape, but must have the policy's tokenizer. Each branch of a response is sent whole, as
-token ids. The teacher's temperature is always 1: servers compute prompt_logprobs at no other.
+token ids. The teacher's temperature is always 1: servers compute prompt_logprobs at no other
+temperature.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Judged(NamedTuple):
     tokens: np.ndarray | None = None  # [response tokens, k] int32, filled up with -1
     top_logprobs: np.ndarray | None = None  # [response tokens, k] float32
     seconds: np.ndarray | None = None  # [1] float64, wall seconds
-    teachers: np.ndarray | None = None  # [num_sequences] int32, -1: none; None: one for all
+    teachers: np.ndarray | None = None  # [num_sequences] int32, -1: no teacher; None: at most one
 
 
 @dataclass
@@ -184,7 +185,7 @@ class Teachers:
             try:
                 answers = iter(await asyncio.gather(*tasks))
             finally:
-                for task in tasks:  # if one has failed for good, the others still run
+                for task in tasks:  # if one task has failed for good, the others still run
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
         said = []

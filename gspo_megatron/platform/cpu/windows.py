@@ -28,14 +28,14 @@ from torch import Tensor
 from gspo_megatron.process.cores import usable_cores
 
 MEMORY = "/dev/shm"  # a file system in memory
-PIECE_BYTES = 2**20  # that each rank writes in a turn for each rank that reads
+PIECE_BYTES = 2**20  # that a rank writes for each reading rank in one turn
 MOST_BYTES = 32 * 2**20  # the largest window
-_PREFIX = "gspo-megatron-window-"  # of a window's file, which has a name only for a moment
-_FORGOTTEN_SECONDS = 60.0  # an older file was left by a rank that was killed in that moment
-LINE = 64  # bytes of a cache line: each rank's numbers have their own
-WORDS = LINE // 8  # int64 in a line; three are used: the count of arrivals and two purposes
+_PREFIX = "gspo-megatron-window-"  # of the name of a window's file, which exists for a moment
+_FORGOTTEN_SECONDS = 60.0  # older names were left by killed ranks
+LINE = 64  # bytes of a cache line. Each rank's numbers have a line of their own
+WORDS = LINE // 8  # int64 in a line. Three are used: a count of arrivals and two purposes
 
-# A rank that waits first polls for this long, and gives its core away each time. Then it sleeps
+# A rank that waits first polls for this long, and yields its core after each poll. Then it sleeps
 # between two polls, for a twentieth of the time that it has waited.
 SPIN_SECONDS = 0.005
 NAP_SECONDS = (5e-5, 1e-2)  # the shortest and the longest sleep
@@ -51,7 +51,8 @@ class Window:
         """file: a descriptor, which the window closes. Raises OSError if it cannot be mapped."""
         self.file, self.rank, size = file, group.rank(), group.size()
         finalize(self, os.close, file)
-        # The lock lasts until the process ends for any reason. So others see whether it has ended.
+        # The lock lasts until this process ends for any reason. So other ranks see whether this
+        # process has ended.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.rank)
         memory = mmap.mmap(file, 0)
         words = memoryview(memory).cast("q")[: size * WORDS]
@@ -70,8 +71,8 @@ class Window:
         RuntimeError if a rank comes for another purpose, has ended, or does not come within the
         group's time limit."""
         self.meetings += 1
-        # Two words in turn: no rank writes the same word again before all have come to the next
-        # meeting.
+        # Meetings use the two words alternately. So no rank overwrites a word before all ranks have
+        # come to the next meeting.
         purposes = self.purposes[self.meetings % 2]
         purposes[self.rank] = purpose
         self.arrivals[self.rank] = self.meetings
@@ -92,7 +93,7 @@ class Window:
             nap = min(max(waited / 20, shortest), longest)
             time.sleep(nap)
             if nap == longest and self._has_ended(rank):
-                if self.arrivals[rank] >= self.meetings:  # it came, and then ended
+                if self.arrivals[rank] >= self.meetings:  # the rank came, and then ended
                     return
                 raise RuntimeError(f"connection lost: rank {self.global_ranks[rank]} has ended")
             if waited > self.timeout:
@@ -104,7 +105,7 @@ class Window:
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         except OSError:
             return False
-        fcntl.lockf(self.file, fcntl.LOCK_UN, 1, rank)  # so that the other ranks see it too
+        fcntl.lockf(self.file, fcntl.LOCK_UN, 1, rank)  # so that other ranks can test it, too
         return True
 
 
@@ -118,7 +119,7 @@ def window_of(group: dist.ProcessGroup) -> Window | None:
     because the first call makes the window."""
     if group not in _windows:
         is_ordered = platform.machine() in ORDERED_PROCESSORS
-        is_real = dist.get_backend(group) == "gloo"  # torch's "fake" ranks are not there
+        is_real = dist.get_backend(group) == "gloo"  # ranks of the backend "fake" do not exist
         _windows[group] = _make(group) if is_ordered and is_real else None
     return _windows[group]
 
@@ -132,8 +133,8 @@ def turns(
 
     In each turn every rank writes to its place, all meet, and each reads what the others wrote. A
     half is written again two turns later. By then all ranks have met once more, so all have read
-    it. `work` names the collective, so that ranks in another collective, or with other sizes, are
-    detected.
+    the half. `work` names the collective, so that ranks in another collective, or with other sizes,
+    are detected.
     """
     window = window_of(group)
     assert window is not None
@@ -159,7 +160,7 @@ def _make(group: dist.ProcessGroup) -> Window | None:
                 path = _new_file(size)
         told = [path]
         dist.broadcast_object_list(told, group=group, group_src=0)
-        if told[0] and os.path.exists(told[0]):  # on another host it is not there
+        if told[0] and os.path.exists(told[0]):  # other hosts do not have the file
             with contextlib.suppress(OSError):
                 window = Window(group, os.open(told[0], os.O_RDWR | os.O_CLOEXEC))
         # This uses broadcasts, because Megatron-Core lets torch collect all_reduce,
@@ -177,10 +178,10 @@ def _make(group: dist.ProcessGroup) -> Window | None:
 def _new_file(size: int) -> str:
     """Make a file in memory for `size` ranks, and allocate all of its pages. (Writing to a page for
     which the file system has no room would kill the process.) Raises OSError if the file would
-    leave little room for others."""
+    leave little room for other files."""
     _remove_forgotten()
     room = os.statvfs(MEMORY)
-    unit = 2 * size * size * LINE  # a cache line from each rank to each, in both halves
+    unit = 2 * size * size * LINE  # a cache line for each pair of ranks, in both halves
     data = max(1, min(2 * size * size * PIECE_BYTES, MOST_BYTES) // unit) * unit
     if room.f_bavail * room.f_frsize < 4 * data:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), MEMORY)
@@ -196,8 +197,8 @@ def _new_file(size: int) -> str:
 
 
 def _remove_forgotten() -> None:
-    """Remove this user's old windows that still have names. (If the ranks of a window were only
-    suspended, they cannot open it any more, and work without it.)"""
+    """Remove this user's old windows that still have names. (If the ranks of such a window were not
+    killed but suspended, they cannot open it any more, and work without a window.)"""
     with os.scandir(MEMORY) as entries:
         for entry in entries:
             if not entry.name.startswith(_PREFIX):

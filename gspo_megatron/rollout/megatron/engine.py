@@ -164,7 +164,7 @@ class MegatronEngine:
             watched = noisy_routers(self.router_noise, numbers, record=self.record_routes)
         elif self.record_routes:
             watched = recorded()
-        with watched as experts:  # the chosen ones, [tokens, k] by layer number
+        with watched as experts:  # the chosen experts, [tokens, k] by layer number
             hidden = self.pipeline(ids, positions)
         if not self.record_routes:
             return hidden, None
@@ -248,7 +248,7 @@ class _Generation:
             routes = no_routes(engine.policy.config, *sizes, device=device)
         self.responses = Responses.empty(count, sampling.max_tokens, routes, device)
         self.next = 0  # the first response that has not started
-        self.prefilled: _Prefilled | None = None  # its prompt's results, if its group has started
+        self.prefilled: _Prefilled | None = None  # of response `next`, if its group has started
         self.spans, self.long_rows = Spans.of([]), self.samples[:0]
 
     def run(self) -> None:
@@ -343,7 +343,7 @@ class _Generation:
         first, last = self.next, self.next + plan.starts
         started, prefilled = self._prompts_before(first), self._prompts_before(last)
         free = self.rows.free(plan.starts)
-        known = min(last, started * self.per_prompt) - first  # responses of a group in progress
+        known = min(last, started * self.per_prompt) - first  # of these, in a started group
         if known:
             assert self.prefilled is not None, "its group has started"
             hidden = self._start(free[:known], first, self.prefilled, hidden)
@@ -364,7 +364,7 @@ class _Generation:
     ) -> Tensor | None:
         """Start the n responses from number `first` on in `rows` [n].
 
-        The first of the prefilled prompts is that of response `first`. Returns `hidden`
+        The first of the prefilled prompts is the prompt of response `first`. Returns `hidden`
         [rows, hidden], as `_admit` does.
         """
         if hidden is None and prefilled.hidden is not None:

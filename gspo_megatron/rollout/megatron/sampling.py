@@ -134,7 +134,8 @@ def _first_above(cumulative: Tensor, threshold: Tensor) -> Tensor:
 
 
 def _kept(probabilities: Tensor, sampling: Sampling) -> Tensor:
-    """Set to zero the tokens that top-k and then top-p leave out; never the likeliest token."""
+    """Set the probabilities of the tokens that top-k and then top-p leave out to zero. The
+    likeliest token is always kept."""
     size = probabilities.shape[-1]
     limit = min(sampling.top_k, size) if sampling.top_k else size
     if limit == size and sampling.top_p >= 1.0:
@@ -149,7 +150,8 @@ def _kept(probabilities: Tensor, sampling: Sampling) -> Tensor:
 def with_special_tokens(
     decode: Callable[[Sequence[int]], str], names: Mapping[int, str]
 ) -> Callable[[Sequence[int]], str]:
-    """Return a `decode` that writes the special tokens in `names`, which `decode` leaves out."""
+    """Return a function that decodes like `decode`, but also writes the special tokens in
+    `names`."""
 
     def decode_all(ids: Sequence[int]) -> str:
         runs = ((name, list(run)) for name, run in groupby(ids, names.get))

@@ -39,7 +39,7 @@ _COARSE = (1.0, 0.15)
 _LATENT_MEAN = 1e-4
 
 _SUM_TOLERANCE = 1e-12  # relative, for float64 sums in different orders
-_PADDED = ("embedding", "output layer")  # vLLM adds rows of zeros
+_PADDED = ("embedding", "output layer")  # vLLM pads these with rows of zeros
 _SHOWN = 6
 NOT_THE_WEIGHTS = "does not have the trainer's weights"
 
@@ -125,7 +125,8 @@ def suspect_families(workers: Sequence[Sums], folder: Sums) -> list[str]:
 
 
 def describe_families(families: Sequence[str], known: int) -> str:
-    """Describe families in words: `experts of layers 1, 2; embedding`. known: how many exist."""
+    """Describe families in words: `experts of layers 1, 2; embedding`. known: the number of all
+    families."""
     if len(families) == known > 1:
         return "all of them"
     layers: dict[str, list[str]] = {}
