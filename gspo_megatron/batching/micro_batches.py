@@ -48,7 +48,7 @@ class MicroBatch:
     # [response tokens] int64: the number of the teacher, if there are several; -1: no teacher
     teacher_numbers: Tensor | None = None
     token_advantages: Tensor | None = None
-    mask: Tensor | None = None  # [response tokens] float32, 1 on tokens to learn from; None: all 1
+    mask: Tensor | None = None  # [response tokens] float32, 1 on tokens to learn from; None: on all
     # [sequences]: number of tokens to learn from in the whole sequence, not only in this rank's
     # shard; None: all tokens
     masked_lengths: Tensor | None = None

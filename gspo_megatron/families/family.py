@@ -218,7 +218,7 @@ class Family:
         return hf
 
 
-# The names of transformers' classes of preference models end so.
+# The end of the names of transformers' classes for preference models.
 SCORE_CLASS = "ForSequenceClassification"
 
 

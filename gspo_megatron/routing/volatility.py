@@ -60,7 +60,7 @@ class RoutingMetrics:
         if pipeline_group.size() > 1:
             dist.all_reduce(changed, dist.ReduceOp.MAX, group=pipeline_group)
         counts = self._sums.new_tensor([float(changed.sum()), float(len(changed))])
-        if pipeline_group.rank() > 0:  # holds the same tokens as the first stage
+        if pipeline_group.rank() > 0:  # this stage holds the same tokens as the first
             counts.zero_()
         packed = torch.cat([self._sums.flatten(), counts])
         dist.all_reduce(packed)

@@ -22,8 +22,9 @@ STEPS = 4
 STAGE_STEPS = 60
 CALLS_PER_STEP = 16  # calls of the reward
 
-# The reward of a response is arbitrary but reproducible. If there is a file `hold`, the run waits
-# from the call on whose number it has. Each call adds a byte to the file `calls`.
+# The reward of a response is arbitrary but reproducible. A file `hold` holds the number of a call:
+# this call and all later ones wait until the file is removed. Each call adds a byte to the file
+# `calls`.
 _REWARD = """
 import os, socket, time, zlib
 from pathlib import Path

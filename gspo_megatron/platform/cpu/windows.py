@@ -28,10 +28,10 @@ from torch import Tensor
 from gspo_megatron.process.cores import usable_cores
 
 MEMORY = "/dev/shm"  # a file system in memory
-PIECE_BYTES = 2**20  # that a rank writes for each reading rank in one turn
+PIECE_BYTES = 2**20  # bytes that a rank writes for each reading rank in one turn
 MOST_BYTES = 32 * 2**20  # the largest window
-_PREFIX = "gspo-megatron-window-"  # of the name of a window's file, which exists for a moment
-_FORGOTTEN_SECONDS = 60.0  # older names were left by killed ranks
+_PREFIX = "gspo-megatron-window-"  # begins the name of a window's file
+_FORGOTTEN_SECONDS = 60.0  # a file whose name is older was left by a killed rank
 LINE = 64  # bytes of a cache line. Each rank's numbers have a line of their own
 WORDS = LINE // 8  # int64 in a line. Three are used: a count of arrivals and two purposes
 

@@ -248,7 +248,7 @@ class _Generation:
             routes = no_routes(engine.policy.config, *sizes, device=device)
         self.responses = Responses.empty(count, sampling.max_tokens, routes, device)
         self.next = 0  # the first response that has not started
-        self.prefilled: _Prefilled | None = None  # of response `next`, if its group has started
+        self.prefilled: _Prefilled | None = None  # kept while a group starts
         self.spans, self.long_rows = Spans.of([]), self.samples[:0]
 
     def run(self) -> None:
@@ -343,7 +343,8 @@ class _Generation:
         first, last = self.next, self.next + plan.starts
         started, prefilled = self._prompts_before(first), self._prompts_before(last)
         free = self.rows.free(plan.starts)
-        known = min(last, started * self.per_prompt) - first  # of these, in a started group
+        # responses of a group that has started
+        known = min(last, started * self.per_prompt) - first
         if known:
             assert self.prefilled is not None, "its group has started"
             hidden = self._start(free[:known], first, self.prefilled, hidden)

@@ -1,5 +1,5 @@
 """The transfer of weights from rank 0 to the workers of servers over gloo, in separate processes.
-tests/vllm/test_stream.py does it with vLLM."""
+tests/vllm/test_stream.py tests this transfer with vLLM."""
 
 from __future__ import annotations
 
