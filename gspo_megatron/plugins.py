@@ -30,7 +30,7 @@ _INPUTS = {"reward": "sample", "objective": "inputs", "advantage": "rewards"}
 def load_function(
     key: str, import_path: str, error_class: type[UserError] = UserError, kind: str = "function"
 ) -> Callable[..., Any]:
-    """Import a function, or a class with kind "class", from `import_path`, "package.module:name".
+    """Import a function from `import_path`, "package.module:name", or a class if `kind` is "class".
 
     key: the configuration key with this path. The module is searched for in the installed packages,
     then in the current directory and the folders of MODULES_VARIABLE. Raises `error_class` with the

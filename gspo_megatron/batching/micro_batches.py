@@ -74,7 +74,8 @@ class MicroBatchBuilder:
         self.temperature = temperature
         multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
         if config.fp8:
-            # The FP8 products for the weight gradients sum over the tokens of a rank's shard.
+            # The FP8 products for the weight gradients sum over the tokens of a rank's shard, so
+            # their number must be aligned.
             multiple *= get_fp8_align_size(config.fp8_recipe)
         self.spec = PackSpec(
             pad_id,
@@ -294,7 +295,7 @@ def run_chunk(model: torch.nn.Module, micro_batch: MicroBatch) -> Tensor:
 
 
 def _local_padding_mask(model: torch.nn.Module, mask: Tensor | None) -> Tensor | None:
-    """Return the padding mask to pass to the model. With it, routers leave padding out of their
+    """Return the padding mask to pass to the model. With a mask, routers leave padding out of their
     losses.
 
     On the stage that embeds tokens, GPTModel itself cuts the mask for sequence parallelism. The

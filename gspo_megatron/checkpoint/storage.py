@@ -187,7 +187,7 @@ class TorchDistWriter(dcp.FileSystemWriter):
 
     def __init__(self, folder: Path, files: Mapping[str, bytes] | None = None) -> None:
         super().__init__(folder)
-        common = io.BytesIO()  # no unsharded values, but Megatron-Core 0.16 needs the file
+        common = io.BytesIO()  # holds nothing, but Megatron-Core 0.16 needs this file
         torch.save({}, common)
         standard = {"metadata.json": json.dumps(_FORMAT).encode(), "common.pt": common.getvalue()}
         self._folder, self._files = folder, standard | dict(files or {})
@@ -294,7 +294,7 @@ class SavePlanner(dcp.DefaultSavePlanner):
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
-    """Gives DCP the tensors that it reads into: parts of the pieces."""
+    """Gives DCP the tensors into which DCP reads: parts of the pieces."""
 
     def __init__(self, places: Mapping[MetadataIndex, Piece]) -> None:
         super().__init__()

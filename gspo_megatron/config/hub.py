@@ -1,9 +1,9 @@
 """Replaces names of the Hub in a configuration by folders of this machine.
 
 A loaded configuration holds the folders. A written configuration holds the names again, with their
-commits, as ORG/NAME@COMMIT, so that it means the same on any machine and on any day. The file
-hub.json in the run folder holds the commit of each name that is given without one. So a resumed
-run, and the ranks of all nodes, use the same commits.
+commits, as ORG/NAME@COMMIT, so that the configuration means the same on any machine and on any day.
+The file hub.json in the run folder holds the commit of each name that is given without one. So a
+resumed run, and the ranks of all nodes, use the same commits.
 """
 
 from __future__ import annotations

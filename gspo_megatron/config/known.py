@@ -101,7 +101,7 @@ def _remove(raw: Any, place: _Place) -> None:
 def _validated(raw: dict[str, Any], schema: type[BaseModel]) -> Any:
     """Return the configuration, with `_REQUIRED` for missing required values. Returns None if the
     other values do not make a configuration."""
-    for _ in range(4):  # at most: a section, its key, a suite, its key
+    for _ in range(4):  # each try fills one level: section, its keys, suite, its keys
         try:
             return schema.model_validate(raw)
         except ValidationError as error:

@@ -105,7 +105,8 @@ def engine_lacks() -> str | None:
     try:
         version = importlib.metadata.version(ENGINE_PACKAGE)
     except importlib.metadata.PackageNotFoundError:
-        return None  # built in place, as in NVIDIA's containers: any version is accepted
+        # It was built in place, as in NVIDIA's containers. Any version is accepted.
+        return None
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is not None and tuple(map(int, found.groups())) < ENGINE_MINIMUM:
         minimum = ".".join(map(str, ENGINE_MINIMUM))

@@ -150,7 +150,7 @@ class ParallelSection(Section):
         return None if value == 1 else value
 
     def uses_sequence_parallel(self) -> bool:
-        """sequence_parallel with its default filled in."""
+        """The value of `sequence_parallel` with its default filled in."""
         if self.sequence_parallel is None:
             return self.tensor_model_parallel_size > 1
         return self.sequence_parallel

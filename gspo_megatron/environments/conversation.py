@@ -135,7 +135,8 @@ class Conversation:
     def _is_branch(self, text: str, transcript: Transcript) -> bool:
         """Whether a template's `text` equals the branch so far, ignoring white space.
 
-        If the template did not write all text between the turns, only the turns must occur."""
+        If the template did not write all text between the turns, it is enough that `text` contains
+        the turns in their order."""
         start = transcript.last_start
         turns = [self.text_of(turn) for turn in transcript.turns[start:]]
         between = self._texts[start:]

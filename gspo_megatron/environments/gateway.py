@@ -1,7 +1,7 @@
 """Serves the policy over OpenAI's chat completions API, for programs that act in an episode.
 
-It listens on loopback. An episode is a session; the API key of a request identifies it. The
-episode's Client records the policy's tokens, so the programs need no change.
+The gateway listens on loopback. An episode is a session; the API key of a request identifies it.
+The episode's Client records the policy's tokens, so the programs need no change.
 """
 
 from __future__ import annotations

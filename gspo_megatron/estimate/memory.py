@@ -34,7 +34,7 @@ class RankMemory:
     reference: int  # weights of the reference policy and the teacher, if the objective needs them
     scorer: int  # weights of a reward model that the ranks compute
     activations: int  # activations of all micro-batches in flight
-    in_flight: tuple[int, ...]  # number of micro-batches, for each chunk
+    in_flight: tuple[int, ...]  # number of micro-batches in flight, for each chunk
     workspace: int  # memory of the running forward or backward pass
     head: int  # part of the workspace: tiles and gradients of the log-prob head
     replay: int  # routes of the step's tokens

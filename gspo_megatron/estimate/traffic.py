@@ -156,8 +156,8 @@ def step_cost(
 def _delta_flops(shape: ModelShape) -> int:
     """Return the FLOPs per token in the delta rule of a layer.
 
-    Each head has three products with its state. Within a chunk, it has five products of keys and
-    three of values."""
+    Each head has three products with its state, of size key x value. Within a chunk of tokens it
+    has five products over the width of a key, and three over the width of a value."""
     sizes = delta_net_sizes(shape.megatron)
     key, value = sizes["linear_key_head_dim"], sizes["linear_value_head_dim"]
     heads = sizes["linear_num_value_heads"]

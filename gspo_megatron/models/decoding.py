@@ -187,10 +187,12 @@ class LocalAttention(torch.nn.Module):
         super().__init__()
         self.stock = stock  # `decoding` also replaces its linear layers
         self.groups = stock.num_query_groups_per_partition
-        self.queries = stock.num_attention_heads_per_partition // self.groups  # heads of a group
+        # Number of query heads in a group.
+        self.queries = stock.num_attention_heads_per_partition // self.groups
         self.scale = stock.config.softmax_scale or stock.hidden_size_per_attention_head**-0.5
         self.window_and_sinks = window_and_sinks(stock)
-        self.norm: Tensor | None = None  # [queries of a group + 1, dim]: weights; the key's is last
+        # The norms' weights [queries of a group + 1, dim]. The last weight is the key's.
+        self.norm: Tensor | None = None
         if isinstance(stock.q_layernorm, TorchNorm):
             norms = [stock.q_layernorm] * self.queries + [stock.k_layernorm]
             weights = torch.stack([norm.weight + norm.zero_centered for norm in norms])

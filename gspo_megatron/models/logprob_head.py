@@ -115,7 +115,7 @@ class VocabParallelLogProb(torch.autograd.Function):
         row_blocks, column_blocks = tiles_of(
             len(hidden), used, chunk_size, dtype.itemsize, hidden.device
         )
-        # each block of columns: maximum, sum of exponentials, sum of logits times exponentials
+        # for each block of columns: maximum, sum of exponentials, sum of logits times exponentials
         block_sums = hidden.new_empty((3, len(column_blocks), len(hidden)), dtype=dtype)
         target_logit = hidden.new_zeros(len(hidden), dtype=dtype)
         buffers = [tile_buffer(hidden, row_blocks, column_blocks, dtype) for _ in range(2)]
@@ -274,7 +274,8 @@ def tiles_of(
 
 
 def _blocks(total: int, largest: int, unit: int) -> list[slice]:
-    """Blocks of nearly equal size, at most `largest`; all but the last are multiples of `unit`."""
+    """Blocks of nearly equal size, at most `largest`. The sizes of all but the last block are
+    multiples of `unit`."""
     count = max(-(-total // largest), 1)
     size = max(-(-total // (count * unit)), 1) * unit
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]

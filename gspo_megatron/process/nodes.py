@@ -1,6 +1,6 @@
 """The place of this machine in a job of several machines without Slurm: a pod of Kubernetes or a
-node of SkyPilot. There, the launcher on each machine starts the ranks of its machine, and these
-join the ranks of the other machines."""
+node of SkyPilot. There, the launcher on each machine starts the ranks of this machine, and these
+ranks join those of the other machines."""
 
 from __future__ import annotations
 

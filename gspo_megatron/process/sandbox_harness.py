@@ -157,7 +157,7 @@ def _write(descriptor: int, data: bytes) -> None:
 
 def _end(code: int) -> None:
     sys.stdout.flush()
-    os._exit(code)  # threads of the solution may be left
+    os._exit(code)  # threads of the solution may still run
 
 
 # Tests with asserts run in one sandbox, and the solution runs in another. The solution gets names

@@ -313,7 +313,8 @@ def judge_groups(
     """
     groups, shaped = (to_tensor(values, device) for values in (group.group_index, group.shaped))
     failed = shaped.isnan()
-    differs = (group_mean(shaped.nan_to_num(), groups) != 0) & ~failed  # all 0: no spread
+    # `group_mean` is exactly 0 in a group without spread.
+    differs = (group_mean(shaped.nan_to_num(), groups) != 0) & ~failed
     flags = torch.zeros((2, len(request.rows)), dtype=torch.long, device=device)
     flags[0, groups[differs] - request.first] = 1
     flags[1, groups[failed] - request.first] = 1

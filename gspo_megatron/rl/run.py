@@ -91,8 +91,8 @@ def _train_phase(
 
     parts: None: read the phase's own inputs, reward and objective; kept: see
     `RolloutSource.hand_over`. Returns three values: False if the run was stopped, else True; the
-    start of the next phase or of the steps after a rollback, if one follows; and the resources that
-    the next phase's source takes over.
+    start of the next phase or of the steps after a rollback, or None if nothing follows; and the
+    resources that the next phase's source takes over, or None.
     """
     start = session.start
     step = start.state.step if start.state is not None and start.state.phase == RL else 0

@@ -1,4 +1,5 @@
-"""Metrics of how far routers moved since the step began, and how evenly they spread the tokens."""
+"""Metrics of how much the routers' choices and scores have changed since the step began, and of how
+evenly routers spread the tokens over the experts."""
 
 from __future__ import annotations
 

@@ -201,9 +201,9 @@ cp -a {disk}/run {copy}
 def test_a_run_on_a_disk_that_fills_up_ends_with_the_reason_and_goes_on_with_more_room(
     runs: Runs, checkpoints: float
 ) -> None:
-    """checkpoints: the number of checkpoints for which the disk has room. Three exist at a time,
-    because the oldest is removed last. If they fit, only metrics and samples may run out of
-    space."""
+    """checkpoints: the number of checkpoints for which the disk has room. Three checkpoints exist
+    at a time, because the oldest is removed last. If three fit, only metrics and samples may run
+    out of space."""
     runs.to_the_end(TWO, run=runs.undisturbed)
     saved = runs.undisturbed / "checkpoints" / LAST
     size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())

@@ -1,5 +1,5 @@
 """The manifests of deploy/. Network namespaces run as pods, with the variables that Kubernetes,
-Kubeflow and SkyPilot set. They need neither Slurm nor Ray."""
+Kubeflow and SkyPilot set. The tests need neither Slurm nor Ray."""
 
 from __future__ import annotations
 

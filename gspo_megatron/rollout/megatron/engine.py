@@ -331,7 +331,7 @@ class _Generation:
         return _Plan(most, starts, prompts, longest_of_all, steps)
 
     def _prompts_before(self, response: int) -> int:
-        """Return the number of prompts that all responses before this one need prefilled."""
+        """Return the number of prompts that must be prefilled for all responses before this one."""
         return -(-response // self.per_prompt)
 
     def _admit(self, hidden: Tensor | None, plan: _Plan) -> Tensor | None:
@@ -390,7 +390,7 @@ class _Generation:
     def _prefill(self, numbers: range, plan: _Plan) -> _Prefilled:
         """Run the prompts `numbers` through the model.
 
-        Dummies of one token, with sample index 0, fill the batch up to `plan.prompts`.
+        Dummy prompts of one token, with sample index 0, fill the batch up to `plan.prompts`.
         """
         dummies = plan.prompts - len(numbers)
         prompts = [*(self.prompts[n] for n in numbers), *[(self.engine.pad_id,)] * dummies]

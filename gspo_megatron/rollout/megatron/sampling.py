@@ -114,7 +114,8 @@ def _inverted(weights: Tensor, uniform: Tensor) -> Tensor:
     ends = sums.cumsum(1, dtype=torch.float64)
     threshold = uniform * ends[:, -1:]
     block = _first_above(ends, threshold)
-    within = (threshold - (ends - sums).gather(1, block)).clamp(min=0.0)  # not below 0 by rounding
+    # rounding could make it negative
+    within = (threshold - (ends - sums).gather(1, block)).clamp(min=0.0)
     of_block = block[:, :, None].expand(-1, -1, width)
     cumulative = blocks.gather(1, of_block)[:, 0].cumsum(1, dtype=torch.float64)
     index = block * width + _first_above(cumulative, within)

@@ -136,7 +136,7 @@ class WeightLoader:
         deadline: float,
         stream: Mapping[str, Any] | None = None,
     ) -> None:
-        server.version, start = None, time.monotonic()  # None: it gets no requests
+        server.version, start = None, time.monotonic()  # None: the server gets no requests
         seconds = max(deadline - start, 0.1)
         await server.client.load_weights(
             weights.folder,

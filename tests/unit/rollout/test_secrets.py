@@ -1,4 +1,5 @@
-"""The tokens of servers and of the rollout service are sent to no other program."""
+"""Only a server gets the token of this server, and only the rollout service gets the token of the
+service."""
 
 from __future__ import annotations
 

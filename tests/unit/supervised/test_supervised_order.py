@@ -1,5 +1,5 @@
-"""The examples and tokens that a stage learns. They are counted: each comes the right number of
-times, also after a resume."""
+"""The examples and tokens that a stage learns. The tests count them: each occurs the right number
+of times, also after a resume."""
 
 from __future__ import annotations
 
