@@ -13,7 +13,8 @@ from gspo_megatron.errors import UserError
 # Environment variable: the file descriptor of a socket. The launcher has opened this socket for
 # torch's store, which rank 0 serves on it.
 STORE_DESCRIPTOR = "GSPO_STORE_FD"
-ROLLOUT_NODES = "GSPO_ROLLOUT_NODES"  # comma-separated names of the job's hosts that only serve
+# comma-separated names of the job's hosts that only serve rollouts
+ROLLOUT_NODES = "GSPO_ROLLOUT_NODES"
 _DISCARD = 9  # a port; nothing is sent to it
 _ABROAD = "192.0.2.1"  # no machine has this address (RFC 5737), so its route is the default route
 
@@ -49,9 +50,9 @@ def own_address(master: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return the address at which the other hosts of the job reach this machine.
 
     master: the first host of the job. On many systems a host's own name resolves to 127.0.1.1 on
-    the host itself, which other hosts cannot reach. In this case, and if the name has addresses in
-    several networks, the result is the address on the way to another host. Raises UserError if no
-    address is known, or if `master` cannot be resolved.
+    the host itself. Other hosts cannot reach this address. In this case, and if the name has
+    addresses in several networks, the result is the address that this machine uses to reach another
+    host. Raises UserError if no address is known, or if `master` cannot be resolved.
     """
     known = addresses_of(master)
     if not known:
@@ -83,7 +84,7 @@ def own_address_for_servers(environ: Mapping[str, str] = os.environ) -> str:
     if not is_loopback(own):
         return own
     unknown = [name for name in _serving_hosts(environ) if route_to(name) is None]
-    if not unknown:  # all of them are on this host
+    if not unknown:  # all of these hosts are this machine
         return own
     return _way_abroad(
         f"{ROLLOUT_NODES} = {','.join(unknown)}: this host has no route there; MASTER_ADDR = "

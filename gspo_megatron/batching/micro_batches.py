@@ -53,7 +53,7 @@ class MicroBatch:
     # shard; None: all tokens
     masked_lengths: Tensor | None = None
     rollout_routes: list[Tensor] | None = None  # [length, layers of this rank, k] for each branch
-    recorded_routes: Any = None  # routes that Routing Replay records in one pass for a later one
+    recorded_routes: Any = None  # routes that Routing Replay records in one pass for a later pass
     # Chooses the experts of the next forward pass. None: the routers choose.
     routes: Routes | None = None
 

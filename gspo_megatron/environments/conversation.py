@@ -119,7 +119,7 @@ class Conversation:
     def _between(self, messages: Sequence[Message], transcript: Transcript) -> Next | None:
         """Return what the template writes after the last turn.
 
-        Returns None if the template would now write the branch so far differently."""
+        Returns None if the template would now write a different text for the branch so far."""
         mark = _mark_for([*self.messages, *messages])
         last = {**self.messages[-1], "content": self.messages[-1]["content"] + mark}
         written = self._rendered([*self.messages[:-1], last, *messages])

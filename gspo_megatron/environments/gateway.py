@@ -168,7 +168,7 @@ def _is_there(request: Any) -> bool:
 def _is_repeated(request: Any) -> bool:
     """Whether the client declares the request as a retry, as the package `openai` does.
 
-    The client may have given up just when its answer was sent."""
+    The client may have given up just when the answer to its first request was sent."""
     return request.headers.get("x-stainless-retry-count", "0") != "0"
 
 

@@ -32,8 +32,8 @@ def export_config(
     """The config.json for weights of this shape and dtype. Keys that only vLLM needs are added.
 
     original: the config.json that the weights were imported with. If it still describes the model,
-    all its keys are kept. Otherwise the keys that describe a model are replaced, and the others are
-    kept. Raises ConfigError if the family of `original` has no models of this shape; without
+    all its keys are kept. Otherwise the keys that describe a model are replaced, and the other keys
+    are kept. Raises ConfigError if the family of `original` has no models of this shape; without
     `original`, if no family has models of this shape.
     """
     original = None if original is None else language_model(original)

@@ -145,7 +145,8 @@ class _Buckets(torch.autograd.Function):
 
 def _take_out(values: Tensor, index: Tensor, inside: Tensor) -> None:
     """Set the values of the candidates inside this tile to exactly 0, by subtracting each from
-    itself. Candidates outside it have an index too, but nothing is subtracted there."""
+    itself. Candidates outside this tile have an index, too, but nothing is subtracted at this
+    index."""
     values.scatter_add_(1, index, -values.gather(1, index).where(inside, 0.0))
 
 

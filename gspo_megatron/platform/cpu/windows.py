@@ -1,8 +1,8 @@
-"""Memory that the ranks of one host share: a window for each process group. It also synchronises
-these ranks.
+"""Memory that the ranks of one host share: a window for each process group. A window also
+synchronises the ranks of its group.
 
 Gloo's ranks sleep until a message wakes them, which takes 1 ms on average on a virtual machine. In
-a window each rank counts its arrivals, and the other ranks read the count.
+a window, each rank counts the meetings to which it has come, and the other ranks poll this count.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ MEMORY = "/dev/shm"  # a file system in memory
 PIECE_BYTES = 2**20  # bytes that a rank writes for each reading rank in one turn
 MOST_BYTES = 32 * 2**20  # the largest window
 _PREFIX = "gspo-megatron-window-"  # begins the name of a window's file
-_FORGOTTEN_SECONDS = 60.0  # a file whose name is older was left by a killed rank
+_FORGOTTEN_SECONDS = 60.0  # an older file was left by a rank that was killed
 LINE = 64  # bytes of a cache line. Each rank's numbers have a line of their own
-WORDS = LINE // 8  # int64 in a line. Three are used: a count of arrivals and two purposes
+# int64 in a line. Three are used: the count of meetings, and the purposes of two meetings
+WORDS = LINE // 8
 
 # A rank that waits first polls for this long, and yields its core after each poll. Then it sleeps
 # between two polls, for a twentieth of the time that it has waited.
@@ -45,7 +46,8 @@ ORDERED_PROCESSORS = ("x86_64", "AMD64")
 
 
 class Window:
-    """The memory of a group. `halves` yields its two halves in turn, each [ranks, bytes] uint8."""
+    """The memory of a group. `halves` yields its two halves alternately, each [ranks, bytes]
+    uint8."""
 
     def __init__(self, group: dist.ProcessGroup, file: int) -> None:
         """file: a descriptor, which the window closes. Raises OSError if it cannot be mapped."""
@@ -131,10 +133,10 @@ def turns(
     the memory for it [ranks, rows, elements of the piece], and the function with which the ranks
     meet.
 
-    In each turn every rank writes to its place, all meet, and each reads what the others wrote. A
-    half is written again two turns later. By then all ranks have met once more, so all have read
-    the half. `work` names the collective, so that ranks in another collective, or with other sizes,
-    are detected.
+    In each turn every rank writes to its place, all meet, and each reads what the others wrote. The
+    same half is written again two turns later. By then all ranks have met once more, so all have
+    read the half. `work` names the collective, so that ranks in another collective, or with other
+    sizes, are detected.
     """
     window = window_of(group)
     assert window is not None

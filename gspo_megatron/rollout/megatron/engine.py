@@ -48,7 +48,8 @@ CHECK_INTERVAL = 4
 REFILL_SHARE = 1 / 16
 
 # If no response is queued and at most this share of the rows is still needed, ended rows leave the
-# batch. That copies the cache of the other rows, about as much data as two passes read.
+# batch. This copies the cache of the rows that stay, which is about as much data as two passes
+# read.
 KEEP_SHARE = 7 / 8
 
 
@@ -67,12 +68,12 @@ class MegatronEngine:
         record_routes: bool = False,
         router_noise: float = 0.0,
     ) -> None:
-        """eos_id: one or several ids; batch_size: responses decoded together on a rank (None: all);
-        when one ends, the next starts in its row; decode: token ids to text, needed for stops;
-        special_tokens: ids by name, for stops that are or contain special tokens; record_routes:
-        return the experts of every token with the responses; router_noise: standard deviation of
-        the noise on the routers' scores. Greedy decoding has no noise, so that an evaluation
-        measures the policy itself."""
+        """eos_id: one or several ids; batch_size: number of responses that a rank decodes together
+        (None: all); when a response ends, the next one starts in its row; decode: token ids to
+        text, needed for stops; special_tokens: ids by name, for stops that are or contain special
+        tokens; record_routes: return the experts of every token with the responses; router_noise:
+        standard deviation of the noise on the routers' scores. Greedy decoding has no noise, so
+        that an evaluation measures the policy itself."""
         self.policy = policy
         self.pad_id = pad_id
         self.eos_ids = (eos_id,) if isinstance(eos_id, int) else tuple(eos_id)

@@ -25,7 +25,8 @@ from gspo_megatron.rollout.vllm.weight_check import (
 )
 
 CALL_SECONDS = 10.0  # for calls that need no work of the engine
-MOMENT = 0.3  # seconds to wait for a process's end, because its connections break earlier
+# A process's connections break before the process ends. Callers wait this many seconds for the end.
+MOMENT = 0.3
 
 
 @dataclass(frozen=True)

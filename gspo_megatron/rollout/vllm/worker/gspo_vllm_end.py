@@ -1,8 +1,8 @@
 """Ends a server without leftovers. The server and the process that started it use this module.
 
 vLLM's temporary files (sockets, files for torch.distributed) are in a folder of the server's own.
-Its semaphores are in /dev/shm. Python's resource tracker, a process of the server's group, removes
-the semaphores of killed processes, unless it is killed itself.
+The server's semaphores are in /dev/shm. Python's resource tracker, a process of the server's group,
+removes the semaphores of killed processes, unless it is killed itself.
 """
 
 from __future__ import annotations
