@@ -78,7 +78,7 @@ _RECORDS = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict"},
-    # Megatron-Core's own saving adds its plans to the index.
+    # When Megatron-Core itself saves, it adds its plans to the index.
     "torch.distributed.checkpoint.planner": {
         "BytesIOWriteData",
         "SavePlan",
@@ -153,7 +153,7 @@ def write_pieces(
 
 def read_pieces(folder: Path, pieces: Sequence[Piece], unread: Collection[str] = ()) -> None:
     """Fill every rank's pieces from the folder. All ranks call it. Raises DataError on all ranks if
-    a file is missing, damaged or foreign, if a tensor is missing or has another shape, or if the
+    a file is missing, damaged or foreign, if a tensor is missing or has a wrong shape, or if the
     folder holds a tensor that no rank reads and that is not in `unread`.
     """
     # This import is not at the top, because it loads Megatron-Core, which the offline converter

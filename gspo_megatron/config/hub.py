@@ -158,7 +158,7 @@ def write_commits(folder: Path) -> None:
 
 
 def _wait_for_commits(folder: Path, asked: set[str]) -> dict[str, str]:
-    """Wait until rank 0 has found the commits, so that all nodes have the same ones.
+    """Wait until rank 0 has found the commits, so that all nodes use the same commits.
 
     Raises DataError."""
     until = time.monotonic() + RANK_SECONDS

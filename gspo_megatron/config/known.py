@@ -2,8 +2,8 @@
 
 All mistakes are reported at once. A value that is not allowed must neither hide another mistake,
 such as a missing file, nor cause a second error. So the configuration is made without this value,
-and a check that reads the value is skipped. Rules, files and modules that do not need it are
-checked as usual.
+and a check that reads the value is skipped. Rules, files and modules that do not need this value
+are checked as usual.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _KEY = re.compile(r"(?:override ['\"])?([\w-]+(?:\.[\w-]+)+)")
 def known_part(
     raw: Mapping[str, Any], schema: type[BaseModel], errors: Iterable[Any], lines: Sequence[str]
 ) -> Any:
-    """Make a configuration of `schema` without the wrong values. Reading one of them raises
-    UnknownValueError. Returns None if the other values do not make a configuration.
+    """Make a configuration of `schema` without the wrong values. Reading a wrong value raises
+    UnknownValueError. Returns None if the remaining values do not make a configuration.
 
     raw: the plain values. errors: pydantic's errors. lines: problems that begin with their key.
     """

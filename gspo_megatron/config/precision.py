@@ -28,7 +28,7 @@ class Fp8:
 
     recipe: str  # TransformerConfig.fp8_recipe
     format: str  # TransformerConfig.fp8: e4m3 everywhere, or hybrid, with e5m2 for gradients
-    multiple: int  # must divide the numbers of tokens and features in its matrix products
+    multiple: int  # must divide the numbers of tokens and features in FP8 products
     capability: tuple[int, int]  # the lowest that Transformer Engine supports
     beyond: tuple[int, int] | None = None  # the first higher one that is unsupported, if any
     cuda: tuple[int, int] = (12, 1)  # the lowest CUDA version of the torch build

@@ -104,8 +104,8 @@ class ModelSection(Section):
         return PRESETS[self.preset or "tiny"]
 
     def family(self, shape: ModelShape) -> Family:
-        """Return the family that names the tensors. It is the family of the weights' config.json,
-        or without that file a family that has models of this shape. Raises ConfigError."""
+        """Return the family that names the tensors. If the weights have a config.json, this is its
+        family, otherwise a family that has models of this shape. Raises ConfigError."""
         hf = config_of_weights(self.hf_path, self.checkpoint_path)
         return family_of_shape(shape) if hf is None else family_of(hf)
 
@@ -519,7 +519,8 @@ class RunConfig(Section):
         return Layout(**{short: getattr(self.parallel, key) for short, key in LAYOUT_KEYS.items()})
 
     def evaluated_every(self, metric: str) -> tuple[str, int]:
-        """The key that says how often a metric "evaluation/…" is measured, and its value."""
+        """The key that says how often a metric "evaluation/…" is measured, and the value of this
+        key."""
         return "training.evaluation_interval", self.training.evaluation_interval
 
     def world_size_hint(self) -> int:

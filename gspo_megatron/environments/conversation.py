@@ -72,7 +72,8 @@ class Conversation:
         return other
 
     def begin(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Opening:
-        """Replace all messages; return the new prompt. Pass it to `opened` with its first turn."""
+        """Replace all messages; return the new prompt. Pass this prompt to `opened` with the number
+        of its first turn."""
         self.messages, self.tools = own_copy([*messages]), own_copy(tools)
         self.new = self.messages
         return self._opening_of(self.messages)

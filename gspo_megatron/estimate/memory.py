@@ -69,7 +69,7 @@ class RankMemory:
 def rank_memory(
     model: RankModel, state: StateBytes, passes: list[ChunkPass], work: Workload
 ) -> RankMemory:
-    """Estimate the memory of a rank. `passes` has one entry for each of its chunks."""
+    """Estimate the memory of a rank. `passes` has one entry for each chunk of the rank."""
     stages = model.parallel.pipeline_model_parallel_size
     held = in_flight(stages, model.stage, len(passes), work.micro_batches)
     kept = [each.saved_bytes + each.output_bytes for each in passes]

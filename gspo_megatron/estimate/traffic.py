@@ -41,9 +41,9 @@ def step_traffic(
 ) -> dict[str, int]:
     """Return the bytes that the rank sends in a step, by axis.
 
-    They include all mini-batches and the forward passes of the old policy and the reference policy,
-    but not the rollout. In a group of n ranks, a rank sends (n - 1) / n of a gather's output, a
-    scatter's input or an all-to-all's buffer, and twice as much for an all-reduce.
+    The bytes include all mini-batches, and the forward passes of the old policy and the reference
+    policy, but not the rollout. In a group of n ranks, a rank sends (n - 1) / n of a gather's
+    output, a scatter's input or an all-to-all's buffer, and twice as much for an all-reduce.
     """
     traffic: Counter[str] = Counter(dict.fromkeys(AXES, 0))
     forward, training = work.forward_only, work.micro_batches_per_step

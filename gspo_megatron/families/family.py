@@ -25,7 +25,7 @@ from gspo_megatron.families.model_shape import (
 from gspo_megatron.families.rope import RopeKinds, in_one_spelling, read_rope, write_rope
 
 REQUIRED = object()
-FP8, MXFP4 = "fp8", "mxfp4"  # quant_method in quantization_config
+FP8, MXFP4 = "fp8", "mxfp4"  # values of quant_method in quantization_config
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Family:
     max_position_embeddings: int = 32_768
     tied: bool = False  # transformers' default of tie_word_embeddings
     joint_qk_norm: bool = False
-    router_bias_is_row: bool = False  # published files have it as [1, experts]
+    router_bias_is_row: bool = False  # published files have the bias as [1, experts]
     has_windows: bool = False  # `read_rest` and `check` read sliding windows
     quantizations: tuple[str, ...] = (FP8,)  # legal values of quant_method
     read_pattern: ReadPattern | None = None
@@ -85,7 +85,7 @@ class Family:
     vision_model_type: str | None = None
     # Tensors in published files that are ignored, by the end of their names.
     unread: tuple[str, ...] = (".rotary_emb.inv_freq",)
-    unread_starts: tuple[str, ...] = ()  # also ignored; beginnings of names
+    unread_starts: tuple[str, ...] = ()  # beginnings of names of tensors to ignore
     # The key for the number of extra layers that predict further tokens (MTP). They are left out,
     # and an export says that there are none.
     next_token_layers: str | None = None
@@ -98,7 +98,7 @@ class Family:
     no_cpu_servers: str = ""
 
     def preset(self, hf: Mapping[str, Any]) -> tuple[ModelPreset, list[str]]:
-        """Return the model that a config.json describes, and a line for each thing that is not
+        """Return the model that a config.json describes, and a line for each setting that is not
         supported."""
         hf, twice = in_one_spelling(hf, self.spellings)
         problems = twice + [
@@ -223,7 +223,7 @@ SCORE_CLASS = "ForSequenceClassification"
 
 
 def is_score_model(hf: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of a preference model."""
+    """Whether a config.json belongs to a preference model."""
     return any(str(name).endswith(SCORE_CLASS) for name in hf.get("architectures") or ())
 
 
@@ -351,8 +351,8 @@ _NEUTRAL_STARTS = """
 
 
 def _windows(hf: Mapping[str, Any], legal_types: tuple[str, ...]) -> list[str]:
-    """Return a problem for sliding-window attention and for other kinds of layers: both are not
-    supported."""
+    """Return a problem for sliding-window attention, and for kinds of layers outside of
+    `legal_types`: neither is supported."""
     window, used = hf.get("sliding_window"), hf.get("use_sliding_window", "sliding_window" in hf)
     problems = []
     if window is not None and used:

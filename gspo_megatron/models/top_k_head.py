@@ -1,5 +1,5 @@
 """Log-probabilities of several candidates for each row, and of all other tokens together, with a
-sharded vocabulary. It can also find the most probable tokens of each row.
+sharded vocabulary. The module also finds the most probable tokens of each row.
 
 The k candidates and the rest of the vocabulary are k + 1 buckets, whose probabilities add up to 1.
 Logits exist one tile at a time and are computed again in the backward pass, as in logprob_head.py.
@@ -26,9 +26,9 @@ from gspo_megatron.models.logprob_head import (
 )
 
 NO_TOKEN = -1  # fills up the candidates of a row that has fewer than k
-# A lower bound of the probability of all other tokens. It is about the precision of a sum of
-# probabilities in float32. It keeps the logarithm finite if the candidates are the whole
-# vocabulary.
+# A lower bound of the probability of all other tokens. The bound is about the precision of a sum of
+# probabilities in float32. With this bound, the logarithm is finite even if the candidates are the
+# whole vocabulary.
 SMALLEST_REST = 2.0**-24
 
 

@@ -178,7 +178,7 @@ def collapse(run: Run) -> str | None:
 
 
 class Difference(NamedTuple):
-    """One variant's measure minus another's."""
+    """One variant's measure minus another variant's."""
 
     mean: float
     half_width: float | None  # half of the 95% interval; None with one seed

@@ -35,9 +35,9 @@ from math import *
 
 
 def encode(value: Any, other: Callable[[Any], int] | None = None) -> Any:
-    """Convert a plain value to JSON that keeps its type. An instance of a subclass becomes one of
-    the base class. A value of NumPy becomes what its `tolist` returns. Any other value becomes the
-    number that `other` returns for it. Raises TypeError if there is no `other`."""
+    """Convert a plain value to JSON that keeps its type. An instance of a subclass becomes an
+    instance of the base class. A value of NumPy becomes what its `tolist` returns. Any other value
+    becomes the number that `other` returns for it. Raises TypeError if there is no `other`."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):

@@ -127,7 +127,7 @@ class Collector:
     def sample_rows(self, request: RolloutRequest, group: RolloutGroup) -> list[dict[str, Any]]:
         """Return the first `logging.samples_per_step` responses as rows of samples.jsonl.
 
-        Only on one rank of each model replica; an empty list on the others.
+        One rank of each model replica gets them, and the other ranks get an empty list.
         """
         count = self.config.logging.samples_per_step
         first = group.select(np.arange(len(group.sample_index)) < count)
@@ -252,7 +252,7 @@ class DynamicSampling:
     enabled: bool = True  # False: use the groups of one request, whatever their rewards
     requests: int = 0
     has_spread: list[bool] = field(default_factory=list)  # by the groups' numbers in the step
-    has_failed: list[bool] = field(default_factory=list)  # a reward is missing: never use it
+    has_failed: list[bool] = field(default_factory=list)  # groups without a reward are never used
 
     def add(self, has_spread: Sequence[bool], has_failed: Sequence[bool] | None = None) -> None:
         """Add the groups of one more request, in order. A failed group has no spread."""

@@ -41,7 +41,7 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 _LENGTH_OF_LIST = "--max-logprobs"  # vLLM's option: the most log-probs to return for a token
 
 
-# Which teacher judges which prompt
+# The teacher of each prompt
 
 
 def teacher_number(section: DistillationSection, prompt: Prompt) -> int:
@@ -69,7 +69,8 @@ def _which(section: DistillationSection) -> str:
 
 
 def check_teachers(section: DistillationSection, prompts: Iterable[Prompt]) -> None:
-    """Raise DataError if some prompts name no known teacher. It lists the first such prompts."""
+    """Raise DataError if some prompts name no known teacher. The error lists the first of these
+    prompts."""
     problems = []
     for prompt in prompts if section.field is not None else ():
         try:
@@ -80,7 +81,7 @@ def check_teachers(section: DistillationSection, prompts: Iterable[Prompt]) -> N
         raise DataError("\n".join(some_of(problems)))
 
 
-# What teachers answer
+# The answers of teachers
 
 
 class Judged(NamedTuple):
@@ -205,8 +206,8 @@ class _Server(Asker):
     def __init__(
         self, name: str, url: str, k: int, reward: RewardSection, tokenizer: Tokenizer
     ) -> None:
-        """name: configuration key and URL of the server, for messages; k: how many most probable
-        tokens to ask for."""
+        """name: configuration key and URL of the server, for messages; k: the number of most
+        probable tokens to ask for."""
         super().__init__(name, reward)
         self.url, self.k, self.tokenizer = url.rstrip("/"), k, tokenizer
         self._model = ""  # the model's name on the server; empty: not known yet
@@ -220,7 +221,8 @@ class _Server(Asker):
         return failures
 
     async def _agreed_model(self, session: ClientSession) -> str:
-        """Return the model's name. Raises RewardError if the server has another tokenizer."""
+        """Return the model's name. Raises RewardError if the server's tokenizer is not the
+        policy's."""
         model = (await self.asked(session, "GET", f"{self.url}/models"))["data"][0]["id"]
         given = {"model": model, "prompt": PROBE, "add_special_tokens": False}
         tokenize = f"{self.url.removesuffix('/v1')}/tokenize"

@@ -192,7 +192,8 @@ def test_a_route_takes_one_byte_a_layer_and_expert(alone: dict[str, Watched]) ->
     # micro-batches.
     for mode, needed in (("r3", sum(tokens)), ("r2", sum(tokens[4:]))):
         stored = alone[mode].result.metrics["replay/bytes"] / (MOE_LAYERS * TOP_K)
-        # With r2, the first of three mini-batches needs no routes. It has 4 of the 13 sequences.
+        # With r2, the first of three mini-batches needs no routes. This mini-batch has 4 of the 13
+        # sequences.
         assert needed <= stored <= needed + 24, mode
 
 

@@ -142,7 +142,8 @@ class Started:
 
 @contextlib.asynccontextmanager
 async def fleet_at(url: str, update_seconds: float = 20) -> AsyncIterator[ScheduledFleet]:
-    """A fleet of one server, which the fleet believes to have started at this URL."""
+    """A fleet of one server. The fleet believes that it has started this server, and that the
+    server is at this URL."""
     async with connected_session() as session:
         client = ServerClient("", session)
 

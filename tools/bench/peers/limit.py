@@ -33,7 +33,7 @@ ATTENTION = {
     "_scaled_dot_product_flash_attention_for_cpu": (2, 0),
     "_scaled_dot_product_flash_attention_for_cpu_backward": (5, 1),
 }
-REPEATS = 5  # how often each product is measured by itself; the fastest counts
+REPEATS = 5  # number of measurements of each product; the fastest one counts
 
 
 class Products(TorchDispatchMode):

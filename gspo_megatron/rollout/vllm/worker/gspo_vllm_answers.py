@@ -47,7 +47,7 @@ FIGURES = "/gspo/figures"
 ABOUT = "/gspo/about"
 PROOF = "/gspo/proof"  # `TokenGuard` answers this path without a token
 TOKEN_VARIABLE = "GSPO_SERVER_TOKEN"  # environment variable with the token of a server
-FORM = 1  # version of the routes /gspo/…: a client uses only a server with its own version
+FORM = 1  # version of the routes /gspo/…: a client uses only servers with the same version
 
 # The errors of reading an answer that is not in vLLM's format. NumPy and safetensors raise the last
 # four errors for data that is not an array.
