@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 
 from gspo_megatron.errors import UserError
 
-# Environment variable: the file descriptor of the socket that the launcher opened for torch's
-# store; rank 0 answers on it.
+# Environment variable: the file descriptor of a socket. The launcher has opened this socket for
+# torch's store, which rank 0 serves on it.
 STORE_DESCRIPTOR = "GSPO_STORE_FD"
-ROLLOUT_NODES = "GSPO_ROLLOUT_NODES"  # comma-separated names of the job's hosts that only serve
-_DISCARD = 9  # a port; nothing is sent there
-_ABROAD = "192.0.2.1"  # no machine has it (RFC 5737), so its route is the default route
+# comma-separated names of the job's hosts that only serve rollouts
+ROLLOUT_NODES = "GSPO_ROLLOUT_NODES"
+_DISCARD = 9  # a port; nothing is sent to it
+_ABROAD = "192.0.2.1"  # no machine has this address (RFC 5737), so its route is the default route
 
 
 def addresses_of(host: str) -> list[str]:
@@ -33,7 +34,7 @@ def is_loopback(address: str) -> bool:
 
 
 def route_to(host: str) -> str | None:
-    """Return the address that this machine uses to reach the host; None: no route."""
+    """Return the address that this machine uses to reach the host, or None without a route."""
     for address in addresses_of(host):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as way:
@@ -49,9 +50,9 @@ def own_address(master: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return the address at which the other hosts of the job reach this machine.
 
     master: the first host of the job. On many systems a host's own name resolves to 127.0.1.1 on
-    the host itself, which other hosts cannot reach. In this case, and if the name has addresses in
-    several networks, the result is the address on the way to another host. Raises UserError if no
-    address is known, or if `master` cannot be resolved.
+    the host itself. Other hosts cannot reach this address. In this case, and if the name has
+    addresses in several networks, the result is the address that this machine uses to reach another
+    host. Raises UserError if no address is known, or if `master` cannot be resolved.
     """
     known = addresses_of(master)
     if not known:
@@ -83,7 +84,7 @@ def own_address_for_servers(environ: Mapping[str, str] = os.environ) -> str:
     if not is_loopback(own):
         return own
     unknown = [name for name in _serving_hosts(environ) if route_to(name) is None]
-    if not unknown:  # all of them are on this host
+    if not unknown:  # all of these hosts are this machine
         return own
     return _way_abroad(
         f"{ROLLOUT_NODES} = {','.join(unknown)}: this host has no route there; MASTER_ADDR = "
@@ -104,7 +105,8 @@ def _way_abroad(problem: str) -> str:
 
 
 def other_hosts(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return some other hosts of the job: Slurm's last one, and those that serve rollouts."""
+    """Return some hosts of the job: the last host of Slurm's list, and the hosts that serve
+    rollouts."""
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     return [*last_host(nodes), *_serving_hosts(environ)]
 
@@ -116,7 +118,7 @@ def _serving_hosts(environ: Mapping[str, str]) -> list[str]:
 def last_host(nodes: str) -> list[str]:
     """Return the last name in a Slurm node list, such as node12 in login1,node[07-08,12].
 
-    Returns [] if the list is empty or unclear.
+    Returns [] if the list is empty or has an unknown form.
     """
     last = re.split(r",(?![^\[]*\])", nodes)[-1]
     host = re.sub(r"\[(?:[^\]]*[,-])?([^\],-]+)\]", r"\1", last)
@@ -132,7 +134,8 @@ def listen(address: str, port: int) -> socket.socket:
 def listening_address(master: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return the address on which the first host of a job listens for the other hosts.
 
-    It is the address of the host's name, if the host has this address and others can reach it.
+    This is an address of the name `master`, if an interface of the host has this address and other
+    hosts can reach it. Otherwise it is `own_address`.
     """
     known: Sequence[str] = addresses_of(master)
     own = own_address(master, environ)

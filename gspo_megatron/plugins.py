@@ -30,7 +30,7 @@ _INPUTS = {"reward": "sample", "objective": "inputs", "advantage": "rewards"}
 def load_function(
     key: str, import_path: str, error_class: type[UserError] = UserError, kind: str = "function"
 ) -> Callable[..., Any]:
-    """Import a function, or a class with kind "class", from `import_path`, "package.module:name".
+    """Import a function from `import_path`, "package.module:name", or a class if `kind` is "class".
 
     key: the configuration key with this path. The module is searched for in the installed packages,
     then in the current directory and the folders of MODULES_VARIABLE. Raises `error_class` with the
@@ -41,8 +41,8 @@ def load_function(
     if not (colon and module_name.strip(".") == module_name != "" and function_name):
         raise error_class(f"{key}: write it as package.module:{kind}")
     # Console scripts do not search these folders. The folders come last, so that they cannot hide
-    # an installed package. They stay in the path, because the module may import its neighbours
-    # later.
+    # an installed package. They stay in the path, because the module may later import other modules
+    # of its folder.
     sys.path += [folder for folder in module_folders() if folder not in sys.path]
     try:
         module = importlib.import_module(module_name)
@@ -93,7 +93,7 @@ def option_problems(
         signature = inspect.signature(function, eval_str=True)
     except NameError:  # a name that is imported only for type checkers
         signature = inspect.signature(function)
-    except (ValueError, TypeError):  # written in C, without a signature
+    except (ValueError, TypeError):  # a function in C without a signature
         return []
     parameters = list(signature.parameters.values())
     given, others = "", parameters

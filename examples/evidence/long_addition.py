@@ -4,15 +4,15 @@
 
 A prompt gives a start and an addend below 100; the answer is the next 21 sums, modulo 100. A number
 is written with the units first, in the order of an addition by hand: a letter a to j for the units,
-+ or - for a carry or no carry, a digit for the tens. The addend has other letters: K to T for the
-tens, A to J for the units.
++ or - for a carry or no carry, a digit for the tens. The addend is written with capital letters: K
+to T for the tens, A to J for the units.
 
     f-1MD=    start 15, addend 23: sums 38, 61, 84, 7, ...
     i-3b-6e-8h+0...
 
 So an answer has 63 tokens and an end of sequence, and each token follows from three or four earlier
 tokens. The reward counts every number that is right, given the number before it. So one mistake
-costs only one number, and only the right answer has the reward 1.
+costs only one number, and only an answer without mistakes has the reward 1.
 
 train.jsonl and test.jsonl have right answers. In careless.jsonl 30% of the numbers have one wrong
 token. A model that can add and is fine-tuned on these answers gets 70% of the numbers right.

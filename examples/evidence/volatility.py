@@ -4,7 +4,7 @@
 
 The measurement starts from a policy that has been warmed up, with a new optimizer, and gives the
 volatility after 1, 4 and 16 updates for each layer. One JSON line for each learning rate, number of
-experts and seed is added to the output. Lines that exist already are not measured again.
+experts and seed is added to the output. Settings whose line exists already are not measured again.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ LENGTH, LAYERS, BATCHES = 32, 4, 4
 
 
 def settings(experts: int, seed: int, rates: Sequence[float]) -> list[Setting]:
-    """The settings of one process, which differ in the learning rate."""
+    """The settings that one process measures. They differ only in the learning rate."""
     return [
         Setting(LENGTH, seed, learning_rate=rate, experts=experts, layers=LAYERS) for rate in rates
     ]
 
 
 def measure(experts: int, seed: int, rates: Sequence[float], path: Path) -> None:
-    """Add the lines that the file lacks."""
+    """Measure the settings that the file has no line for, and add their lines."""
     there = [Setting(**line["setting"]) for line in records.read(path)]
     missing = [each for each in settings(experts, seed, rates) if each not in there]
     if not missing:

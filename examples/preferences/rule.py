@@ -32,5 +32,5 @@ def prefers_first(letters: str, first: str, second: str, chance: random.Random) 
 
 
 def true_score(sample: Sample) -> float:
-    """Score a response by the rule: a reward function."""
+    """Return the true score as a reward. This is a reward function."""
     return score(sample.prompt.removesuffix(">"), sample.response)

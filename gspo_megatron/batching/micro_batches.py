@@ -48,13 +48,14 @@ class MicroBatch:
     # [response tokens] int64: the number of the teacher, if there are several; -1: no teacher
     teacher_numbers: Tensor | None = None
     token_advantages: Tensor | None = None
-    mask: Tensor | None = None  # [response tokens] float32, 1 on tokens to learn from; None: all
+    mask: Tensor | None = None  # [response tokens] float32, 1 on tokens to learn from; None: on all
     # [sequences]: number of tokens to learn from in the whole sequence, not only in this rank's
     # shard; None: all tokens
     masked_lengths: Tensor | None = None
     rollout_routes: list[Tensor] | None = None  # [length, layers of this rank, k] for each branch
-    recorded_routes: Any = None  # routes that Routing Replay records in one pass for a later one
-    routes: Routes | None = None  # chooses the experts of the next forward pass; None: routers do
+    recorded_routes: Any = None  # routes that Routing Replay records in one pass for a later pass
+    # Chooses the experts of the next forward pass. None: the routers choose.
+    routes: Routes | None = None
 
 
 # micro-batch, logprobs [rows], entropies [rows] -> loss (scalar), outputs. If `head` has
@@ -73,7 +74,8 @@ class MicroBatchBuilder:
         self.temperature = temperature
         multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
         if config.fp8:
-            # The FP8 products for the weight gradients sum over the tokens of a rank's shard.
+            # The FP8 products for the weight gradients sum over the tokens of a rank's shard, so
+            # their number must be aligned.
             multiple *= get_fp8_align_size(config.fp8_recipe)
         self.spec = PackSpec(
             pad_id,
@@ -208,7 +210,8 @@ def forward_backward(
     def loss(micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Any]:
         beyond = [output[2:]] if len(output) > 2 else []
         value, outputs = loss_function(micro_batch, *output[:2], *beyond)
-        no_tokens = torch.zeros((), dtype=torch.int, device=output.device)  # not used as a divisor
+        # Megatron expects a number of tokens here, but does not divide by it.
+        no_tokens = torch.zeros((), dtype=torch.int, device=output.device)
         return value * total_micro_batches, no_tokens, outputs
 
     def scale(value: Tensor) -> Tensor:
@@ -292,7 +295,7 @@ def run_chunk(model: torch.nn.Module, micro_batch: MicroBatch) -> Tensor:
 
 
 def _local_padding_mask(model: torch.nn.Module, mask: Tensor | None) -> Tensor | None:
-    """Return the padding mask to pass to the model. With it, routers leave padding out of their
+    """Return the padding mask to pass to the model. With a mask, routers leave padding out of their
     losses.
 
     On the stage that embeds tokens, GPTModel itself cuts the mask for sequence parallelism. The

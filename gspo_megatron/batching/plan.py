@@ -12,14 +12,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """One optimizer update: for each data-parallel rank, its micro-batches of sequence numbers.
+    """The sequences of one optimizer update, by number: for each data-parallel rank its
+    micro-batches.
 
     All ranks have the same number of micro-batches; some may be empty.
     """
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]  # [data-parallel rank][micro-batch]
     num_sequences: int
-    num_response_tokens: int  # only tokens to learn from
+    num_response_tokens: int  # counts only tokens to learn from
 
     @property
     def num_micro_batches(self) -> int:
@@ -50,7 +51,7 @@ def plan_step(
 ) -> list[MiniBatch]:
     """Cut a step's sequences (in the order of their sample index) into mini-batches.
 
-    Mini-batches are runs of consecutive samples. So the responses of a prompt stay together, and
+    A mini-batch is a range of consecutive samples. So the responses to a prompt stay together, and
     the cut does not depend on the layout. Within a mini-batch, data-parallel ranks get about the
     same number of tokens, and each rank packs its sequences into micro-batches of up to
     `token_budget` tokens.
@@ -130,7 +131,8 @@ def split_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def split_padded(rows: Sequence[Sequence[int]], budget: int) -> list[list[int]]:
-    """Split sequences into padded micro-batches. Sequences of similar length come together.
+    """Split sequences into padded micro-batches. Sequences of similar length go into the same
+    micro-batch.
 
     rows: for each sequence, the lengths of its rows. The number of rows times the longest row
     stays within the token budget; a sequence beyond the budget gets a micro-batch of its own.

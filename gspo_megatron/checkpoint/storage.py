@@ -58,7 +58,7 @@ _FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-_SHOWN = 8  # problems of one kind in a message
+_SHOWN = 8  # a message lists at most so many problems of one kind
 # The largest block of a stored tensor. A reader holds one block in memory at a time.
 BLOCK_BYTES = 64 << 20
 INDEX = ".metadata"
@@ -78,7 +78,7 @@ _RECORDS = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict"},
-    # Megatron-Core's own saving adds its plans to the index.
+    # When Megatron-Core itself saves, it adds its plans to the index.
     "torch.distributed.checkpoint.planner": {
         "BytesIOWriteData",
         "SavePlan",
@@ -109,7 +109,8 @@ class Piece:
         return ChunkStorageMetadata(torch.Size(self.offset), self.data.shape)
 
     def in_blocks(self, most_bytes: int) -> Iterator[Piece]:
-        """Cut into pieces of at most `most_bytes`, of whole rows where that is possible."""
+        """Cut this piece into pieces of at most `most_bytes`, which are whole rows where
+        possible."""
         shape = self.data.shape
         size, cut = self.data.itemsize, len(shape)  # the dimensions from `cut` on stay whole
         while cut and size * shape[cut - 1] <= most_bytes:
@@ -132,8 +133,8 @@ def write_pieces(
     files: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write the pieces of all ranks of `group` as whole tensors. All these ranks call it. `files`
-    are small further files, which rank 0 writes. When it returns, all bytes of all ranks are on the
-    disk.
+    are small further files, which rank 0 writes. When the call returns, all bytes of all ranks are
+    on the disk.
 
     Raises DataError on all ranks if one of them cannot write. Raises AssertionError if the pieces
     of a tensor do not hold each of its elements exactly once.
@@ -152,7 +153,7 @@ def write_pieces(
 
 def read_pieces(folder: Path, pieces: Sequence[Piece], unread: Collection[str] = ()) -> None:
     """Fill every rank's pieces from the folder. All ranks call it. Raises DataError on all ranks if
-    a file is missing, damaged or foreign, if a tensor is missing or has another shape, or if the
+    a file is missing, damaged or foreign, if a tensor is missing or has a wrong shape, or if the
     folder holds a tensor that no rank reads and that is not in `unread`.
     """
     # This import is not at the top, because it loads Megatron-Core, which the offline converter
@@ -186,7 +187,7 @@ class TorchDistWriter(dcp.FileSystemWriter):
 
     def __init__(self, folder: Path, files: Mapping[str, bytes] | None = None) -> None:
         super().__init__(folder)
-        common = io.BytesIO()  # no unsharded values, but Megatron-Core 0.16 needs the file
+        common = io.BytesIO()  # holds nothing, but Megatron-Core 0.16 needs this file
         torch.save({}, common)
         standard = {"metadata.json": json.dumps(_FORMAT).encode(), "common.pt": common.getvalue()}
         self._folder, self._files = folder, standard | dict(files or {})
@@ -293,7 +294,7 @@ class SavePlanner(dcp.DefaultSavePlanner):
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
-    """Gives DCP the tensors that it reads into: parts of the pieces."""
+    """Gives DCP the tensors into which DCP reads: parts of the pieces."""
 
     def __init__(self, places: Mapping[MetadataIndex, Piece]) -> None:
         super().__init__()
@@ -322,7 +323,7 @@ def tensors_of(index: Metadata) -> dict[str, TensorStorageMetadata]:
 
 
 class _Properties(TensorProperties):
-    """TensorProperties that leaves out the fields which newer versions of torch have appended."""
+    """TensorProperties without the fields that newer versions of torch have appended."""
 
     def __setstate__(self, state: tuple) -> None:
         try:

@@ -133,7 +133,8 @@ def load_optimizer(folder: Path, policy: Policy, trainer: Trainer) -> None:
             states.load_groups(trainer.optimizer, document, folder)
             for own in ranges:
                 weight = own.parameter.detach().view(-1)[own.start : own.stop]
-                if not torch.equal(own.tensors()["param"].to(weight.dtype), weight):  # rounded
+                # The fp32 weights, rounded, must be the weights of the model.
+                if not torch.equal(own.tensors()["param"].to(weight.dtype), weight):
                     weights = folder.parent / MODEL
                     raise DataError(f"{folder}: its fp32 weights differ from those of {weights}")
 

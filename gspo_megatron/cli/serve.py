@@ -80,14 +80,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.name is not None:
         arguments.parser.error("--name: only with --join")
     options = _options(arguments.words)
-    hold_port(_host(arguments), arguments.port or 0).close()  # checked before a long conversion
+    # A port that is in use is reported here, not after a long conversion.
+    hold_port(_host(arguments), arguments.port or 0).close()
     source = folder_of(arguments.source, "SOURCE", weights=True)
     if (source / "config.json").is_file():
         return _serve(arguments, source, options)
     from gspo_megatron.checkpoint.convert_adapters import any_to_hf
 
     if arguments.source.exists():
-        device_of(_python(arguments))  # vLLM is checked before the conversion too
+        device_of(_python(arguments))  # a missing vLLM, too, is reported before
     with tempfile.TemporaryDirectory(prefix="gspo-megatron-serve-") as folder:
         taken, notes = any_to_hf(arguments.source, Path(folder) / "hf")
         for note in [*notes, f"serving {taken}"]:

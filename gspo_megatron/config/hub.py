@@ -1,9 +1,9 @@
 """Replaces names of the Hub in a configuration by folders of this machine.
 
 A loaded configuration holds the folders. A written configuration holds the names again, with their
-commits, as ORG/NAME@COMMIT, so that it means the same on any machine and on any day. The file
-hub.json in the run folder holds the commit of each name that is given without one. So a resumed
-run, and the ranks of all nodes, use the same commits.
+commits, as ORG/NAME@COMMIT, so that the configuration means the same on any machine and on any day.
+The file hub.json in the run folder holds the commit of each name that is given without one. So a
+resumed run, and the ranks of all nodes, use the same commits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gspo_megatron.errors import DataError, problem
 from gspo_megatron.files import WRONG_VALUES, make_folder, parse_json, write_atomically
 
 HUB_FILE = "hub.json"
-RANK_SECONDS = 300.0  # for rank 0 to write hub.json, which all nodes of a run can read
+RANK_SECONDS = 300.0  # time for rank 0 to write hub.json, which all nodes of a run can read
 
 # Keys whose values may be names of the Hub, by the kind of repository.
 _KEYS: dict[hub.Kind, tuple[str, ...]] = {
@@ -158,7 +158,7 @@ def write_commits(folder: Path) -> None:
 
 
 def _wait_for_commits(folder: Path, asked: set[str]) -> dict[str, str]:
-    """Wait until rank 0 has found the commits, so that all nodes have the same ones.
+    """Wait until rank 0 has found the commits, so that all nodes use the same commits.
 
     Raises DataError."""
     until = time.monotonic() + RANK_SECONDS

@@ -2,8 +2,8 @@
 
 All mistakes are reported at once. A value that is not allowed must neither hide another mistake,
 such as a missing file, nor cause a second error. So the configuration is made without this value,
-and a check that reads the value is skipped. Rules, files and modules that do not need it are
-checked as usual.
+and a check that reads the value is skipped. Rules, files and modules that do not need this value
+are checked as usual.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _KEY = re.compile(r"(?:override ['\"])?([\w-]+(?:\.[\w-]+)+)")
 def known_part(
     raw: Mapping[str, Any], schema: type[BaseModel], errors: Iterable[Any], lines: Sequence[str]
 ) -> Any:
-    """Make a configuration of `schema` without the wrong values. Reading one of them raises
-    UnknownValueError. Returns None if the other values do not make a configuration.
+    """Make a configuration of `schema` without the wrong values. Reading a wrong value raises
+    UnknownValueError. Returns None if the remaining values do not make a configuration.
 
     raw: the plain values. errors: pydantic's errors. lines: problems that begin with their key.
     """
@@ -48,7 +48,7 @@ def known_part(
     for line in lines:
         if match := _KEY.match(line):
             unknown.add(_place_of_key(tuple(match[1].split(".")), keys))
-    if ("parallel", "layout") in unknown:  # it sets the sizes of the section
+    if ("parallel", "layout") in unknown:  # the layout sets the other keys of the section
         unknown.add(("parallel",))
     for place in unknown:
         _remove(pruned, place)
@@ -101,7 +101,7 @@ def _remove(raw: Any, place: _Place) -> None:
 def _validated(raw: dict[str, Any], schema: type[BaseModel]) -> Any:
     """Return the configuration, with `_REQUIRED` for missing required values. Returns None if the
     other values do not make a configuration."""
-    for _ in range(4):  # at most: a section, its key, a suite, its key
+    for _ in range(4):  # each try fills one level: section, its keys, suite, its keys
         try:
             return schema.model_validate(raw)
         except ValidationError as error:

@@ -17,8 +17,8 @@ from typing import Any, Literal
 Precision = Literal["fp64", "fp32", "bf16", "fp8-delayed", "fp8-blockwise", "mxfp8"]
 
 ENGINE_PACKAGE = "transformer-engine"
-# The first version that has blockwise scales, and that has the scales of experts in the order of
-# our checkpoints.
+# The first version of Transformer Engine with blockwise scales, and with the scales of experts in
+# the order of our checkpoints.
 ENGINE_MINIMUM = (2, 3)
 
 
@@ -28,9 +28,9 @@ class Fp8:
 
     recipe: str  # TransformerConfig.fp8_recipe
     format: str  # TransformerConfig.fp8: e4m3 everywhere, or hybrid, with e5m2 for gradients
-    multiple: int  # must divide the numbers of tokens and features in its matrix products
+    multiple: int  # must divide the numbers of tokens and features in FP8 products
     capability: tuple[int, int]  # the lowest that Transformer Engine supports
-    beyond: tuple[int, int] | None = None  # the first higher one without support; None: no limit
+    beyond: tuple[int, int] | None = None  # the first higher one that is unsupported, if any
     cuda: tuple[int, int] = (12, 1)  # the lowest CUDA version of the torch build
     hardware: str = ""  # these requirements in words
     fields: dict[str, Any] = field(default_factory=dict)  # more defaults for TransformerConfig
@@ -105,7 +105,8 @@ def engine_lacks() -> str | None:
     try:
         version = importlib.metadata.version(ENGINE_PACKAGE)
     except importlib.metadata.PackageNotFoundError:
-        return None  # built in place, as in NVIDIA's containers: any version is accepted
+        # It was built in place, as in NVIDIA's containers. Any version is accepted.
+        return None
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is not None and tuple(map(int, found.groups())) < ENGINE_MINIMUM:
         minimum = ".".join(map(str, ENGINE_MINIMUM))

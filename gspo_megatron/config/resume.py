@@ -50,7 +50,8 @@ def find_changes(
     changes of keys that a phase may change.
 
     before: config.yaml of a checkpoint as plain data. same_contents: for each key that names an
-    input file or a function in both configurations, whether the file has the same contents as then.
+    input file or a function in both configurations, whether its contents are still the same as at
+    the start of the run.
     """
     before, _ = with_new_names(before)
     then, now = dict(_leaves(before)), dict(_leaves(config.model_dump()))
@@ -62,7 +63,7 @@ def find_changes(
         if top is None:
             changes.refused.append(f"{key}: was {format_value(then.get(key))} and is no key now")
             continue
-        # A version without this key behaved as with the key's default.
+        # Versions of this package without this key behaved as if the key had its default.
         fallback = keys[top].default if key == top else None
         old, new = then.get(key, fallback), now.get(key, fallback)
         resume, same = resume_of(keys[top]), same_contents.get(key)
@@ -106,7 +107,7 @@ def decides_rollouts(config: Config) -> dict[str, Any]:
     if distillation.urls or distillation.field is not None:
         kinds = {name: each.url is not None for name, each in distillation.named.items()}
         found["objective.distillation"] = [kinds, distillation.field, distillation.candidates]
-    if config.reward.model.is_on:  # scores of a folder's model come later and are not stored
+    if config.reward.model.is_on:  # a model in a folder scores later; its scores are not stored
         found["reward.model"] = config.reward.model.url is not None
     return found
 

@@ -104,8 +104,8 @@ class ModelSection(Section):
         return PRESETS[self.preset or "tiny"]
 
     def family(self, shape: ModelShape) -> Family:
-        """Return the family that names the tensors. It is the family of the weights' config.json,
-        or without that file a family that has models of this shape. Raises ConfigError."""
+        """Return the family that names the tensors. If the weights have a config.json, this is its
+        family, otherwise a family that has models of this shape. Raises ConfigError."""
         hf = config_of_weights(self.hf_path, self.checkpoint_path)
         return family_of_shape(shape) if hf is None else family_of(hf)
 
@@ -150,7 +150,7 @@ class ParallelSection(Section):
         return None if value == 1 else value
 
     def uses_sequence_parallel(self) -> bool:
-        """sequence_parallel with its default filled in."""
+        """The value of `sequence_parallel` with its default filled in."""
         if self.sequence_parallel is None:
             return self.tensor_model_parallel_size > 1
         return self.sequence_parallel
@@ -254,7 +254,7 @@ class EnvironmentSection(Section):
 
     @property
     def has_episodes(self) -> bool:
-        """Whether the policy may act more than once."""
+        """Whether a response may have several turns."""
         return self.name != SINGLE_TURN or bool(self.import_path or self.verifiers)
 
 
@@ -519,7 +519,8 @@ class RunConfig(Section):
         return Layout(**{short: getattr(self.parallel, key) for short, key in LAYOUT_KEYS.items()})
 
     def evaluated_every(self, metric: str) -> tuple[str, int]:
-        """The key that says how often a metric "evaluation/…" is measured, and its value."""
+        """The key that says how often a metric "evaluation/…" is measured, and the value of this
+        key."""
         return "training.evaluation_interval", self.training.evaluation_interval
 
     def world_size_hint(self) -> int:
@@ -527,8 +528,9 @@ class RunConfig(Section):
         return self.layout().world_size
 
     def resolved_model(self) -> ModelShape:
-        """Return the starting shape with the keys of `model` applied. Sizes that neither sets get
-        TransformerConfig's defaults. Raises ConfigError like `starting_shape`."""
+        """Return the starting shape with the keys of `model` applied. Sizes that neither this shape
+        nor these keys set get TransformerConfig's defaults. Raises ConfigError like
+        `starting_shape`."""
         start = self.model.starting_shape()
         given = {name: getattr(self.model, name) for name in WHOLE_MODEL_KEYS}
         return shape_of(start, self.model.megatron, **given)

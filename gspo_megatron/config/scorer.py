@@ -15,7 +15,7 @@ C = TypeVar("C", bound=RunConfig)
 
 def preset_of_scorer(folder: str) -> ModelPreset:
     """Return the model of a *ForSequenceClassification folder. Raises ConfigError if the folder
-    cannot be read, or holds another kind of model."""
+    cannot be read, or holds no such model."""
     preset = ModelSection(hf_path=folder).starting_shape()
     if not preset.scores:
         wrong = (
@@ -27,7 +27,7 @@ def preset_of_scorer(folder: str) -> ModelPreset:
 
 def config_of_scorer(config: C, folder: str) -> C:
     """Return the run's configuration with the frozen model of `folder` in place of the trained one.
-    It computes in the precision of the run, or in bf16 if the run uses FP8."""
+    The frozen model computes in the precision of the run, or in bf16 if the run uses FP8."""
     preset_of_scorer(folder)
     given, training = config.model, config.training
     model = ModelSection(
@@ -42,8 +42,8 @@ def config_of_scorer(config: C, folder: str) -> C:
 
 
 def scorer_problems(config: RunConfig, folder: str, world_size: int) -> list[str]:
-    """Return what is wrong with a preference model on the layout of the run, one line each: its
-    folder, or sizes that the layout does not divide."""
+    """Return the problems of a preference model on the layout of the run, one line each. The folder
+    may be unusable, or a size of the model may not be a multiple of a size of the layout."""
     try:
         own = config_of_scorer(config, folder)
         plan = Plan(own, world_size, for_training=False)

@@ -47,7 +47,7 @@ _Read = tuple[Example, str, bool]  # the example, its text, whether the chat tem
 @dataclass
 class Counts:
     """The numbers of rows that are too long, of texts with unknown characters, and of texts with
-    quoted control tokens. The last two do not count dropped rows."""
+    quoted control tokens. Dropped rows count only as too long."""
 
     dropped: int = 0
     truncated: int = 0

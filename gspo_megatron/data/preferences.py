@@ -155,7 +155,7 @@ class _Reader:
         self.checked = True
 
     def _of_row(self, where: str, row: Mapping[str, Any]) -> tuple[Preference, str] | None:
-        """Return the preference of a row; None if it is faulty or left out."""
+        """Return the preference of a row; None if the row is faulty or left out."""
         try:
             read = read_preference(row, self.fields, self.form)
         except ValueError as fault:

@@ -72,7 +72,8 @@ class Conversation:
         return other
 
     def begin(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Opening:
-        """Replace all messages; return the new prompt. Pass it to `opened` with its first turn."""
+        """Replace all messages; return the new prompt. Pass this prompt to `opened` with the number
+        of its first turn."""
         self.messages, self.tools = own_copy([*messages]), own_copy(tools)
         self.new = self.messages
         return self._opening_of(self.messages)
@@ -82,8 +83,9 @@ class Conversation:
         self._openings[turn] = opening.text
 
     def next(self, messages: Sequence[Message], text: str, transcript: Transcript) -> Next:
-        """Return the input before the next turn. The first turn of a branch takes neither messages
-        nor text, later turns one of the two. Raises EpisodeError if these do not fit."""
+        """Return the input before the next turn. Before the first turn of a branch, `messages` and
+        `text` are empty. Before a later turn, exactly one of them is given. Raises EpisodeError
+        otherwise."""
         if len(transcript.turns) in transcript.prompts:
             if messages or text:
                 raise EpisodeError("nothing may come between the prompt and the first turn")
@@ -118,7 +120,7 @@ class Conversation:
     def _between(self, messages: Sequence[Message], transcript: Transcript) -> Next | None:
         """Return what the template writes after the last turn.
 
-        Returns None if the template would now write the branch so far differently."""
+        Returns None if the template would now write a different text for the branch so far."""
         mark = _mark_for([*self.messages, *messages])
         last = {**self.messages[-1], "content": self.messages[-1]["content"] + mark}
         written = self._rendered([*self.messages[:-1], last, *messages])
@@ -134,7 +136,8 @@ class Conversation:
     def _is_branch(self, text: str, transcript: Transcript) -> bool:
         """Whether a template's `text` equals the branch so far, ignoring white space.
 
-        If the template did not write all text between the turns, only the turns must occur."""
+        If the template did not write all text between the turns, it is enough that `text` contains
+        the turns in their order."""
         start = transcript.last_start
         turns = [self.text_of(turn) for turn in transcript.turns[start:]]
         between = self._texts[start:]

@@ -1,7 +1,7 @@
 """Serves the policy over OpenAI's chat completions API, for programs that act in an episode.
 
-It listens on loopback. An episode is a session; the API key of a request identifies it. The
-episode's Client records the policy's tokens, so the programs need no change.
+The gateway listens on loopback. An episode is a session; the API key of a request identifies it.
+The episode's Client records the policy's tokens, so the programs need no change.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class EpisodeSession:
         continues = given[:count] == self.known and tools == self.client.conversation.tools
         if count and continues and len(given) > count:
             turn = await self.client.generate(given[count:], max_tokens=limit)
-        else:  # the first request, or another history
+        else:  # the first request, or a changed history
             self.client.begin(given, tools)
             turn = await self.client.generate(max_tokens=limit)
         message = assistant_message(turn.text, bool(tools), len(self.client.transcript.turns))
@@ -168,7 +168,7 @@ def _is_there(request: Any) -> bool:
 def _is_repeated(request: Any) -> bool:
     """Whether the client declares the request as a retry, as the package `openai` does.
 
-    The client may have given up just when its answer was sent."""
+    The client may have given up just when the answer to its first request was sent."""
     return request.headers.get("x-stainless-retry-count", "0") != "0"
 
 

@@ -24,7 +24,8 @@ from gspo_megatron.routing.replay import expert_dtype
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Device bytes of one rank. Training and rollout take turns, so the larger one counts."""
+    """Device bytes of one rank. Training and rollout do not run at the same time, so the peak is
+    the larger of the two."""
 
     rank: int
     stage: int
@@ -33,7 +34,7 @@ class RankMemory:
     reference: int  # weights of the reference policy and the teacher, if the objective needs them
     scorer: int  # weights of a reward model that the ranks compute
     activations: int  # activations of all micro-batches in flight
-    in_flight: tuple[int, ...]  # number of micro-batches, for each chunk
+    in_flight: tuple[int, ...]  # number of micro-batches in flight, for each chunk
     workspace: int  # memory of the running forward or backward pass
     head: int  # part of the workspace: tiles and gradients of the log-prob head
     replay: int  # routes of the step's tokens
@@ -68,7 +69,7 @@ class RankMemory:
 def rank_memory(
     model: RankModel, state: StateBytes, passes: list[ChunkPass], work: Workload
 ) -> RankMemory:
-    """Estimate the memory of a rank. `passes` has one entry for each of its chunks."""
+    """Estimate the memory of a rank. `passes` has one entry for each chunk of the rank."""
     stages = model.parallel.pipeline_model_parallel_size
     held = in_flight(stages, model.stage, len(passes), work.micro_batches)
     kept = [each.saved_bytes + each.output_bytes for each in passes]
@@ -93,7 +94,8 @@ def rank_memory(
     prefill *= work.rollout_prompts * work.lengths[0][0] * cp / work.tokens
     section = model.config.objective if isinstance(model.config, Config) else None
     lora, whole, reference = model.policy.lora, sum(state.parameters.values()), 0
-    # If B was zero at the start, the policy without its adapters is the reference, without a copy.
+    # If the adapters' B was zero at the start, the policy without adapters is the reference policy,
+    # and no copy of the weights is needed.
     if section and section.kl != "none" and not (lora is not None and lora.starts_as_base):
         reference = whole if lora is None else trained_bytes(model.policy)
     if section:

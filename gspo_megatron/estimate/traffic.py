@@ -41,9 +41,9 @@ def step_traffic(
 ) -> dict[str, int]:
     """Return the bytes that the rank sends in a step, by axis.
 
-    They include all mini-batches and the forward passes of the old policy and the reference policy,
-    but not the rollout. In a group of n ranks, a rank sends (n - 1) / n of a gather's output, a
-    scatter's input or an all-to-all's buffer, and twice as much for an all-reduce.
+    The bytes include all mini-batches, and the forward passes of the old policy and the reference
+    policy, but not the rollout. In a group of n ranks, a rank sends (n - 1) / n of a gather's
+    output, a scatter's input or an all-to-all's buffer, and twice as much for an all-reduce.
     """
     traffic: Counter[str] = Counter(dict.fromkeys(AXES, 0))
     forward, training = work.forward_only, work.micro_batches_per_step
@@ -72,8 +72,8 @@ def step_traffic(
 
 
 def _sent(model: RankModel, collectives: Iterable[Collective]) -> Counter[str]:
-    """Return the bytes by axis. If two groups have the same ranks, the first one gets the bytes of
-    both. All all-to-alls belong to ep."""
+    """Return the bytes by axis. If the groups of two axes have the same ranks, the first axis gets
+    the bytes of both. All all-to-alls belong to ep."""
     groups, axes = model.policy.models[0].pg_collection, {}
     for axis, attribute in (("tp", "tp"), ("cp", "cp"), ("etp", "expt_tp"), ("ep", "ep")):
         group = getattr(groups, attribute, None)
@@ -83,7 +83,7 @@ def _sent(model: RankModel, collectives: Iterable[Collective]) -> Counter[str]:
     for each in collectives:
         axis = "ep" if each.kind == "all_to_all" else axes.get(each.ranks)
         if axis is None:
-            continue  # groups over several axes: only token counts and losses
+            continue  # groups over several axes send only token counts and losses
         size = len(each.ranks)
         rounds = 2 if each.kind == "all_reduce" else 1
         sent[axis] += rounds * each.num_bytes * (size - 1) // size
@@ -126,7 +126,7 @@ def step_cost(
     traffic: Mapping[str, float],
 ) -> Cost:
     """Estimate a step's seconds. `traffic`: bytes that a rank sends, by axis."""
-    # tokens of a model replica
+    # tokens of a model replica in a step
     tokens = work.filled * work.tokens * work.micro_batches_per_step
     sizes, shape = parallel.layout, config.resolved_model()
     # FLOPs per token: two for each weight in a matrix product, and attention over a window or, on
@@ -156,8 +156,8 @@ def step_cost(
 def _delta_flops(shape: ModelShape) -> int:
     """Return the FLOPs per token in the delta rule of a layer.
 
-    Each head has three products with its state. Within a chunk, it has five products of keys and
-    three of values."""
+    Each head has three products with its state, of size key x value. Within a chunk of tokens it
+    has five products over the width of a key, and three over the width of a value."""
     sizes = delta_net_sizes(shape.megatron)
     key, value = sizes["linear_key_head_dim"], sizes["linear_value_head_dim"]
     heads = sizes["linear_num_value_heads"]

@@ -9,7 +9,7 @@ import numpy as np
 
 from gspo_megatron.observe.intervals import share_interval
 
-BINS = 10  # of the calibration error, between the probabilities 0.5 and 1
+BINS = 10  # number of bins of the calibration error, from probability 0.5 to 1
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from gspo_megatron.types import Sample
 
 @dataclass(frozen=True)
 class ProblemResponses:
-    """All responses to a problem. The reward is NaN if its call failed; such a response does not
-    count."""
+    """All responses to a problem. A response whose call of the reward failed has the reward NaN,
+    and does not count."""
 
     rewards: Sequence[float]  # [n]
     correct: Sequence[bool]  # [n]

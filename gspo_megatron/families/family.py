@@ -25,7 +25,7 @@ from gspo_megatron.families.model_shape import (
 from gspo_megatron.families.rope import RopeKinds, in_one_spelling, read_rope, write_rope
 
 REQUIRED = object()
-FP8, MXFP4 = "fp8", "mxfp4"  # quant_method in quantization_config
+FP8, MXFP4 = "fp8", "mxfp4"  # values of quant_method in quantization_config
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Family:
     architecture: str
     fields: tuple[Field, ...]
     names: Mapping[str, str]
-    other_model_types: tuple[str, ...] = ()  # with the same architecture
+    other_model_types: tuple[str, ...] = ()  # their models have the same architecture
     always: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     spellings: Mapping[str, str] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Family:
     max_position_embeddings: int = 32_768
     tied: bool = False  # transformers' default of tie_word_embeddings
     joint_qk_norm: bool = False
-    router_bias_is_row: bool = False  # its shape in published files is [1, experts]
+    router_bias_is_row: bool = False  # published files have the bias as [1, experts]
     has_windows: bool = False  # `read_rest` and `check` read sliding windows
     quantizations: tuple[str, ...] = (FP8,)  # legal values of quant_method
     read_pattern: ReadPattern | None = None
@@ -85,7 +85,7 @@ class Family:
     vision_model_type: str | None = None
     # Tensors in published files that are ignored, by the end of their names.
     unread: tuple[str, ...] = (".rotary_emb.inv_freq",)
-    unread_starts: tuple[str, ...] = ()  # the same, by the beginning of their names
+    unread_starts: tuple[str, ...] = ()  # beginnings of names of tensors to ignore
     # The key for the number of extra layers that predict further tokens (MTP). They are left out,
     # and an export says that there are none.
     next_token_layers: str | None = None
@@ -98,7 +98,7 @@ class Family:
     no_cpu_servers: str = ""
 
     def preset(self, hf: Mapping[str, Any]) -> tuple[ModelPreset, list[str]]:
-        """Return the model that a config.json describes, and a line for each thing that is not
+        """Return the model that a config.json describes, and a line for each setting that is not
         supported."""
         hf, twice = in_one_spelling(hf, self.spellings)
         problems = twice + [
@@ -149,12 +149,12 @@ class Family:
 
     @property
     def score_architecture(self) -> str:
-        """The class of the family's preference models. transformers lacks some of these classes;
-        vLLM makes them all from the class of the language model."""
+        """The class of the family's preference models. transformers lacks some of these classes.
+        vLLM makes each of them from the class of the language model."""
         return self.architecture.replace("ForCausalLM", SCORE_CLASS)
 
     def score_keys(self) -> dict[str, Any]:
-        """The keys of config.json that make a preference model of a language model.
+        """The keys of config.json that turn a language model into a preference model.
 
         transformers stores no num_labels: it is the length of id2label. With the problem type
         "regression" vLLM gives the score itself, without a sigmoid."""
@@ -189,7 +189,7 @@ class Family:
 
     def config(self, shape: ModelShape, vocab_size: int) -> dict[str, Any] | None:
         """The config.json of a model of this shape, in the form of published checkpoints; None if
-        the family has no such models."""
+        no model of the family can have this shape."""
         hf: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
         hf |= self.score_keys() if shape.scores else {}
         for entry in self.fields:
@@ -218,11 +218,12 @@ class Family:
         return hf
 
 
-SCORE_CLASS = "ForSequenceClassification"  # at the end of the name of a class of transformers
+# The end of the names of transformers' classes for preference models.
+SCORE_CLASS = "ForSequenceClassification"
 
 
 def is_score_model(hf: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of a preference model."""
+    """Whether a config.json belongs to a preference model."""
     return any(str(name).endswith(SCORE_CLASS) for name in hf.get("architectures") or ())
 
 
@@ -255,7 +256,8 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 
 
 def sizes(epsilon: float) -> tuple[Field, ...]:
-    """The fields that every family has: sizes and norms. epsilon: the norms' default."""
+    """The fields that every family has: sizes and norms. epsilon: the default epsilon of the
+    norms."""
     return (
         Field("num_hidden_layers", "num_layers"),
         Field("hidden_size", "hidden_size"),
@@ -349,8 +351,8 @@ _NEUTRAL_STARTS = """
 
 
 def _windows(hf: Mapping[str, Any], legal_types: tuple[str, ...]) -> list[str]:
-    """Return a problem for sliding-window attention and for other kinds of layers: both are not
-    supported."""
+    """Return a problem for sliding-window attention, and for kinds of layers outside of
+    `legal_types`: neither is supported."""
     window, used = hf.get("sliding_window"), hf.get("use_sliding_window", "sliding_window" in hf)
     problems = []
     if window is not None and used:

@@ -41,7 +41,8 @@ class Groups:
     topk: int = 8
 
     def problems(self, hf: Mapping[str, Any]) -> list[str]:
-        """Return a line if Megatron-Core would choose other experts than the published model."""
+        """Return a line if Megatron-Core would not choose the same experts as the published
+        model."""
         count = hf.get("n_group", self.count)
         chosen, topk = hf.get("topk_group", self.chosen), hf.get("num_experts_per_tok", self.topk)
         # The score of a group is the sum of the scores of its best two experts. Megatron-Core adds
@@ -96,7 +97,7 @@ def dense_first(default: int, *, has_types: bool = False) -> f.ReadPattern:
 
 
 def layer_problems(hf: Mapping[str, Any]) -> list[str]:
-    """What is wrong with `mlp_layer_types`."""
+    """Return the problems of `mlp_layer_types`."""
     kinds, count = hf.get("mlp_layer_types"), hf.get("num_hidden_layers")
     if kinds is None:
         return []

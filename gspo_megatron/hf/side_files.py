@@ -32,9 +32,9 @@ def export_config(
     """The config.json for weights of this shape and dtype. Keys that only vLLM needs are added.
 
     original: the config.json that the weights were imported with. If it still describes the model,
-    all its keys are kept. Otherwise the keys that describe a model are replaced, and the others are
-    kept. Raises ConfigError if the family of `original` has no models of this shape; without
-    `original`, if no family has.
+    all its keys are kept. Otherwise the keys that describe a model are replaced, and the other keys
+    are kept. Raises ConfigError if the family of `original` has no models of this shape; without
+    `original`, if no family has models of this shape.
     """
     original = None if original is None else language_model(original)
     if original is not None and shape.scores and not is_score_model(original):
@@ -52,7 +52,8 @@ def export_config(
         config = {key: made[key] for key in family.vllm_keys if key in made} | dict(original)
     else:
         config = {key: value for key, value in original.items() if key not in _ROPE} | made
-    # The model has none of the layers for further tokens (MTP), FP8 or Python code of the original.
+    # The original may have layers that predict further tokens (MTP), FP8 weights and Python code.
+    # The exported model has none of them.
     config |= {key: 0 for key in family.next_token_keys if original.get(key)}
     config.pop("quantization_config", None)
     config.pop("auto_map", None)  # it names code that is not exported
@@ -61,8 +62,8 @@ def export_config(
 
 def with_padding(config: Mapping[str, Any], files: Sequence[Path]) -> dict[str, Any]:
     """Add the pad_token_id of a tokenizer's `files` to the config.json of a preference model that
-    has none. Without it, transformers scores only one sequence at a time. Other configs are
-    returned unchanged. Raises DataError if the files cannot be read."""
+    has no pad_token_id. Without this id, transformers scores only one sequence at a time. Other
+    configs are returned unchanged. Raises DataError if the files cannot be read."""
     if not is_score_model(config) or config.get("pad_token_id") is not None:
         return dict(config)
     try:
@@ -108,7 +109,8 @@ def check_tokenizer(files: Sequence[Path], vocab_size: int) -> None:
 def generation_files(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
     """Return {"generation_config.json": its content} for a model trained with a tokenizer of these
     `files`. transformers' `generate` reads from it which token ends a response. Returns {} if the
-    file is among `files`, or if `files` name no such token. Raises DataError if one cannot be read.
+    file is among `files`, or if `files` name no such token. Raises DataError if a file cannot be
+    read.
     """
     by_name = {file.name: file for file in files}
     if GENERATION in by_name:

@@ -47,8 +47,8 @@ _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}  # else the dtyp
 @contextlib.contextmanager
 def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Generator[None]:
     """Prepare a policy's chunks for decoding while the context lasts. The attention layers use
-    `cache`, and plain modules replace those of training. FP8 is off. Sequence parallelism is off,
-    too, because TP ranks cannot share one token."""
+    `cache`, and plain modules replace the modules of training. FP8 is off. Sequence parallelism is
+    off, too, because TP ranks cannot share one token."""
     modules = [module for model in models for module in model.modules()]
     configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}.values()
     changes: list[tuple[Any, str, Any]] = [
@@ -122,7 +122,7 @@ def _is_plain(module: Any) -> bool:
 
 def _is_plain_attention(module: Any) -> bool:
     """Whether the module is self-attention whose whole weights are on this rank, without an output
-    gate, and either with norms of single heads or without norms of heads."""
+    gate. Queries and keys have either a norm for each single head, or no norms."""
     if type(module) is not CachedSelfAttention or not _has_all_of(module.linear_qkv):
         return False
     if module.config.attention_output_gate:
@@ -187,10 +187,12 @@ class LocalAttention(torch.nn.Module):
         super().__init__()
         self.stock = stock  # `decoding` also replaces its linear layers
         self.groups = stock.num_query_groups_per_partition
-        self.queries = stock.num_attention_heads_per_partition // self.groups  # heads of a group
+        # Number of query heads in a group.
+        self.queries = stock.num_attention_heads_per_partition // self.groups
         self.scale = stock.config.softmax_scale or stock.hidden_size_per_attention_head**-0.5
         self.window_and_sinks = window_and_sinks(stock)
-        self.norm: Tensor | None = None  # [queries of a group + 1, dim]: weights; the key's is last
+        # The norms' weights [queries of a group + 1, dim]. The last weight is the key's.
+        self.norm: Tensor | None = None
         if isinstance(stock.q_layernorm, TorchNorm):
             norms = [stock.q_layernorm] * self.queries + [stock.k_layernorm]
             weights = torch.stack([norm.weight + norm.zero_centered for norm in norms])

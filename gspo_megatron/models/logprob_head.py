@@ -115,7 +115,7 @@ class VocabParallelLogProb(torch.autograd.Function):
         row_blocks, column_blocks = tiles_of(
             len(hidden), used, chunk_size, dtype.itemsize, hidden.device
         )
-        # each block of columns: maximum, sum of exponentials, sum of logits times exponentials
+        # for each block of columns: maximum, sum of exponentials, sum of logits times exponentials
         block_sums = hidden.new_empty((3, len(column_blocks), len(hidden)), dtype=dtype)
         target_logit = hidden.new_zeros(len(hidden), dtype=dtype)
         buffers = [tile_buffer(hidden, row_blocks, column_blocks, dtype) for _ in range(2)]
@@ -226,14 +226,14 @@ class GradientSums:
         self.block_dtype = precise if len(row_blocks) > 1 else weight.dtype
 
     def add(self, rows: slice, columns: slice, gradient: Tensor) -> None:
-        """Add a tile. gradient: that of the tile's logits, in the dtype of the inputs."""
+        """Add a tile. gradient: the gradient of the tile's logits, in the dtype of the inputs."""
         if self.hidden_grad is not None:
             _add_product(self.hidden_grad[rows], gradient, self.weight[columns])
         if self.weight_grad is None:
             return
         target = self.weight_grad[columns]
         if rows.start == 0:
-            self.block_sum = target.to(self.block_dtype)  # zeros, or `target` itself
+            self.block_sum = target.to(self.block_dtype)  # `target` itself, or zeros as in `target`
         _add_product(self.block_sum, gradient.t(), self.hidden[rows])
         if rows.stop == len(self.hidden) and self.block_sum.dtype != target.dtype:
             target.copy_(self.block_sum)
@@ -262,7 +262,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 def tiles_of(
     rows: int, columns: int, chunk_size: int | None, element_bytes: int, device: torch.device
 ) -> tuple[list[slice], list[slice]]:
-    """The blocks of rows and the blocks of columns; none for 0 rows or 0 columns."""
+    """The blocks of rows and the blocks of columns. 0 rows or 0 columns have no blocks."""
     if chunk_size is None and rows * columns * element_bytes <= KEEP_EXPONENTIALS_BYTES:
         return _blocks(rows, max(rows, 1), 1), _blocks(columns, max(columns, 1), 1)
     height = max(min(rows, chunk_size or TILE_ROWS), 1)
@@ -274,7 +274,8 @@ def tiles_of(
 
 
 def _blocks(total: int, largest: int, unit: int) -> list[slice]:
-    """Blocks of nearly equal size, at most `largest`; all but the last are multiples of `unit`."""
+    """Blocks of nearly equal size, at most `largest`. The sizes of all but the last block are
+    multiples of `unit`."""
     count = max(-(-total // largest), 1)
     size = max(-(-total // (count * unit)), 1) * unit
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
@@ -314,10 +315,10 @@ def tile_logits(hidden: Tensor, weight: Tensor, factor: float, buffer: Tensor) -
 def multiply(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
     """Write left [rows, width] @ right [columns, width].t() to `out` [rows, columns]; returns it.
 
-    `left` and `right` have one dtype. `out` has the same dtype, or float32 if that is a low
-    precision. In the second case the sums are not rounded to the dtype of the inputs (torch.mm
-    would round them). A GPU needs no memory for that, a CPU two strips of STRIP_BYTES, or of one
-    row if a row is larger.
+    `left` and `right` have one dtype. `out` has the same dtype, or float32 if this dtype is a low
+    precision. With a float32 `out`, the sums are not rounded to the dtype of the inputs (torch.mm
+    would round them). A GPU needs no further memory for this. A CPU needs two strips of
+    STRIP_BYTES, or of one row if a row is larger.
     """
     if left.dtype == out.dtype:
         return torch.mm(left, right.t(), out=out)

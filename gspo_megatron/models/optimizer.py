@@ -40,7 +40,7 @@ class Schedule:
             warmup=section.warmup_steps * updates_per_step,
             total=steps * updates_per_step,
             decay=section.decay,
-            # keys of pre-training and fine-tuning, whose steps have one update
+            # Only pre-training and fine-tuning have these keys. Their steps have one update.
             wsd_steps=getattr(section, "wsd_steps", None),
             wsd_decay=getattr(section, "wsd_decay", None),
         )

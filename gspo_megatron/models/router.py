@@ -14,8 +14,8 @@ SMALLEST_SUM = 1e-12
 
 
 class BiasedSoftmaxRouter(TopKRouter):
-    """Megatron-Core's router with another choice of experts. The stock router has a bias only with
-    sigmoid scores.
+    """Megatron-Core's router, which chooses experts by softmax scores and a bias. The stock router
+    has a bias only with sigmoid scores.
 
     The scores are a softmax over all experts. The experts with the largest sum of score and bias
     are chosen. Their weights are their scores, divided by the sum of these. The class replaces the

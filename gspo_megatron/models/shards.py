@@ -28,7 +28,8 @@ class Shard:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Where the shard lies in the global tensor. A shard may reach beyond it, into padding."""
+        """Where the shard lies in the global tensor. A shard may reach beyond the global tensor,
+        into padding."""
         return tuple(
             slice(start, start + size)
             for start, size in zip(self.offset, self.data.shape, strict=True)
@@ -49,7 +50,9 @@ def parameter_shards(model: MegatronModule) -> Iterator[Shard]:
     for entry in model.sharded_state_dict(metadata={"non_homogeneous_layers": True}).values():
         if not isinstance(entry, ShardedTensor | ShardedTensorFactory):
             continue  # Transformer Engine's extra state
-        is_parameter = isinstance(entry.data, torch.nn.Parameter)  # meta: all have one address
+        # On the meta device all tensors have the same data_ptr, so an entry that is a parameter is
+        # not looked up.
+        is_parameter = isinstance(entry.data, torch.nn.Parameter)
         parameter = entry.data if is_parameter else parameters.get(entry.data.data_ptr())
         if parameter is None:
             continue  # buffers, such as the expert bias

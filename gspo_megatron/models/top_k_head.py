@@ -1,5 +1,5 @@
 """Log-probabilities of several candidates for each row, and of all other tokens together, with a
-sharded vocabulary. It can also find the most probable tokens of each row.
+sharded vocabulary. The module also finds the most probable tokens of each row.
 
 The k candidates and the rest of the vocabulary are k + 1 buckets, whose probabilities add up to 1.
 Logits exist one tile at a time and are computed again in the backward pass, as in logprob_head.py.
@@ -26,9 +26,9 @@ from gspo_megatron.models.logprob_head import (
 )
 
 NO_TOKEN = -1  # fills up the candidates of a row that has fewer than k
-# A lower bound of the probability of all other tokens. It is about the precision of a sum of
-# probabilities in float32. It keeps the logarithm finite if the candidates are the whole
-# vocabulary.
+# A lower bound of the probability of all other tokens. The bound is about the precision of a sum of
+# probabilities in float32. With this bound, the logarithm is finite even if the candidates are the
+# whole vocabulary.
 SMALLEST_REST = 2.0**-24
 
 
@@ -43,9 +43,9 @@ def bucket_logprobs(
     vocab_start: int = 0,
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute log-probabilities [rows, k + 1]: those of the k candidates, and in the last column
-    that of all other tokens together. Also return whether the first candidate is the row's most
-    probable token: [rows] bool, without gradient.
+    """Compute log-probabilities [rows, k + 1]. The first k columns are for the candidates; the last
+    column is for all other tokens together. Also return [rows] bool, without gradient: whether the
+    first candidate is the row's most probable token.
 
     candidates: [rows, k] int64, no two in a row equal. Candidates that are not in the vocabulary,
     such as NO_TOKEN, have the log-probability -inf and no gradient. The other arguments, the dtypes
@@ -126,7 +126,7 @@ class _Buckets(torch.autograd.Function):
         total = gradient.sum(1, keepdim=True)
         of_candidates = gradient[:, :-1] - probabilities[:, :-1] * total  # [rows, k]
         # the derivative of log(rest) by the logit of a token in the rest is the token's share of it
-        of_rest = gradient[:, -1:] / probabilities[:, -1:] - total  # [rows, 1], times p
+        of_rest = gradient[:, -1:] / probabilities[:, -1:] - total  # [rows, 1], a factor of p
         row_blocks, column_blocks = ctx.tiles
         sums = GradientSums(hidden, weight, row_blocks, ctx.needs_input_grad, None)
         buffer = tile_buffer(hidden, row_blocks, column_blocks, logprobs.dtype)
@@ -145,7 +145,8 @@ class _Buckets(torch.autograd.Function):
 
 def _take_out(values: Tensor, index: Tensor, inside: Tensor) -> None:
     """Set the values of the candidates inside this tile to exactly 0, by subtracting each from
-    itself. Candidates outside it have an index too, but nothing is subtracted there."""
+    itself. Candidates outside this tile have an index, too, but nothing is subtracted at this
+    index."""
     values.scatter_add_(1, index, -values.gather(1, index).where(inside, 0.0))
 
 

@@ -70,7 +70,8 @@ class VariantRuns:
     unfinished: dict[int, str] = field(default_factory=dict)  # seed -> text: how far the run got
 
     def load(self) -> None:
-        """Read the finished runs. Leave out the others: only runs of equal length are compared.
+        """Read the finished runs. Unfinished runs are left out, because only runs of equal length
+        are compared.
 
         Raises DataError for a damaged file.
         """
@@ -177,7 +178,7 @@ def collapse(run: Run) -> str | None:
 
 
 class Difference(NamedTuple):
-    """One variant's measure minus another's."""
+    """One variant's measure minus another variant's."""
 
     mean: float
     half_width: float | None  # half of the 95% interval; None with one seed
@@ -294,7 +295,7 @@ def findings(variants: Sequence[VariantRuns]) -> list[str]:
 
 
 def _said_of_differences(variants: Sequence[VariantRuns]) -> list[str]:
-    """Return sentences about differences: significant, not significant and not tested ones."""
+    """Return sentences about the significant, the insignificant and the untested differences."""
     said, others, seeds = [], [], 0
     for measure in _compared(variants):
         found = [(one, other, difference(one, other, measure)) for one, other in pairs(variants)]

@@ -1,6 +1,6 @@
 """Fixes of the defects of stock Megatron-Core that affect training here.
 
-Each has a test that fails when an upgrade makes the fix superfluous.
+Each fix has a test that fails when an upgrade makes the fix superfluous.
 """
 
 from __future__ import annotations
@@ -78,11 +78,12 @@ def _apply_z_loss(
 def _carry_context_into_recompute() -> None:
     """Run recomputation with the context variables of the forward pass.
 
-    A checkpointed function runs again in the backward pass, between other micro-batches, and for
-    GPUs in another thread. In stock Megatron-Core, the context variables are then not those of its
-    forward pass, and routing.hooks would not know which micro-batch's experts to replay.
-    (Megatron-Core's own RouterReplay relies on the order of micro-batches.) In FP8 Megatron-Core
-    recomputes by Transformer Engine, which has the same defect."""
+    A checkpointed function runs again in the backward pass, between the passes of other
+    micro-batches, and for GPUs in another thread. In stock Megatron-Core, the second run does not
+    have the context variables of the forward pass, and routing.hooks would not know which
+    micro-batch's experts to replay. (Megatron-Core's own RouterReplay relies on the order of
+    micro-batches.) In FP8, Megatron-Core lets Transformer Engine recompute, which has the same
+    defect."""
     native = CheckpointFunction.forward
 
     @functools.wraps(native)

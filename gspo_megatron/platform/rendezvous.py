@@ -28,13 +28,13 @@ from gspo_megatron.errors import UserError
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _logger = logging.getLogger(__name__)
-_NAME_SECONDS = 60.0  # to wait for a host's name, which may appear only when the host has started
+_NAME_SECONDS = 60.0  # limit of the wait for a host's name, which may appear late
 
 
 def join_store(timeout: datetime.timedelta) -> dist.Store:
     """Join the store of the ranks, by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Returns once
-    all ranks are there. The store is on rank 0, or with torchrun in its agent. Raises UserError if
-    MASTER_ADDR or MASTER_PORT cannot be used."""
+    all ranks have joined. Rank 0 holds the store, or torchrun's agent if torchrun starts the ranks.
+    Raises UserError if MASTER_ADDR or MASTER_PORT cannot be used."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     _wait_for_name(host)

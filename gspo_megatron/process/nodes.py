@@ -1,6 +1,6 @@
 """The place of this machine in a job of several machines without Slurm: a pod of Kubernetes or a
-node of SkyPilot. There, the launcher on each machine starts the ranks of its machine, and these
-join the ranks of the other machines."""
+node of SkyPilot. There, the launcher on each machine starts the ranks of this machine, and these
+ranks join those of the other machines."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def node_of_job(environ: Mapping[str, str]) -> Node | None:
     """Return the place of this machine, if a scheduler started this process once on each machine.
 
     It reads the variables of torchrun's options (PET_NNODES and others), which Kubeflow's
-    PyTorchJob and TrainJob and deploy/kubernetes/jobset.yaml set, or those of SkyPilot. In a rank
-    it returns None, because the rank's launcher has read the variables already. Raises UserError if
-    variables are missing or senseless.
+    PyTorchJob and TrainJob and deploy/kubernetes/jobset.yaml set, or the variables of SkyPilot. In
+    a rank it returns None, because the rank's launcher has read the variables already. Raises
+    UserError if variables are missing or have wrong values.
     """
     if _OF_A_RANK in environ:
         return None
@@ -79,7 +79,7 @@ def _of_torchrun(environ: Mapping[str, str]) -> Node:
     count = _number(environ, "PET_NNODES")
     number = _number(environ, "PET_NODE_RANK", default=0 if count == 1 else None)
     text = environ.get("PET_NPROC_PER_NODE") or environ.get("PET_N_PROC_PER_NODE", "")
-    ranks = int(text) if text.isascii() and text.isdigit() else None  # else auto, gpu or cpu
+    ranks = int(text) if text.isascii() and text.isdigit() else None  # other values: auto, gpu, cpu
     master = environ.get("PET_MASTER_ADDR") or environ.get("MASTER_ADDR", "")
     port_name = "PET_MASTER_PORT" if environ.get("PET_MASTER_PORT") else "MASTER_PORT"
     if not master and count > 1:
@@ -109,7 +109,7 @@ def world_size_on(node: Node, nproc: int | None, layout: int) -> int:
     machine; layout: the number of ranks that the layout needs at least.
 
     Without `nproc`, the number comes from the scheduler, else from the GPUs of this machine, else
-    from the layout. Raises UserError if the layout cannot be divided.
+    from the layout. Raises UserError if the machines cannot share the layout's ranks equally.
     """
     each = nproc or node.ranks or _gpus_here()
     if each is None:

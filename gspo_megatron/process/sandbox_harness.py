@@ -35,9 +35,9 @@ from math import *
 
 
 def encode(value: Any, other: Callable[[Any], int] | None = None) -> Any:
-    """Convert a plain value to JSON that keeps its type. An instance of a subclass becomes one of
-    the base class. A value of NumPy becomes what its `tolist` returns. Any other value becomes the
-    number that `other` returns for it. Raises TypeError if there is no `other`."""
+    """Convert a plain value to JSON that keeps its type. An instance of a subclass becomes an
+    instance of the base class. A value of NumPy becomes what its `tolist` returns. Any other value
+    becomes the number that `other` returns for it. Raises TypeError if there is no `other`."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -66,7 +66,8 @@ def encode(value: Any, other: Callable[[Any], int] | None = None) -> Any:
 
 
 def decode(told: Any, other: Callable[[int], Any] | None = None) -> Any:
-    """Invert `encode`. Raises ValueError, KeyError or TypeError for anything else."""
+    """Invert `encode`. Raises ValueError, KeyError or TypeError for JSON that `encode` does not
+    write."""
     if not isinstance(told, dict):
         return told
     ((name, content),) = told.items()
@@ -156,7 +157,7 @@ def _write(descriptor: int, data: bytes) -> None:
 
 def _end(code: int) -> None:
     sys.stdout.flush()
-    os._exit(code)  # threads of the solution may be left
+    os._exit(code)  # threads of the solution may still run
 
 
 # Tests with asserts run in one sandbox, and the solution runs in another. The solution gets names
@@ -196,8 +197,8 @@ def _serve(channel: socket.socket) -> None:
 
 
 class _Names(dict):
-    """Names of the tests. The names `candidates` come from the solution. Without candidates, all
-    names that are not defined elsewhere come from it."""
+    """The names that the tests use. The names `candidates` come from the solution. Without
+    candidates, all names that are not defined elsewhere come from the solution."""
 
     def __init__(self, ask: Any, candidates: list[str]) -> None:
         self._ask, self._candidates = ask, candidates
@@ -215,8 +216,8 @@ def _judge(channel: socket.socket, request: dict[str, Any]) -> None:
     stream = channel.makefile("rw", encoding="utf-8")
 
     class Remote:
-        """An object of the solution. It is equal only to itself: the solution cannot change
-        that."""
+        """An object of the solution. It is equal only to itself, and the solution cannot define
+        another equality."""
 
         def __init__(self, number: int) -> None:
             self._number = number
@@ -249,7 +250,7 @@ def _judge(channel: socket.socket, request: dict[str, Any]) -> None:
         answer = json.loads(line)
         if "error" in answer:
             kind = getattr(builtins, str(answer["error"]), None)
-            # these would end loops of a test, or look like errors of the test itself
+            # These errors of a solution would end loops of a test, or look like errors of the test.
             reserved = (AssertionError, StopIteration, StopAsyncIteration)
             if not (isinstance(kind, type) and issubclass(kind, Exception)):
                 kind = RuntimeError
@@ -259,7 +260,7 @@ def _judge(channel: socket.socket, request: dict[str, Any]) -> None:
     names = _Names(ask, request["candidates"])
     for text in request["setup"]:
         exec(compile(text, "<setup>", "exec"), names)
-    for name in request["candidates"]:  # even if the setup defines it
+    for name in request["candidates"]:  # even if the setup defines the name
         names.pop(name, None)
     for text in request["tests"]:
         exec(compile(text, "<test>", "exec"), names)

@@ -46,7 +46,7 @@ class Cgroup:
         try:
             (self.folder / limit).write_text(str(limit_bytes))
             if (self.folder / with_swap).exists():
-                # version 1 counts memory and swap together, version 2 swap alone
+                # In this file, version 1 limits memory and swap together, version 2 swap alone.
                 no_swap = limit_bytes if self._version == 1 else 0
                 (self.folder / with_swap).write_text(str(no_swap))
         except OSError:
@@ -75,7 +75,7 @@ class Cgroup:
             time.sleep(0.001)
 
 
-_left: list[Path] = []  # folders of groups that are closed; threads share it
+_left: list[Path] = []  # folders of closed groups; all threads use this list
 
 
 @atexit.register
@@ -93,7 +93,8 @@ def _remove_left() -> None:
 
 @functools.cache
 def place() -> Place | None:
-    """Return where cgroups with a memory limit can be made, or None. Makes one to find out."""
+    """Return where cgroups with a memory limit can be made, or None. Tries this by making a
+    cgroup."""
     for candidate in _candidates():
         _sweep(candidate.folder)
         if _works(candidate):

@@ -81,8 +81,8 @@ class Collector:
         device: torch.device,
         score: FolderScores | None = None,
     ) -> None:
-        """prompts: configuration key of prompt files -> their prompts; scorer: the run's own;
-        score: computes the scores of a reward model on these ranks."""
+        """prompts: configuration key of prompt files -> their prompts; scorer: scores the run's
+        responses; score: computes the scores of a reward model on these ranks."""
         self.config, self.prompts = config, prompts
         self.source, self.scorer, self.device = source, scorer, device
         self.model_rewards = ModelRewards(config, device, score)
@@ -109,7 +109,7 @@ class Collector:
     ) -> RolloutShare:
         """Return scored responses to this rank's share of the prompts.
 
-        scorer: None: the run's own. Raises the errors of `RolloutSource.take`.
+        scorer: None stands for the run's scorer. Raises the errors of `RolloutSource.take`.
         """
         scorer, prompts = scorer or self.scorer, self.prompts_of(request)
         share = self.source.take(request, prompts, scorer, router_noise=router_noise)
@@ -127,7 +127,7 @@ class Collector:
     def sample_rows(self, request: RolloutRequest, group: RolloutGroup) -> list[dict[str, Any]]:
         """Return the first `logging.samples_per_step` responses as rows of samples.jsonl.
 
-        Only on one rank of each model replica; an empty list on the others.
+        One rank of each model replica gets them, and the other ranks get an empty list.
         """
         count = self.config.logging.samples_per_step
         first = group.select(np.arange(len(group.sample_index)) < count)
@@ -252,7 +252,7 @@ class DynamicSampling:
     enabled: bool = True  # False: use the groups of one request, whatever their rewards
     requests: int = 0
     has_spread: list[bool] = field(default_factory=list)  # by the groups' numbers in the step
-    has_failed: list[bool] = field(default_factory=list)  # a reward is missing: never use it
+    has_failed: list[bool] = field(default_factory=list)  # groups without a reward are never used
 
     def add(self, has_spread: Sequence[bool], has_failed: Sequence[bool] | None = None) -> None:
         """Add the groups of one more request, in order. A failed group has no spread."""
@@ -275,7 +275,8 @@ class DynamicSampling:
     def candidates(self, first: int) -> list[int]:
         """Return the groups from number `first` on that may still be chosen.
 
-        The others need not be kept. All groups of the first request stay candidates: see `groups`.
+        Other groups need not be kept. All groups of the first request stay candidates: see
+        `groups`.
         """
         return [n for n in range(first, self.num_groups) if first == 0 or self.has_spread[n]]
 
@@ -305,13 +306,15 @@ class DynamicSampling:
 def judge_groups(
     group: RolloutGroup, request: RolloutRequest, device: torch.device
 ) -> tuple[list[bool], list[bool]]:
-    """Return two lists: whether each group of a request has different rewards, and lacks a reward.
+    """Return two lists with a flag for each group of a request. The first list says whether the
+    group has different rewards, the second whether the group lacks a reward.
 
     Both lists are in the order of the groups, and the same on all ranks.
     """
     groups, shaped = (to_tensor(values, device) for values in (group.group_index, group.shaped))
     failed = shaped.isnan()
-    differs = (group_mean(shaped.nan_to_num(), groups) != 0) & ~failed  # all 0: no spread
+    # `group_mean` is exactly 0 in a group without spread.
+    differs = (group_mean(shaped.nan_to_num(), groups) != 0) & ~failed
     flags = torch.zeros((2, len(request.rows)), dtype=torch.long, device=device)
     flags[0, groups[differs] - request.first] = 1
     flags[1, groups[failed] - request.first] = 1

@@ -33,12 +33,12 @@ from gspo_megatron.rollout.megatron.engine import MegatronEngine
 from gspo_megatron.rollout.megatron.rollouts import MegatronRollouts
 from gspo_megatron.routing.hooks import attach_hooks
 
-# Prefixes of changed keys after which the running moments of a reward model begin anew
+# If a key with one of these prefixes changes, the running moments of a reward model begin anew.
 _OTHER_SCORES = tuple(
     f"reward.model.{key}"
     for key in ("folder:", "tokenizer:", "chat_template", "max_tokens:", "normalize:")
 )
-# Prefixes of changed keys after which rewards are not compared with those before
+# If a key with one of these prefixes changes, rewards are not compared with earlier rewards.
 _OTHER_REWARDS = ("data.", "rollout.", "environment.", "reward.")
 
 
@@ -70,7 +70,7 @@ def run_training(config: Config, *, fresh: bool = False, change: bool = False) -
                 tear_down_model_parallel()
                 session.start = following
         finally:
-            if kept is not None:  # the next phase has not begun
+            if kept is not None:  # no phase has taken the resources over
                 kept.close()
 
 
@@ -87,12 +87,12 @@ def _train_phase(
     session: Session,
     kept: Any,
 ) -> tuple[bool, Start | None, Any]:
-    """Train to the end of the phase, or of a run without phases, or to a rollback.
+    """Train to the end of the phase (or of the run, if it has no phases), or to a rollback.
 
     parts: None: read the phase's own inputs, reward and objective; kept: see
     `RolloutSource.hand_over`. Returns three values: False if the run was stopped, else True; the
-    start of the next phase or of the steps after a rollback, if one follows; and the resources that
-    the next phase's source takes over.
+    start of the next phase or of the steps after a rollback, or None if nothing follows; and the
+    resources that the next phase's source takes over, or None.
     """
     start = session.start
     step = start.state.step if start.state is not None and start.state.phase == RL else 0
@@ -111,7 +111,7 @@ def _train_phase(
         if not done:
             return False, None, None
         if (back := run.checkpoints.back) is not None:
-            # with new servers: the old ones have weights of steps that the rollback discards
+            # The old servers are not kept: they have weights of steps that the rollback discards.
             return True, on_main(lambda: conclude(config, back, {}, change=True)), None
         if is_border(config, end):
             return True, run.checkpoints.next_start(), run.collector.source.hand_over()

@@ -25,9 +25,9 @@ class FrozenScorer:
         """Load the *ForSequenceClassification folder. All ranks call it, after
         set_up_model_parallel.
 
-        config: the run's, whose section `model` is replaced. `scorer_problems` has checked that the
-        run's layout fits this model. Raises UserError if the folder is damaged or holds no
-        preference model."""
+        config: the run's configuration; its section `model` is replaced for this model.
+        `scorer_problems` has checked that the run's layout fits this model. Raises UserError if the
+        folder is damaged or holds no preference model."""
         own: Any = config_of_scorer(config, folder)
         vocab_size = own.resolved_model().vocab_size
         self.token_budget: int = own.training.micro_batch_tokens

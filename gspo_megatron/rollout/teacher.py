@@ -3,7 +3,8 @@ their most probable tokens at these positions.
 
 A server is vLLM, or another server with the same `prompt_logprobs` and `/tokenize`. Its model may
 have any shape, but must have the policy's tokenizer. Each branch of a response is sent whole, as
-token ids. The teacher's temperature is always 1: servers compute prompt_logprobs at no other.
+token ids. The teacher's temperature is always 1: servers compute prompt_logprobs at no other
+temperature.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 _LENGTH_OF_LIST = "--max-logprobs"  # vLLM's option: the most log-probs to return for a token
 
 
-# Which teacher judges which prompt
+# The teacher of each prompt
 
 
 def teacher_number(section: DistillationSection, prompt: Prompt) -> int:
@@ -68,7 +69,8 @@ def _which(section: DistillationSection) -> str:
 
 
 def check_teachers(section: DistillationSection, prompts: Iterable[Prompt]) -> None:
-    """Raise DataError if some prompts name no known teacher. It lists the first such prompts."""
+    """Raise DataError if some prompts name no known teacher. The error lists the first of these
+    prompts."""
     problems = []
     for prompt in prompts if section.field is not None else ():
         try:
@@ -79,7 +81,7 @@ def check_teachers(section: DistillationSection, prompts: Iterable[Prompt]) -> N
         raise DataError("\n".join(some_of(problems)))
 
 
-# What teachers answer
+# The answers of teachers
 
 
 class Judged(NamedTuple):
@@ -92,7 +94,7 @@ class Judged(NamedTuple):
     tokens: np.ndarray | None = None  # [response tokens, k] int32, filled up with -1
     top_logprobs: np.ndarray | None = None  # [response tokens, k] float32
     seconds: np.ndarray | None = None  # [1] float64, wall seconds
-    teachers: np.ndarray | None = None  # [num_sequences] int32, -1: none; None: one for all
+    teachers: np.ndarray | None = None  # [num_sequences] int32, -1: no teacher; None: at most one
 
 
 @dataclass
@@ -184,7 +186,7 @@ class Teachers:
             try:
                 answers = iter(await asyncio.gather(*tasks))
             finally:
-                for task in tasks:  # if one has failed for good, the others still run
+                for task in tasks:  # if one task has failed for good, the others still run
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
         said = []
@@ -204,8 +206,8 @@ class _Server(Asker):
     def __init__(
         self, name: str, url: str, k: int, reward: RewardSection, tokenizer: Tokenizer
     ) -> None:
-        """name: configuration key and URL of the server, for messages; k: how many most probable
-        tokens to ask for."""
+        """name: configuration key and URL of the server, for messages; k: the number of most
+        probable tokens to ask for."""
         super().__init__(name, reward)
         self.url, self.k, self.tokenizer = url.rstrip("/"), k, tokenizer
         self._model = ""  # the model's name on the server; empty: not known yet
@@ -219,7 +221,8 @@ class _Server(Asker):
         return failures
 
     async def _agreed_model(self, session: ClientSession) -> str:
-        """Return the model's name. Raises RewardError if the server has another tokenizer."""
+        """Return the model's name. Raises RewardError if the server's tokenizer is not the
+        policy's."""
         model = (await self.asked(session, "GET", f"{self.url}/models"))["data"][0]["id"]
         given = {"model": model, "prompt": PROBE, "add_special_tokens": False}
         tokenize = f"{self.url.removesuffix('/v1')}/tokenize"

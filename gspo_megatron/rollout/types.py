@@ -32,7 +32,7 @@ TOKEN = "token"  # a token of prompts and responses, sequence after sequence
 RESPONSE_TOKEN = "response token"  # a token of the responses
 TURN = "turn"  # a rewarded turn, response after response
 SUM = "sum"  # all responses together; joining groups adds the values up
-SHARED = "shared"  # all responses together; joined groups have the same value
+SHARED = "shared"  # all responses together; groups to join have the same value
 
 
 class Column(NamedTuple):
@@ -84,15 +84,15 @@ class RolloutGroup:
     turn_tokens: Annotated[np.ndarray, Column(TURN, np.int64)]  # response tokens of each turn
     # whether the token belongs to the response; None: each sequence has a single branch
     in_response: Annotated[np.ndarray | None, Column(TOKEN, np.bool_)] = None
-    # whether the policy wrote the token; None: it wrote all
+    # whether the policy wrote the token; None: it wrote all tokens
     sampled: Annotated[np.ndarray | None, Column(RESPONSE_TOKEN, np.bool_)] = None
-    # whether to learn from the token; None: from all that the policy wrote
+    # whether to learn from the token; None: learn from all tokens that the policy wrote
     mask: Annotated[np.ndarray | None, Column(RESPONSE_TOKEN, np.bool_)] = None
-    # weights version that generated the token; None: that of the step
+    # weights version that generated the token; None: the version of the step
     versions: Annotated[np.ndarray | None, Column(RESPONSE_TOKEN, np.int32)] = None
     # [tokens, layers, k] uint8 or int16: the experts of each token; None: not reported. Zeros mean
-    # that the engine did not report this token. The last token of a branch never goes through the
-    # model, so its row means nothing.
+    # that the engine reported no experts for this token. The last token of a branch never goes
+    # through the model, so its row means nothing.
     routes: Annotated[np.ndarray | None, Column(TOKEN)] = None
     # numbers of the layers in `routes`, from 1; None: all layers of the model
     layers: Annotated[np.ndarray | None, Column(SHARED, np.int64)] = None
@@ -111,8 +111,8 @@ class RolloutGroup:
     # log-probs; None: the form of distillation does not use them
     teacher_tokens: Annotated[np.ndarray | None, Column(RESPONSE_TOKEN, np.int32)] = None
     teacher_top_logprobs: Annotated[np.ndarray | None, Column(RESPONSE_TOKEN, np.float32)] = None
-    # with several teachers, the number of the response's teacher, -1: none; None: at most one
-    # teacher
+    # with several teachers, the number of the response's teacher, or -1 if it has no teacher; None:
+    # there is at most one teacher
     teachers: Annotated[np.ndarray | None, Column(SEQUENCE, np.int32)] = None
     # Answers of a reward model behind a URL, see ModelScores; None: there is no such model. NaN:
     # the call failed for good.
@@ -124,7 +124,7 @@ class RolloutGroup:
     reasons: Annotated[Sequence[str] | None, Column(SEQUENCE, is_added=True)] = None
     # the turns of an episode, see environments/records.py
     records: Annotated[Sequence[dict[str, Any]] | None, Column(SEQUENCE, is_added=True)] = None
-    failed_calls: Annotated[np.ndarray | None, Column(SUM, np.int64)] = None  # [3] as FailedCalls
+    failed_calls: Annotated[np.ndarray | None, Column(SUM, np.int64)] = None  # [3]: FailedCalls
     reward_seconds: Annotated[np.ndarray | None, Column(SUM, np.float64)] = None  # [1] of scoring
 
     @property
@@ -146,7 +146,7 @@ class RolloutGroup:
 
     @property
     def learnt(self) -> np.ndarray | None:
-        """[response tokens] bool: the tokens to learn from; None: all."""
+        """[response tokens] bool: the tokens to learn from; None: all tokens."""
         return self.sampled if self.mask is None else self.mask
 
     def part_of(self, row: int) -> dict[str, float]:
@@ -188,8 +188,8 @@ class RolloutGroup:
     def join(cls, groups: Sequence[RolloutGroup]) -> RolloutGroup:
         """Concatenate groups into new arrays.
 
-        Raises DataError if only some groups have a column. A column with `is_added` is then left
-        out instead.
+        Raises DataError if only some groups have a column. A column with `is_added` is left out in
+        this case, without an error.
         """
         names = max((group.part_names or () for group in groups), key=len)
         joined: dict[str, Any] = {}
@@ -234,8 +234,8 @@ class RolloutGroup:
         return dataclasses.replace(self, routes=chosen, layers=np.array(numbers, np.int64))
 
     def parts_of(self, names: Sequence[str]) -> np.ndarray | None:
-        """Return `parts` with a column for each name. If all calls of the group failed, it has no
-        names, and the columns are NaN."""
+        """Return `parts` with a column for each name. If all calls of the group failed, the group
+        has no parts, and the columns are NaN."""
         if self.parts is None or self.parts.shape[1] == len(names):
             return self.parts
         return np.full((len(self.sample_index), len(names)), np.nan)
@@ -280,7 +280,7 @@ class RolloutGroup:
     def of_columns(cls, columns: Mapping[str, np.ndarray]) -> RolloutGroup:
         """Make a group from the arrays of a safetensors file.
 
-        Raises DataError if they do not fit the declaration.
+        Raises DataError if the arrays do not fit the declaration.
         """
         values: dict[str, Any] = {name: columns[name] for name in COLUMNS if name in columns}
         if "parts" in values:

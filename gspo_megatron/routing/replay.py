@@ -18,7 +18,7 @@ from torch import Tensor
 from gspo_megatron.routing.hooks import Choice, Routes, routed
 
 # The most tokens of a micro-batch whose scores are recorded; they are evenly spaced. All scores
-# would take 12 KB a token with 48 layers of 128 experts, 32 times as much as the routes.
+# would take 12 KB a token with 48 layers of 128 experts. The routes take 1/32 of that.
 MAX_SCORED_TOKENS = 512
 
 

@@ -1,4 +1,5 @@
-"""Metrics of how far routers moved since the step began, and how evenly they spread the tokens."""
+"""Metrics of how much the routers' choices and scores have changed since the step began, and of how
+evenly routers spread the tokens over the experts."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ class RoutingMetrics:
         if pipeline_group.size() > 1:
             dist.all_reduce(changed, dist.ReduceOp.MAX, group=pipeline_group)
         counts = self._sums.new_tensor([float(changed.sum()), float(len(changed))])
-        if pipeline_group.rank() > 0:  # holds the same tokens as the first stage
+        if pipeline_group.rank() > 0:  # this stage holds the same tokens as the first
             counts.zero_()
         packed = torch.cat([self._sums.flatten(), counts])
         dist.all_reduce(packed)

@@ -1,4 +1,5 @@
-"""Compile device.cpp, once for each version of it, of torch and of the compiler."""
+"""Compile device.cpp, once for each combination of versions of device.cpp, torch and the
+compiler."""
 
 from __future__ import annotations
 

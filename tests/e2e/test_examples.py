@@ -107,6 +107,6 @@ def test_an_example_trains(path: Path, data: Path, tmp_path: Path) -> None:
     start, end = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
     deviation = max(record["reward/std"] for record in steps)
     assert end >= start - 2 * deviation * math.sqrt(2 / 80)
-    # The updates had an effect: in the last mini-batches, the policy differs from the one that
-    # sampled.
+    # The updates had an effect: in the last mini-batches, the policy differs from the policy that
+    # sampled the responses.
     assert all(record["kl/k3"] > 0 and record["grad_norm"] > 0 for record in steps)

@@ -87,7 +87,7 @@ class Runs:
 
     def end(self, process: subprocess.Popen[str], expect: int | None = 0) -> int:
         """Wait for the end of the process, and return its exit code. expect: the required exit
-        code; None means any except 0."""
+        code; None means any exit code except 0."""
         code = process.wait(timeout=_END_SECONDS)
         assert code != 0 if expect is None else code == expect, f"{code}: {self.said()}"
         self.assert_nothing_is_left()
@@ -161,7 +161,7 @@ def test_a_rank_that_stands_still_for_a_while_delays_the_run_only(
     runs: Runs, own_memory: list[str]
 ) -> None:
     """A rank may be paused, for example with its machine. This only delays the run, because the
-    others wait."""
+    other ranks wait."""
     runs.to_the_end(TWO, run=runs.undisturbed)
     process = runs.start(TWO, inside=own_memory)
     _, second = runs.ranks(process, 2)
@@ -201,9 +201,9 @@ cp -a {disk}/run {copy}
 def test_a_run_on_a_disk_that_fills_up_ends_with_the_reason_and_goes_on_with_more_room(
     runs: Runs, checkpoints: float
 ) -> None:
-    """checkpoints: the number of checkpoints for which the disk has room. Three exist at a time,
-    because the oldest is removed last. If they fit, only metrics and samples may run out of
-    space."""
+    """checkpoints: the number of checkpoints for which the disk has room. Three checkpoints exist
+    at a time, because the oldest is removed last. If three fit, only metrics and samples may run
+    out of space."""
     runs.to_the_end(TWO, run=runs.undisturbed)
     saved = runs.undisturbed / "checkpoints" / LAST
     size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())

@@ -1,5 +1,5 @@
 """The manifests of deploy/. Network namespaces run as pods, with the variables that Kubernetes,
-Kubeflow and SkyPilot set. They need neither Slurm nor Ray."""
+Kubeflow and SkyPilot set. The tests need neither Slurm nor Ray."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.vllm.environment import find_vllm_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-IN_STEP_2 = CALLS_PER_STEP + 5  # the call of the reward
+IN_STEP_2 = CALLS_PER_STEP + 5  # the number of a reward call in step 2
 
 
 def manifest() -> dict[str, Any]:
@@ -209,7 +209,7 @@ def test_servers_in_a_third_pod_that_is_killed_and_comes_back(
     trainer keep running."""
     run = make_run(
         tmp_path,
-        # the smallest that vLLM's kernels support
+        # the smallest heads that vLLM's kernels support
         model={"megatron": {**TINY_MODEL, "kv_channels": 32}},
         rollout={"vllm": {"python": str(vllm_python), "restarts": 4}},
     )

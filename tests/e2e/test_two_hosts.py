@@ -23,7 +23,8 @@ pytestmark = [
     ),
 ]
 
-# Like a command, it ends with exit code 2 and one line after a mistake of the user.
+# The program of a rank. Like a command, it ends with exit code 2 and one line after a mistake of
+# the user.
 _RANK = """
 import os, sys
 import torch
@@ -41,7 +42,8 @@ def reduce():
     return 0
 sys.exit(exit_code_of(reduce))
 """
-# The start of a host: it reports that it runs, waits for a line, and then becomes the program.
+# The start of a host: a shell that reports that it runs, waits for a line, and then becomes the
+# program of the host.
 _HOST = """
 set -e
 mount --bind "$1" /etc/hosts

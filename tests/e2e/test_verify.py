@@ -135,7 +135,7 @@ def test_a_step_that_ends_a_run_is_compared(kept_run: Path) -> None:
 @pytest.mark.full
 def test_gradients_that_are_not_finite_are_compared(kept_run: Path, tmp_path: Path) -> None:
     """One weight of one expert is NaN, so some gradients are NaN. The layout does not change which
-    ones."""
+    gradients are NaN."""
     megatron_to_hf(kept_run.parent / "run", tmp_path / "hf")
     (file,) = (tmp_path / "hf").glob("*.safetensors")
     tensors = load_file(file)
@@ -153,7 +153,8 @@ def test_gradients_that_are_not_finite_are_compared(kept_run: Path, tmp_path: Pa
 def test_a_step_in_bf16_is_computed_with_the_fp32_weights_behind_it(
     toy: Path, tmp_path: Path
 ) -> None:
-    """The optimizer keeps each fp32 weight on one data rank. All ranks need to get all of them."""
+    """The optimizer keeps each fp32 weight on one data rank. All ranks need to get all of these
+    weights."""
     path = make_small(
         write_config(toy, tmp_path), training={"precision": "bf16", "keep_step_inputs": 1}
     )

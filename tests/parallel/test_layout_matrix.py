@@ -106,8 +106,8 @@ EDGE_LAYOUTS = ("tp=1", "dp=4", "cp=2", "cp=4", "tp=2,cp=2", "pp=2,vpp=2,ep=2,cp
 
 
 def two_each(layouts: Sequence[str], ways: Sequence[Any]) -> list[Any]:
-    """The parameters of a test: each layout with two of the ways, in turn. With the mark `full`,
-    all ways."""
+    """The parameters of a test: each layout with each of the ways. Two ways of each layout have no
+    mark; the other ways have the mark `full`."""
     turns = [{(2 * row) % len(ways), (2 * row + 1) % len(ways)} for row in range(len(layouts))]
     return [
         pytest.param(layout, *way, marks=() if column in quick else pytest.mark.full)
@@ -146,9 +146,9 @@ def masked_batch() -> SyntheticBatch:
         mask = turns.repeat_interleave(5)[: len(ratios)]
         mask ^= torch.rand(len(ratios), generator=generator) < 0.1
         if number == 2:
-            mask[:] = False  # nothing of this response is learnt
+            mask[:] = False  # no token of this response is learnt from
         if number == 4:
-            mask[-40:] = False  # these tokens include all of a rank's shard
+            mask[-40:] = False  # these tokens include all tokens of a rank's shard
         batch.masks.append(mask)
         batch.log_ratios[number] = ratios.where(mask, torch.nan)
     return batch

@@ -23,9 +23,9 @@ from tests.parallel.matrix import Case
 from tests.parallel.updates import FP32_TOLERANCE, Updates
 
 Mistake = Callable[[], contextlib.AbstractContextManager]
-# By name: a case that notices the mistake, and a patch of the code under test. Without the routers'
-# losses, the reference is the formulas, so even a mistake that is the same on all layouts is
-# noticed.
+# By name: a case that notices the mistake, and a patch of the code under test. A case without the
+# routers' losses is compared with the formulas. So it also notices a mistake that is the same on
+# all layouts.
 MISTAKES: dict[str, tuple[Case, Mistake]] = {}
 
 
@@ -44,7 +44,8 @@ def mistaken_update(mistake: str, **arguments: Any) -> StepResult:
 
 
 def patched_pack(**changes: Callable[[Any], torch.Tensor]) -> contextlib.AbstractContextManager:
-    """Changes these fields of packed batches."""
+    """Change the named fields of packed batches. Each function takes the packed batch and returns
+    the new value."""
     native = schedule.pack
 
     def pack(*args: Any, **kwargs: Any) -> Any:
@@ -79,8 +80,8 @@ def divisor_of_one_data_rank() -> contextlib.AbstractContextManager:
 
 @mistake("tp=2", router_losses=True)
 def aux_loss_scaled_by_tokens_of_the_shard() -> contextlib.AbstractContextManager:
-    """As in stock Megatron-Core. The z loss keeps its own scale, because our code refuses the other
-    one."""
+    """The aux loss is scaled as in stock Megatron-Core. The z loss keeps our scale, because our
+    code refuses the stock scale."""
     native = TopKRouter.apply_z_loss
 
     def apply_z_loss(self: TopKRouter, *args: Any, **kwargs: Any) -> Any:
@@ -118,8 +119,7 @@ def softmax_maximum_not_reduced_over_tp() -> contextlib.AbstractContextManager:
 
 @mistake("pp=2,vpp=2")
 def virtual_stages_swapped() -> contextlib.AbstractContextManager:
-    """The last pipeline rank computes the layer of its first chunk in place of its second
-    chunk's."""
+    """The last pipeline rank exchanges the parameters of its first and its second chunk."""
     native = parity.build_policy
 
     def build_policy(*args: Any) -> Any:

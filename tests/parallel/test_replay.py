@@ -40,17 +40,18 @@ EXPERTS, TOP_K, LAYERS, MOE_LAYERS = 8, 2, 4, 3
 
 @dataclass
 class Watched:
-    """An update, with counts over all ranks. Only rank 0 has it."""
+    """An update, with counts over all ranks. Only rank 0 gets this result."""
 
     result: StepResult
     replayed: int  # tokens x layers whose forward pass had to follow routes
-    wrong: int  # of these, those with other experts in Megatron-Core's routing map
-    moved: int  # of these, those for which the router would have chosen other experts
+    wrong: int  # replayed ones with other experts in Megatron-Core's routing map
+    moved: int  # replayed ones for which the router would have chosen other experts
     passes: dict[str, int]  # forward passes of routers, by the use of routes
 
 
 def watched_update(mistake: str | None = None, **arguments: Any) -> Watched:
-    """An update that is watched. `mistake`: the name of one in tests.unit.routing.mistakes."""
+    """An update that is watched. `mistake`: the name of a mistake in
+    tests.unit.routing.mistakes."""
     with getattr(mistakes, mistake)() if mistake else nullcontext():
         return watched(update_away_from_the_reference, **arguments)
 
@@ -191,7 +192,8 @@ def test_a_route_takes_one_byte_a_layer_and_expert(alone: dict[str, Watched]) ->
     # micro-batches.
     for mode, needed in (("r3", sum(tokens)), ("r2", sum(tokens[4:]))):
         stored = alone[mode].result.metrics["replay/bytes"] / (MOE_LAYERS * TOP_K)
-        # With r2, the first of three mini-batches needs no routes. It has 4 of the 13 sequences.
+        # With r2, the first of three mini-batches needs no routes. This mini-batch has 4 of the 13
+        # sequences.
         assert needed <= stored <= needed + 24, mode
 
 
@@ -207,7 +209,7 @@ def test_branches_of_an_episode_follow_the_rollouts_experts(
     pieces = [sum(lengths) for branches in batch.branches for lengths in branches]
     ends = torch.tensor(pieces).cumsum(0) - 1
     flat = torch.cat(batch.routes)
-    flat[ends] = 0  # naming one expert twice is refused if the route is read
+    flat[ends] = 0  # if a route with one expert twice is read, it is refused
     batch = replace(batch, routes=list(flat.split([len(tokens) for tokens in batch.tokens])))
     cut = Cut(replicas=2, token_budget=40, multiple=2)
     watched = update(pool, config, watched_update, batch=batch, cut=cut)
@@ -266,12 +268,12 @@ def test_trap_newest_micro_batch_only_under_1f1b_with_recomputation(
     pool: Pool, layout: str, alike: bool
 ) -> None:
     """Other micro-batches begin between the forward pass of a micro-batch and its recomputation. If
-    all have one length, only the count of uses shows the mistake."""
+    all micro-batches have one length, only the count of uses shows the mistake."""
     options = {"mistake": "newest_routes_only", "alike": alike, "replay": "r2"}
     said = r"never asked|more than once" if alike else r"routes of \d+ tokens|never asked"
     with pytest.raises(RankError, match=said):
         run(pool, layout, recompute="full", **options)
-    # Without recomputation the newest routes are the right ones. So the mistake needs both.
+    # Without recomputation, the newest routes are the right ones, and the mistake changes nothing.
     watched = run(pool, layout, **options)
     assert watched.replayed > 0 and watched.wrong == 0
 

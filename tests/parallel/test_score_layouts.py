@@ -30,8 +30,8 @@ TOLERANCE = 1e-5  # for fp32, whose sums over shards have another order
 
 
 def frozen_scores(config: Config, folder: Path) -> list[tuple[int, float]]:
-    """(number, score) of this rank's sequences. Data-parallel ranks have different sequences. With
-    four such ranks, one has none."""
+    """(number, score) of this rank's sequences. Data-parallel ranks have different sequences. The
+    last of several data-parallel ranks has no sequence."""
     parallel = resolve_parallel(config, dist.get_world_size())
     set_up_model_parallel(parallel, config.training.seed)
     scorer = FrozenScorer(str(folder), config, parallel)
@@ -94,8 +94,8 @@ def one_batch(config: PreferenceConfig, ratings: bool) -> Found:
 
 
 def assert_same(found: list[Found], expected: Found) -> None:
-    """Compare results in fp64. They differ by the order of sums, and because packed and padded rows
-    use different attention code."""
+    """Compare results in fp64. Small differences come from the order of sums, and from the
+    different attention code of packed and padded rows."""
     gradients, figures, evaluation = expected
     assert found[0][0].keys() == gradients.keys()
     for name, gradient in gradients.items():

@@ -22,8 +22,9 @@ STEPS = 4
 STAGE_STEPS = 60
 CALLS_PER_STEP = 16  # calls of the reward
 
-# The reward of a response is arbitrary but reproducible. If there is a file `hold`, the run waits
-# from the call on whose number it has. Each call adds a byte to the file `calls`.
+# The reward of a response is arbitrary but reproducible. A file `hold` holds the number of a call:
+# this call and all later ones wait until the file is removed. Each call adds a byte to the file
+# `calls`.
 _REWARD = """
 import os, socket, time, zlib
 from pathlib import Path
@@ -104,7 +105,7 @@ class Run:
         (self.folder / "hold").unlink(missing_ok=True)
 
     def wait_until_held(self, cluster: Cluster, number: str) -> None:
-        """Wait until a rank waits. Then the job is running."""
+        """Wait until a rank is held. Then the job is running."""
         cluster.wait(number, lambda _: (self.folder / "holding").exists())
 
     def submit_held(self, cluster: Cluster, calls: int) -> str:
@@ -209,7 +210,7 @@ def preempted(cluster: Cluster, run: Run, number: str) -> None:
 
 def requeued(cluster: Cluster, run: Run, number: str) -> None:
     """Requeue the job, as an administrator or the user may. The job gets no time to save. The run
-    is held until Slurm has ended the job, because otherwise it could finish first."""
+    is held until Slurm has ended the job, because otherwise the run could finish first."""
     before = cluster.restarts(number)
     cluster.run("scontrol", "requeue", number)
     cluster.wait(
@@ -230,15 +231,15 @@ def node_failed(cluster: Cluster, run: Run, number: str) -> None:
 
 
 def killed_late(cluster: Cluster, run: Run, number: str) -> None:
-    """Kill the tasks. Slurm itself sometimes does so after a node failed: signals to the tasks of
-    the earlier start, which could not be delivered then, reach the tasks of the new start."""
+    """Kill the tasks. Slurm itself sometimes does so after a node has failed: signals to the tasks
+    of the earlier start, which could not be delivered then, reach the tasks of the new start."""
     cluster.run("scancel", "--signal=KILL", f"{number}.0")
     run.let_go()
 
 
 def second_node_killed_late(cluster: Cluster, run: Run, number: str) -> None:
-    """Kill the task on the second node, as after a failure of that node alone. Nobody reports the
-    kill. The task on the first node loses its connections and ends with an error of its own."""
+    """Kill the task on the second node, as after a failure of that node alone. No process reports
+    the kill. The task on the first node loses its connections and ends with an error of its own."""
     assert cluster.restarts(number) > 0, "late signals do not reach a first start"
     task = psutil.Process(find_task(run, rank=1))
     for process in (task.parent(), task):  # the shell that started the task, and the task

@@ -93,7 +93,7 @@ def test_lowest_is_the_lowest_mean_of_five_steps() -> None:
 @pytest.mark.parametrize("count", [1, 2, 7, 11])
 def test_bisection_finds_every_edge_with_few_questions(count: int) -> None:
     values = [2.0**n for n in range(count)]
-    for number in range(count + 1):  # the number of values that fulfil a condition
+    for number in range(count + 1):  # the first `number` values fulfil the condition
         asked: list[float] = []
 
         def holds(value: float, number: int = number, asked: list[float] = asked) -> bool:
@@ -118,8 +118,8 @@ def test_no_seed_is_run_after_the_first_that_fails() -> None:
 
 
 def test_intervals_are_those_of_clopper_and_pearson() -> None:
-    # If none or all succeed, the closed form is 1 - (alpha/2)^(1/n). The third value is from a
-    # published table.
+    # If no run or every run succeeds, the closed form is 1 - (alpha/2)^(1/n). The third value is
+    # from a published table.
     assert interval(5, 5) == pytest.approx((0.025**0.2, 1.0))
     assert interval(0, 5) == pytest.approx((0.0, 1 - 0.025**0.2))
     assert interval(1, 10) == pytest.approx((0.0025, 0.4450), abs=5e-5)

@@ -15,7 +15,8 @@ from tests.vllm.servers import Server, run_options, serve
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give all tests of the server to one process of pytest-xdist, because its start takes long."""
+    """Give all tests of the server to one process of pytest-xdist, because the server takes long to
+    start."""
     for item in items:
         if "vllm_server" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("vllm_server"))

@@ -52,7 +52,7 @@ def test_servers_that_die_or_hang_cost_no_response(vllm_python: Path, tmp_path: 
     [folder] = weights_folders(load_config(tmp_path / "config.yaml"))
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     run.wait(process, (folder / "version_00000003").exists)
-    run.servers()[0].kill()  # while it loads new weights
+    run.servers()[0].kill()  # this server is loading new weights
     run.wait(process, lambda: begun(run, 4))
     left = [*run.services(), *run.servers()]
     said = run.finish(process)

@@ -30,7 +30,7 @@ from tests.parallel.test_replay import Watched, watched
 from tests.vllm.runs import make_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-LAYERS, EXPERTS = 4, 8  # of the preset tiny
+LAYERS, EXPERTS = 4, 8  # sizes of the preset tiny
 LAYOUTS = ("tp=1", "pp=2,ep=2,dp=2")
 
 
@@ -61,7 +61,7 @@ def pool() -> Iterator[Pool]:
 
 def recorded_by_the_engine(batch: RolloutBatch, policy: Policy) -> Tensor:
     """The routes [tokens, layers of this stage, k] that the in-process engine records for the
-    sequences. It gets all tokens of each sequence except the last one."""
+    sequences. The engine gets all tokens of each sequence except the last one."""
     engine = MegatronEngine(policy, pad_id=0, eos_id=(), record_routes=True)
     sequences = batch.tokens.split((batch.prompt_lengths + batch.response_lengths).tolist())
     given = [sequence[:-1].tolist() for sequence in sequences]
@@ -98,8 +98,8 @@ def distance(one: Watched, other: Watched) -> float:
 
 
 def routed_tokens(kept: StepInputs) -> int:
-    """The number of tokens in the step, without the last one of each sequence, because an engine
-    never gets it as input."""
+    """The number of tokens in the step, without the last token of each sequence, which an engine
+    never gets as input."""
     found = 0
     for path in (kept.folder / "rollouts").glob("*_stage_000.safetensors"):
         columns = load_file(path)

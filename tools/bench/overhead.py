@@ -9,11 +9,11 @@ Megatron-Core's schedule, DDP and distributed optimizer, with the same number of
     bare   packing, GPTModel's own output layer and vocab-parallel cross entropy over the same
            response tokens, and the loss as pre-training scripts of Megatron-LM compute it
 
-Both sides share one policy and take turns in one run. Between turns, the classes of its model and
-of its output layer are switched. The ratios are medians over the rounds, once for the wall time and
-once for the CPU time of all ranks. CPU time is reliable on a busy machine, too, and with more ranks
-than cores. The target for ours / bare is 1.05. Shapes and lengths are those of peers/workload.py.
-Each rank has one thread.
+Both sides share one policy and take turns in one run. Between turns, the classes of the policy's
+model and of its output layer are switched. The ratios are medians over the rounds, once for the
+wall time and once for the CPU time of all ranks. CPU time is reliable on a busy machine, too, and
+with more ranks than cores. The target for ours / bare is 1.05. Shapes and lengths are those of
+peers/workload.py. Each rank has one thread.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Step:
         self._train()
 
     def _switch(self, model_class: type[GPTModel], layer_class: type[ColumnParallelLinear]) -> None:
-        """Switch the classes of model and output layer. Their parameters are the same."""
+        """Switch the classes of model and output layer. Both classes have the same parameters."""
         for model in self.models:
             model.__class__, model.output_layer.__class__ = model_class, layer_class
 

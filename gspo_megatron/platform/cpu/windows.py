@@ -1,8 +1,8 @@
-"""Memory that the ranks of one host share: a window for each process group. It also synchronises
-these ranks.
+"""Memory that the ranks of one host share: a window for each process group. A window also
+synchronises the ranks of its group.
 
 Gloo's ranks sleep until a message wakes them, which takes 1 ms on average on a virtual machine. In
-a window each rank counts its arrivals, and the other ranks read the count.
+a window, each rank counts the meetings to which it has come, and the other ranks poll this count.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from torch import Tensor
 from gspo_megatron.process.cores import usable_cores
 
 MEMORY = "/dev/shm"  # a file system in memory
-PIECE_BYTES = 2**20  # that each rank writes in a turn for each rank that reads
+PIECE_BYTES = 2**20  # bytes that a rank writes for each reading rank in one turn
 MOST_BYTES = 32 * 2**20  # the largest window
-_PREFIX = "gspo-megatron-window-"  # of a window's file, which has a name only for a moment
-_FORGOTTEN_SECONDS = 60.0  # an older file was left by a rank that was killed in that moment
-LINE = 64  # bytes of a cache line: each rank's numbers have their own
-WORDS = LINE // 8  # int64 in a line; three are used: the count of arrivals and two purposes
+_PREFIX = "gspo-megatron-window-"  # begins the name of a window's file
+_FORGOTTEN_SECONDS = 60.0  # an older file was left by a rank that was killed
+LINE = 64  # bytes of a cache line. Each rank's numbers have a line of their own
+# int64 in a line. Three are used: the count of meetings, and the purposes of two meetings
+WORDS = LINE // 8
 
-# A rank that waits first polls for this long, and gives its core away each time. Then it sleeps
+# A rank that waits first polls for this long, and yields its core after each poll. Then it sleeps
 # between two polls, for a twentieth of the time that it has waited.
 SPIN_SECONDS = 0.005
 NAP_SECONDS = (5e-5, 1e-2)  # the shortest and the longest sleep
@@ -45,13 +46,15 @@ ORDERED_PROCESSORS = ("x86_64", "AMD64")
 
 
 class Window:
-    """The memory of a group. `halves` yields its two halves in turn, each [ranks, bytes] uint8."""
+    """The memory of a group. `halves` yields its two halves alternately, each [ranks, bytes]
+    uint8."""
 
     def __init__(self, group: dist.ProcessGroup, file: int) -> None:
         """file: a descriptor, which the window closes. Raises OSError if it cannot be mapped."""
         self.file, self.rank, size = file, group.rank(), group.size()
         finalize(self, os.close, file)
-        # The lock lasts until the process ends for any reason. So others see whether it has ended.
+        # The lock lasts until this process ends for any reason. So other ranks see whether this
+        # process has ended.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.rank)
         memory = mmap.mmap(file, 0)
         words = memoryview(memory).cast("q")[: size * WORDS]
@@ -70,8 +73,8 @@ class Window:
         RuntimeError if a rank comes for another purpose, has ended, or does not come within the
         group's time limit."""
         self.meetings += 1
-        # Two words in turn: no rank writes the same word again before all have come to the next
-        # meeting.
+        # Meetings use the two words alternately. So no rank overwrites a word before all ranks have
+        # come to the next meeting.
         purposes = self.purposes[self.meetings % 2]
         purposes[self.rank] = purpose
         self.arrivals[self.rank] = self.meetings
@@ -92,7 +95,7 @@ class Window:
             nap = min(max(waited / 20, shortest), longest)
             time.sleep(nap)
             if nap == longest and self._has_ended(rank):
-                if self.arrivals[rank] >= self.meetings:  # it came, and then ended
+                if self.arrivals[rank] >= self.meetings:  # the rank came, and then ended
                     return
                 raise RuntimeError(f"connection lost: rank {self.global_ranks[rank]} has ended")
             if waited > self.timeout:
@@ -104,7 +107,7 @@ class Window:
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         except OSError:
             return False
-        fcntl.lockf(self.file, fcntl.LOCK_UN, 1, rank)  # so that the other ranks see it too
+        fcntl.lockf(self.file, fcntl.LOCK_UN, 1, rank)  # so that other ranks can test it, too
         return True
 
 
@@ -118,7 +121,7 @@ def window_of(group: dist.ProcessGroup) -> Window | None:
     because the first call makes the window."""
     if group not in _windows:
         is_ordered = platform.machine() in ORDERED_PROCESSORS
-        is_real = dist.get_backend(group) == "gloo"  # torch's "fake" ranks are not there
+        is_real = dist.get_backend(group) == "gloo"  # ranks of the backend "fake" do not exist
         _windows[group] = _make(group) if is_ordered and is_real else None
     return _windows[group]
 
@@ -130,10 +133,10 @@ def turns(
     the memory for it [ranks, rows, elements of the piece], and the function with which the ranks
     meet.
 
-    In each turn every rank writes to its place, all meet, and each reads what the others wrote. A
-    half is written again two turns later. By then all ranks have met once more, so all have read
-    it. `work` names the collective, so that ranks in another collective, or with other sizes, are
-    detected.
+    In each turn every rank writes to its place, all meet, and each reads what the others wrote. The
+    same half is written again two turns later. By then all ranks have met once more, so all have
+    read the half. `work` names the collective, so that ranks in another collective, or with other
+    sizes, are detected.
     """
     window = window_of(group)
     assert window is not None
@@ -159,7 +162,7 @@ def _make(group: dist.ProcessGroup) -> Window | None:
                 path = _new_file(size)
         told = [path]
         dist.broadcast_object_list(told, group=group, group_src=0)
-        if told[0] and os.path.exists(told[0]):  # on another host it is not there
+        if told[0] and os.path.exists(told[0]):  # other hosts do not have the file
             with contextlib.suppress(OSError):
                 window = Window(group, os.open(told[0], os.O_RDWR | os.O_CLOEXEC))
         # This uses broadcasts, because Megatron-Core lets torch collect all_reduce,
@@ -177,10 +180,10 @@ def _make(group: dist.ProcessGroup) -> Window | None:
 def _new_file(size: int) -> str:
     """Make a file in memory for `size` ranks, and allocate all of its pages. (Writing to a page for
     which the file system has no room would kill the process.) Raises OSError if the file would
-    leave little room for others."""
+    leave little room for other files."""
     _remove_forgotten()
     room = os.statvfs(MEMORY)
-    unit = 2 * size * size * LINE  # a cache line from each rank to each, in both halves
+    unit = 2 * size * size * LINE  # a cache line for each pair of ranks, in both halves
     data = max(1, min(2 * size * size * PIECE_BYTES, MOST_BYTES) // unit) * unit
     if room.f_bavail * room.f_frsize < 4 * data:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), MEMORY)
@@ -196,8 +199,8 @@ def _new_file(size: int) -> str:
 
 
 def _remove_forgotten() -> None:
-    """Remove this user's old windows that still have names. (If the ranks of a window were only
-    suspended, they cannot open it any more, and work without it.)"""
+    """Remove this user's old windows that still have names. (If the ranks of such a window were not
+    killed but suspended, they cannot open it any more, and work without a window.)"""
     with os.scandir(MEMORY) as entries:
         for entry in entries:
             if not entry.name.startswith(_PREFIX):

@@ -48,7 +48,8 @@ CHECK_INTERVAL = 4
 REFILL_SHARE = 1 / 16
 
 # If no response is queued and at most this share of the rows is still needed, ended rows leave the
-# batch. That copies the cache of the other rows, about as much data as two passes read.
+# batch. This copies the cache of the rows that stay, which is about as much data as two passes
+# read.
 KEEP_SHARE = 7 / 8
 
 
@@ -67,12 +68,12 @@ class MegatronEngine:
         record_routes: bool = False,
         router_noise: float = 0.0,
     ) -> None:
-        """eos_id: one or several ids; batch_size: responses decoded together on a rank (None: all);
-        when one ends, the next starts in its row; decode: token ids to text, needed for stops;
-        special_tokens: ids by name, for stops that are or contain special tokens; record_routes:
-        return the experts of every token with the responses; router_noise: standard deviation of
-        the noise on the routers' scores. Greedy decoding has no noise, so that an evaluation
-        measures the policy itself."""
+        """eos_id: one or several ids; batch_size: number of responses that a rank decodes together
+        (None: all); when a response ends, the next one starts in its row; decode: token ids to
+        text, needed for stops; special_tokens: ids by name, for stops that are or contain special
+        tokens; record_routes: return the experts of every token with the responses; router_noise:
+        standard deviation of the noise on the routers' scores. Greedy decoding has no noise, so
+        that an evaluation measures the policy itself."""
         self.policy = policy
         self.pad_id = pad_id
         self.eos_ids = (eos_id,) if isinstance(eos_id, int) else tuple(eos_id)
@@ -164,7 +165,7 @@ class MegatronEngine:
             watched = noisy_routers(self.router_noise, numbers, record=self.record_routes)
         elif self.record_routes:
             watched = recorded()
-        with watched as experts:  # the chosen ones, [tokens, k] by layer number
+        with watched as experts:  # the chosen experts, [tokens, k] by layer number
             hidden = self.pipeline(ids, positions)
         if not self.record_routes:
             return hidden, None
@@ -248,7 +249,7 @@ class _Generation:
             routes = no_routes(engine.policy.config, *sizes, device=device)
         self.responses = Responses.empty(count, sampling.max_tokens, routes, device)
         self.next = 0  # the first response that has not started
-        self.prefilled: _Prefilled | None = None  # its prompt's results, if its group has started
+        self.prefilled: _Prefilled | None = None  # kept while a group starts
         self.spans, self.long_rows = Spans.of([]), self.samples[:0]
 
     def run(self) -> None:
@@ -331,7 +332,7 @@ class _Generation:
         return _Plan(most, starts, prompts, longest_of_all, steps)
 
     def _prompts_before(self, response: int) -> int:
-        """Return the number of prompts that all responses before this one need prefilled."""
+        """Return the number of prompts that must be prefilled for all responses before this one."""
         return -(-response // self.per_prompt)
 
     def _admit(self, hidden: Tensor | None, plan: _Plan) -> Tensor | None:
@@ -343,7 +344,8 @@ class _Generation:
         first, last = self.next, self.next + plan.starts
         started, prefilled = self._prompts_before(first), self._prompts_before(last)
         free = self.rows.free(plan.starts)
-        known = min(last, started * self.per_prompt) - first  # responses of a group in progress
+        # responses of a group that has started
+        known = min(last, started * self.per_prompt) - first
         if known:
             assert self.prefilled is not None, "its group has started"
             hidden = self._start(free[:known], first, self.prefilled, hidden)
@@ -364,7 +366,7 @@ class _Generation:
     ) -> Tensor | None:
         """Start the n responses from number `first` on in `rows` [n].
 
-        The first of the prefilled prompts is that of response `first`. Returns `hidden`
+        The first of the prefilled prompts is the prompt of response `first`. Returns `hidden`
         [rows, hidden], as `_admit` does.
         """
         if hidden is None and prefilled.hidden is not None:
@@ -389,7 +391,7 @@ class _Generation:
     def _prefill(self, numbers: range, plan: _Plan) -> _Prefilled:
         """Run the prompts `numbers` through the model.
 
-        Dummies of one token, with sample index 0, fill the batch up to `plan.prompts`.
+        Dummy prompts of one token, with sample index 0, fill the batch up to `plan.prompts`.
         """
         dummies = plan.prompts - len(numbers)
         prompts = [*(self.prompts[n] for n in numbers), *[(self.engine.pad_id,)] * dummies]

@@ -114,7 +114,8 @@ def _inverted(weights: Tensor, uniform: Tensor) -> Tensor:
     ends = sums.cumsum(1, dtype=torch.float64)
     threshold = uniform * ends[:, -1:]
     block = _first_above(ends, threshold)
-    within = (threshold - (ends - sums).gather(1, block)).clamp(min=0.0)  # not below 0 by rounding
+    # rounding could make it negative
+    within = (threshold - (ends - sums).gather(1, block)).clamp(min=0.0)
     of_block = block[:, :, None].expand(-1, -1, width)
     cumulative = blocks.gather(1, of_block)[:, 0].cumsum(1, dtype=torch.float64)
     index = block * width + _first_above(cumulative, within)
@@ -134,7 +135,8 @@ def _first_above(cumulative: Tensor, threshold: Tensor) -> Tensor:
 
 
 def _kept(probabilities: Tensor, sampling: Sampling) -> Tensor:
-    """Set to zero the tokens that top-k and then top-p leave out; never the likeliest token."""
+    """Set the probabilities of the tokens that top-k and then top-p leave out to zero. The
+    likeliest token is always kept."""
     size = probabilities.shape[-1]
     limit = min(sampling.top_k, size) if sampling.top_k else size
     if limit == size and sampling.top_p >= 1.0:
@@ -149,7 +151,8 @@ def _kept(probabilities: Tensor, sampling: Sampling) -> Tensor:
 def with_special_tokens(
     decode: Callable[[Sequence[int]], str], names: Mapping[int, str]
 ) -> Callable[[Sequence[int]], str]:
-    """Return a `decode` that writes the special tokens in `names`, which `decode` leaves out."""
+    """Return a function that decodes like `decode`, but also writes the special tokens in
+    `names`."""
 
     def decode_all(ids: Sequence[int]) -> str:
         runs = ((name, list(run)) for name, run in groupby(ids, names.get))

@@ -1,9 +1,10 @@
 """Checks that a server has the trainer's weights, by responses to prompts and by sums of tensors.
 
 The responses decide, because log-probs depend on everything that a server computes with. If they
-are wrong, the sums show which tensors are suspect. At the start, the sums also compare each layer's
-tensors with the folder's, exactly in any precision. The sums cannot detect errors in the copies of
-parameters that kernels make; the responses can.
+are wrong, the sums show which tensors are suspect. When a server starts, the sums of each layer's
+tensors are also compared with the sums of the folder's tensors. This comparison is exact in any
+precision. The sums cannot detect errors in the copies of parameters that kernels make; the
+responses can.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
 Sums = Mapping[str, Sequence[float]]
 
 # The prompts of the check; responses are greedy. Three prompts are longer than a block of vLLM's
-# prefix cache (16 tokens on GPUs, 128 on CPUs), to detect a cache of old weights. They differ only
-# in their last tokens, which saves time. The other prompts are short and many, because the last
-# layer's experts affect only the next token. Responses of two tokens also test decoding, which uses
-# other kernels, and on GPUs CUDA graphs.
+# prefix cache (16 tokens on GPUs, 128 on CPUs), to detect a cache of old weights. These three
+# differ only in their last tokens, which saves time. The other prompts are short and many, because
+# the last layer's experts affect only the next token. Responses of two tokens also test decoding,
+# which uses other kernels, and on GPUs CUDA graphs.
 _PROMPTS = ((20, 8, 1), (3, 136, 2))  # prompts, tokens of each, tokens of a response
 _OWN_TOKENS = 8  # tokens at the end of a prompt that differ between prompts
 _OUTLIERS = 8  # one of 8 responses may differ
@@ -39,7 +40,7 @@ _COARSE = (1.0, 0.15)
 _LATENT_MEAN = 1e-4
 
 _SUM_TOLERANCE = 1e-12  # relative, for float64 sums in different orders
-_PADDED = ("embedding", "output layer")  # vLLM adds rows of zeros
+_PADDED = ("embedding", "output layer")  # vLLM pads these with rows of zeros
 _SHOWN = 6
 NOT_THE_WEIGHTS = "does not have the trainer's weights"
 
@@ -125,7 +126,8 @@ def suspect_families(workers: Sequence[Sums], folder: Sums) -> list[str]:
 
 
 def describe_families(families: Sequence[str], known: int) -> str:
-    """Describe families in words: `experts of layers 1, 2; embedding`. known: how many exist."""
+    """Describe families in words: `experts of layers 1, 2; embedding`. known: the number of all
+    families."""
     if len(families) == known > 1:
         return "all of them"
     layers: dict[str, list[str]] = {}

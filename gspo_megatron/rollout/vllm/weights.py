@@ -25,7 +25,8 @@ from gspo_megatron.rollout.vllm.weight_check import (
 )
 
 CALL_SECONDS = 10.0  # for calls that need no work of the engine
-MOMENT = 0.3  # seconds to wait for a process's end, because its connections break earlier
+# A process's connections break before the process ends. Callers wait this many seconds for the end.
+MOMENT = 0.3
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class WeightLoader:
         deadline: float,
         stream: Mapping[str, Any] | None = None,
     ) -> None:
-        server.version, start = None, time.monotonic()  # None: it gets no requests
+        server.version, start = None, time.monotonic()  # None: the server gets no requests
         seconds = max(deadline - start, 0.1)
         await server.client.load_weights(
             weights.folder,
@@ -153,7 +154,7 @@ class WeightLoader:
         """Choose how to pause a server. Responses in progress may continue only if the weights
         version of each token is known afterwards."""
         if not server.in_flight:
-            return RECOMPUTE  # there is nothing to keep
+            return RECOMPUTE  # no response is in progress
         if not (server.abilities.counts_tokens or server.reports_versions):
             return WAIT
         return KEEP if self.settings.keeps_kv else RECOMPUTE
@@ -168,19 +169,20 @@ class WeightLoader:
         if responses and server.abilities.counts_tokens:
             counts = await server.client.response_tokens(seconds=seconds) or {}
         elif server.reports_versions:
-            # any number will do, because the answers report the versions themselves
+            # 0 stands for a count that is not needed: the answers themselves report the versions
             counts = dict.fromkeys((each.name for each in responses), 0)
         yield
         unknown = [r.name for r in responses if r.answer is None and r.name not in counts]
         ended: set[str] = set()
         if unknown and server.abilities.gives_parts:
-            # Other servers cannot tell which responses have ended, so all of them are taken back.
+            # A server without parts cannot tell which responses have ended. Then all of the unknown
+            # responses are taken back.
             with contextlib.suppress(ServerGone, ServerRefused):
                 ended = await server.client.take_back(unknown, seconds=seconds)
         split_at_update(responses, counts, version, ended)
 
     async def _expected_responses(self, version: int) -> WeightCheck | None:
-        """Wait for the check of these weights. None: there are newer weights now."""
+        """Wait for the check of these weights. Returns None if there are newer weights now."""
         await self.changes.wait_until(
             lambda: self.newest.version != version or self.newest.check is not None
         )

@@ -1,6 +1,6 @@
 """The recorded signatures of Transformer Engine.
 
-The entry of a function, a class or a method is "(parameters)", without self. The entry of another
+The entry of a function, a class or a method is "(parameters)", without self. The entry of any other
 object is "module" or "value". The entry is null if the name does not exist.
 """
 

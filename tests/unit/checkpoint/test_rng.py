@@ -25,7 +25,7 @@ def draw() -> list:
 
 
 def test_each_generator_goes_on(tmp_path: Path) -> None:
-    random.gauss(0, 1)  # gauss makes numbers in pairs: the second one is now waiting
+    random.gauss(0, 1)  # gauss makes numbers in pairs and keeps the second number for the next call
     np.random.randn()
     save_rng(tmp_path)
     expected = draw()

@@ -230,7 +230,7 @@ def test_members_of_enums_in_any_pythons_pickles(folder: Path) -> None:
 
 
 def test_common_file_is_never_read(folder: Path) -> None:
-    """Stock Megatron-Core unpickles common.pt. The package stores nothing in it."""
+    """Stock Megatron-Core unpickles common.pt. The package stores nothing in this file."""
     (folder / "common.pt").write_bytes(pickle.dumps(_Runs(folder / "intruded")))
     read_pieces(folder, halves("a", torch.zeros(5, 3), 2))
     assert not (folder / "intruded").exists()

@@ -56,7 +56,7 @@ def test_phases_are_listed_each_with_its_memory(write_config: ConfigWriter, gspo
     rows = [line.split() for line in table if line.split()[:1] in (["1"], ["2"])]
     assert [row[1] for row in rows] == ["1", "5"] and rows[1][3] == "40"
     # The longer responses of phase 2 need more memory. The last line of the output is about the
-    # phase that needs most.
+    # phase that needs the most memory.
     assert float(rows[0][4]) < float(rows[1][4])
     assert int(pairs(out)["worst_rank_bytes"]) / 1e9 == pytest.approx(float(rows[1][4]), abs=1e-5)
 

@@ -30,8 +30,8 @@ def test_packages_of_trackers_that_are_missing_are_named_all_at_once(
 
 
 def fake_python(folder: Path, packages: str | None) -> Path:
-    """Write an interpreter that finds only the packages of the folder `packages`. If that is None,
-    the file is not an interpreter."""
+    """Write an interpreter that finds only the packages of the folder `packages`. If `packages` is
+    None, the file is not an interpreter."""
     path = folder / "python"
     path.write_text(
         "#!/bin/sh\nexit 1\n"

@@ -61,7 +61,7 @@ def test_a_response_is_scored_with_the_first_prompt_or_that_of_a_row(
     ("name", "workers", "told"),
     [
         ("why", 0, [["reward", "0.5"], ["reason", "3 tokens for abc"]]),
-        # the same from a reward worker
+        # a reward worker gives the same output
         ("why", 1, [["reward", "0.5"], ["reason", "3 tokens for abc"]]),
         ("parts", 0, [["reward", "2.5"], ["part", "long 2"], ["part", "right 0"]]),
         ("turns", 0, [["reward", "0.75"], ["turns", "0.5 0.25"]]),

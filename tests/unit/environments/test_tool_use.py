@@ -83,7 +83,7 @@ def test_the_policy_is_told_what_is_wrong(call: str, told: str) -> None:
 
 
 def test_python_runs_in_a_sandbox(tmp_path: Path) -> None:
-    """The limits of such a program are tested in tests/unit/process/test_sandbox.py."""
+    """The limits of a program in the sandbox are tested in tests/unit/process/test_sandbox.py."""
     environment = ToolUse(["python"])
 
     def ask(code: str) -> str:

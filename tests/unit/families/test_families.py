@@ -214,7 +214,7 @@ def test_minimax_names_the_rotated_channels() -> None:
         [line] = problems(hf | changes)
         assert named in line
     written = family_of(hf).config(replace(found, rotary_percent=0.25), 37)
-    assert written is not None  # vLLM reads this key alone
+    assert written is not None  # vLLM reads rotary_dim, not partial_rotary_factor
     assert written["rotary_dim"] == 3 and "partial_rotary_factor" not in written
 
 
@@ -262,8 +262,8 @@ def test_layers_that_ernie_cannot_express() -> None:
 
 
 def test_kinds_of_layers_count_where_the_family_has_them() -> None:
-    """The key mlp_layer_types counts only in families that have it, as in transformers. DeepSeek-V3
-    and GLM-4.5 ignore it and count their first layers."""
+    """As in transformers, only some families read the key mlp_layer_types. DeepSeek-V3 and GLM-4.5
+    ignore it, and read only the number of dense first layers."""
     kinds = {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}
     for name in ("deepseek_v3", "glm4_moe"):
         hf = {k: v for k, v in CONFIGS[name].items() if k != "first_k_dense_replace"}

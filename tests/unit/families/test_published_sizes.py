@@ -38,8 +38,8 @@ def glm(layers: int, hidden: int, experts: int, width: int, **more: Any) -> dict
 def ling(
     layers: int, hidden: int, heads: int, width: int, experts: int, dense: int = 1, **more: Any
 ) -> dict[str, Any]:
-    """The config of a Ling model. width: of the MLP in dense layers; experts: the width of an
-    expert."""
+    """The config of a Ling model. width: the width of the MLP in dense layers; experts: the width
+    of an expert."""
     named = {"model_type": "bailing_moe_v2", "architectures": ["BailingMoeV2ForCausalLM"]}
     sizes = {"vocab_size": 157_184, "num_hidden_layers": layers, "hidden_size": hidden}
     both = {"num_attention_heads": heads, "num_key_value_heads": 4, "head_dim": 128}
@@ -53,8 +53,8 @@ def ling(
 def ernie(
     layers: int, hidden: int, heads: int, keys: int, width: int, experts: int, k: int, **more: Any
 ) -> dict[str, Any]:
-    """The config of an ERNIE model. width: of the MLP in dense layers; experts: the width of an
-    expert."""
+    """The config of an ERNIE model. width: the width of the MLP in dense layers; experts: the width
+    of an expert."""
     named = {"model_type": "ernie4_5_moe", "architectures": ["Ernie4_5_MoeForCausalLM"]}
     sizes = {"vocab_size": 103_424, "num_hidden_layers": layers, "hidden_size": hidden}
     both = {"num_attention_heads": heads, "num_key_value_heads": keys}

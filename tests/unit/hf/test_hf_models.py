@@ -32,7 +32,8 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 # For fp32 logits of size 3 to 5 from four layers, with sums in another order. The largest error
 # seen was 5e-6.
 TOLERANCE = 1e-5
-# For 150 tokens. transformers itself is as far from fp64, because norms amplify small values.
+# For 150 tokens. The error of transformers against fp64 is as large, because norms amplify small
+# values.
 DELTA_TOLERANCE = 5e-5
 
 YARN = {
@@ -49,16 +50,16 @@ VARIANTS: list[Variant] = [
     ("qwen3", {"tie_word_embeddings": True}),
     ("qwen2_moe", {"norm_topk_prob": True, "mlp_only_layers": []}),
     ("olmoe", {"num_key_value_heads": 6, "norm_topk_prob": True}),
-    # The original context is 8 tokens, and the texts are longer. The first has both factors of
-    # DeepSeek-V3; others have other factors, one, or none.
+    # The original context of YaRN is 8 tokens, and the texts are longer. The first config has both
+    # mscale factors of DeepSeek-V3. The next three have other factors, one factor, and no factor.
     ("deepseek_v3", {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
     ("glm4_moe_lite", {"rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.5}}),
     ("deepseek_v3", {"rope_scaling": YARN | {"mscale": 0.707}, "q_lora_rank": None, "n_group": 1}),
     ("glm4_moe_lite", {"rope_scaling": YARN}),
     ("glm4_moe", {"use_qk_norm": False, "attention_bias": False, "partial_rotary_factor": 1.0}),
     ("llama", {"rope_scaling": None, "tie_word_embeddings": True, "num_key_value_heads": 6}),
-    # Windows of one token in other layers, with rounded bounds of YaRN; then a model without
-    # windows.
+    # The first of these configs has windows of one token in three of four layers, and YaRN with
+    # rounded bounds. The second one has no windows.
     (
         "gpt_oss",
         {

@@ -24,7 +24,8 @@ NAME = "generation_config.json"
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tokenizer, in both forms. Its first ids are unknown, padding and end."""
+    """The folder of a tokenizer, with tokenizer.model and tokenizer.json. Its first ids are the
+    tokens for unknown characters, padding and the end."""
     folder = tmp_path_factory.mktemp("tokenizer")
     write_character_tokenizer(folder, ["abc"] * 20, 12, byte_fallback=False)
     return folder

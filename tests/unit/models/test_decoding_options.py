@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 SIGMOID = {"moe_router_score_function": "sigmoid"}
 BIASED = {**SIGMOID, "moe_router_enable_expert_bias": True}
-# Each token gets four experts from two groups of four. A plain top 4 would choose others.
+# Each token gets four experts from two groups of four. A plain top 4 would choose other experts.
 GROUPS = {"moe_router_topk": 4, "moe_router_num_groups": 4, "moe_router_group_topk": 2}
 ROUTERS: dict[str, dict[str, Any]] = {
     "softmax": {},
@@ -91,8 +91,8 @@ def router_of(policy: Policy) -> TopKRouter:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ROUTERS)
 def test_experts_and_weights_are_those_of_the_stock_router(name: str, precision: str) -> None:
-    """They are equal bit for bit, because one additional rounding of a weight could change sampled
-    tokens."""
+    """Experts and weights are equal bit for bit, because one additional rounding of a weight could
+    change sampled tokens."""
     policy = policy_with(precision, num_layers=1, **ROUTERS[name])
     router = router_of(policy)
     experts = decoding.LocalExperts(policy.models[0].decoder.layers[0].mlp)
@@ -119,7 +119,7 @@ def both(policy: Policy) -> tuple[Tensor, Tensor]:
     "options", ["softmax of all, scaled", "sigmoid, expert bias, groups, scaled", *NORMS]
 )
 def test_hidden_states_are_those_of_the_full_pass(options: str, precision: str) -> None:
-    """Two layers are enough, because the test before compares the choices of every router."""
+    """Two layers are enough, because the test above compares the choices of every router."""
     policy = policy_with(precision, **{**ROUTERS, **NORMS}[options])
     found, expected = both(policy)
     error = (found - expected).norm(dim=-1) / expected.norm(dim=-1)  # [sequences, tokens]

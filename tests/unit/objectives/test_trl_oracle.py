@@ -8,7 +8,7 @@ it is called. Some names have another meaning in TRL, and tests show these diffe
 - Two-sided clip: TRL's `delta` is our dual_clip if it is at least 1 + clip_high. A smaller `delta`
   also lowers the upper bound of positive advantages, and leaves negative ones to clip_high.
 - Off-policy mask: TRL uses the rollout's log-probs if it has them, so the mismatch of the engines
-  counts as drift. We use those of the trainer's old policy.
+  counts as drift. We use the log-probs of the trainer's old policy.
 - Sequence corrections: TRL's are products over all tokens. Ours are geometric means, except
   sequence_product_tis. TRL's sequence_mask gives a kept sequence this product as its weight, ours
   gives it the weight 1.
@@ -201,7 +201,7 @@ CLIPPED = [pair for pair in PAIRS if pair[0] not in ("cispo", "sapo", "vespo")]
 
 # Both sides compute in float64, so only the order of additions differs.
 EXACT = {"rtol": 1e-11, "atol": 1e-14}
-# TRL counts in float32.
+# Tolerance for clip fractions, which TRL counts in float32.
 FRACTION = 1e-6
 
 
@@ -240,7 +240,7 @@ def test_loss_gradient_entropy_and_clip_fractions_are_those_of_trl(name, level, 
     assert_same_loss(ours, theirs, inputs)
     assert mean(ours.means["policy/entropy"]) == pytest.approx(theirs.metrics["entropy"], rel=1e-12)
     if (name, level) in CLIPPED:
-        # TRL counts sequences if its ratio is that of a sequence, otherwise tokens.
+        # With the ratio of a sequence, TRL counts sequences, otherwise tokens.
         counted = "clip/sequence" if level == "sequence" else "clip/token"
         pairs = {"low": "low_mean", "high": "high_mean", "binding": "region_mean"}
         found = {key: theirs.metrics[f"clip_ratio/{pair}"] for key, pair in pairs.items()}

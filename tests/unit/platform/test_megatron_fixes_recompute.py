@@ -66,7 +66,8 @@ def values_seen(*, in_a_thread: bool = False) -> list[str]:
         variable.reset(token)
 
     def backward() -> None:
-        # As in 1F1B, the backward pass of the first comes after the forward pass of the second.
+        # As in 1F1B, the backward pass of the first function comes after the forward pass of the
+        # second.
         for output in outputs:
             output.sum().backward()
 

@@ -12,7 +12,7 @@ Answer = str | int | Callable[[str], str | int]
 
 
 class Judge:
-    """A judge that gives these answers in order, and repeats the last one.
+    """A judge that gives the `answers` in order, and repeats the last one.
 
     An answer is a text, an HTTP status, or a function that makes one of these from the question. If
     the function raises an error, the connection is closed.

@@ -308,7 +308,7 @@ def test_a_worker_that_cannot_load_the_function_is_named(
     ]
 
 
-# --- its owner dies -------------------------------------------------------------------------------
+# --- the owner of the workers dies ----------------------------------------------------------------
 
 OWNER = """
 import sys

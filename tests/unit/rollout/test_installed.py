@@ -97,8 +97,8 @@ def test_latent_attention_on_cpus_has_one_size(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", ["folder", "checkpoint"])
 def test_a_family_that_no_server_can_read(tmp_path: Path, source: str) -> None:
-    """transformers has no class for Ling's config.json. Servers could read its models only if they
-    were written as GLM-4.5's."""
+    """transformers has no class for Ling's config.json. Servers could read models of Ling only if
+    an export wrote them as models of GLM-4.5."""
     model = write_model(tmp_path / "model", "bailing_moe_v2", seed=1, n_group=1, topk_group=1)
     registry = "_MODELS = {'BailingMoeV2ForCausalLM': 1, 'Glm4MoeForCausalLM': 1}"
     given = {"hf_path": str(model)}
@@ -151,7 +151,8 @@ def test_kernels_of_delta_nets_on_cpus(tmp_path: Path) -> None:
 
 
 def test_no_server_outside_of_a_run_answers_by_other_log_probs(tmp_path: Path) -> None:
-    """`serve` refuses such families on CPUs. On GPUs it starts them."""
+    """Some families get wrong log-probs from vLLM's kernels for CPUs. `serve` refuses these
+    families on CPUs, and starts them on GPUs."""
     sizes = {"head_dim": 64, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
     right = write_model(tmp_path / "right", "qwen3_next", seed=1, **sizes)
     narrow = write_model(tmp_path / "narrow", "qwen3_next", seed=1)
@@ -182,7 +183,7 @@ def test_no_server_outside_of_a_run_answers_by_other_log_probs(tmp_path: Path) -
 
 
 def test_an_architecture_that_this_vllm_does_not_have(tmp_path: Path) -> None:
-    """This is also an error on GPUs."""
+    """An architecture that vLLM does not have is also an error on GPUs."""
     llama = write_model(tmp_path / "model", "llama", seed=1)
     for number, package in enumerate(({}, {"name": "vllm", "version": "9.8"})):
         python = install(tmp_path / str(number), **package)

@@ -1,4 +1,5 @@
-"""The tokens of servers and of the rollout service are sent to no other program."""
+"""Only a server gets the token of this server, and only the rollout service gets the token of the
+service."""
 
 from __future__ import annotations
 
@@ -141,7 +142,8 @@ class Started:
 
 @contextlib.asynccontextmanager
 async def fleet_at(url: str, update_seconds: float = 20) -> AsyncIterator[ScheduledFleet]:
-    """A fleet of one server, which the fleet believes to have started at this URL."""
+    """A fleet of one server. The fleet believes that it has started this server, and that the
+    server is at this URL."""
     async with connected_session() as session:
         client = ServerClient("", session)
 

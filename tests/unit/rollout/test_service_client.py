@@ -288,8 +288,8 @@ def test_a_phase_that_needs_other_servers_is_told_why(
 def test_a_service_that_dies_at_a_border_begins_again_in_the_next_phase(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The new service is told of the phase, too. Its settings are not changed by the phase, but its
-    server is gone."""
+    """The new service is told of the phase, too. The phase does not change the settings of the
+    service, but the server of the service is gone."""
     before = services_of(psutil.Process().pid)
     with closing(ServiceClient(settings(tmp_path), restarts=1)) as client:
         (process,) = (each for each in services_of(psutil.Process().pid) if each not in before)

@@ -1,5 +1,5 @@
 """The transfer of weights from rank 0 to the workers of servers over gloo, in separate processes.
-tests/vllm/test_stream.py does it with vLLM."""
+tests/vllm/test_stream.py tests this transfer with vLLM."""
 
 from __future__ import annotations
 
@@ -173,8 +173,8 @@ def test_every_worker_gets_every_tensor_again_and_again(
 def test_a_server_that_dies_or_gives_up_takes_no_other_with_it(
     stream: WeightStream, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One server never comes, and one dies while it loads. All others get this version and the next
-    one."""
+    """One server never comes, and one dies while it loads. All other servers get this version and
+    the next one."""
     monkeypatch.setattr(weight_stream, "BUCKET_BYTES", 64)
     sound, dying, sent = start("sound", 1)[0], start("dying", 1)[0], model(0)
     plan = stream.plan(specs(sent))

@@ -94,8 +94,8 @@ def test_trap_forward_only_passes_fill_a_queue() -> None:
 
 def test_trap_aux_loss_recomputes_its_own_top_k() -> None:
     """The package also uses the routers' own top k here: the auxiliary loss balances the experts
-    that they would choose themselves. Replayed experts do not depend on the router, so their load
-    would be a constant."""
+    that the routers would choose themselves. Replayed experts do not depend on the router, so their
+    load would be a constant."""
     policy = moe_policy(moe_aux_loss_coeff=0.1)
     updater = updater_for(policy, {"replay": "r2"})
     counted = []

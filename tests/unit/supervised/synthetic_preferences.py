@@ -16,7 +16,8 @@ SOURCES = ("code", "chat")
 
 
 def preferences(count: int, seed: int, *, ratings: bool = False, most: int = 3) -> PreferenceData:
-    """`count` prompts. Each has 1 to `most` rejected responses with margins, or rated responses."""
+    """`count` prompts. Each prompt has 1 to `most` rejected responses with margins, or rated
+    responses."""
     draw = random.Random(seed)
 
     def one(number: int) -> tuple[Preference, str]:

@@ -1,5 +1,5 @@
-"""The examples and tokens that a stage learns. They are counted: each comes the right number of
-times, also after a resume."""
+"""The examples and tokens that a stage learns. The tests count them: each occurs the right number
+of times, also after a resume."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_weights_are_shares_of_samples(policy: Policy, corpora: Corpora) -> None
         return Counter(int(batches.samples[n]["dataset_id"]) for n in range(24))
 
     assert found(corpora.batches(policy, data={"weights": [1.0, 3.0]})) == {0: 6, 1: 18}
-    # If weights are open, the shares are those of the tokens.
+    # Without given weights, the share of a corpus is its share of all tokens.
     share = len(corpora.tokens[0]) / sum(map(len, corpora.tokens))
     assert abs(found(corpora.batches(policy, "open"))[0] - 24 * share) <= 1
 

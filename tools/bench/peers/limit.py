@@ -33,7 +33,7 @@ ATTENTION = {
     "_scaled_dot_product_flash_attention_for_cpu": (2, 0),
     "_scaled_dot_product_flash_attention_for_cpu_backward": (5, 1),
 }
-REPEATS = 5  # how often each product is measured by itself; the fastest counts
+REPEATS = 5  # number of measurements of each product; the fastest one counts
 
 
 class Products(TorchDispatchMode):
@@ -105,7 +105,8 @@ def _flops(name: str, args: Any, out: Any) -> float:
         query, key = args[first], args[first + 1]
         return 2.0 * products * query.numel() * key.shape[-2]
     left = args[PRODUCTS[name]]
-    if name == "_grouped_mm" and left.dim() == args[1].dim() == 2:  # the groups split the sum
+    # groups split the summed dimension
+    if name == "_grouped_mm" and left.dim() == args[1].dim() == 2:
         return 2.0 * left.numel() * args[1].shape[-1]
     return 2.0 * out.numel() * left.shape[-1]
 

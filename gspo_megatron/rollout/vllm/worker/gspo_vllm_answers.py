@@ -47,10 +47,10 @@ FIGURES = "/gspo/figures"
 ABOUT = "/gspo/about"
 PROOF = "/gspo/proof"  # `TokenGuard` answers this path without a token
 TOKEN_VARIABLE = "GSPO_SERVER_TOKEN"  # environment variable with the token of a server
-FORM = 1  # version of the routes /gspo/…: a client uses only a server with its own version
+FORM = 1  # version of the routes /gspo/…: a client uses only servers with the same version
 
 # The errors of reading an answer that is not in vLLM's format. NumPy and safetensors raise the last
-# four for data that is not an array.
+# four errors for data that is not an array.
 MALFORMED = (
     LookupError,
     TypeError,
@@ -91,7 +91,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 def proof_of(token: str, challenge: str) -> str:
-    """Return the answer to a challenge. It needs the token and does not reveal it."""
+    """Return the answer to a challenge. It can be computed only with the token."""
     return hmac.new(token.encode(), f"proof {challenge}".encode(), hashlib.sha256).hexdigest()
 
 
@@ -110,13 +110,13 @@ class ModelFacts:
 class Response:
     """One response that a server generated."""
 
-    token_ids: np.ndarray  # [tokens] int32, with the token that ended it
+    token_ids: np.ndarray  # [tokens] int32, with the token that ended the response
     logprobs: np.ndarray  # [tokens] float32, at the sampling temperature
     truncated: bool  # cut off by the limit of tokens
     # [prompt + response tokens, layers, k] uint8 or int16; None: not requested. A token has zeros
     # if the server reported no valid experts. The last token never goes through the model.
     routes: np.ndarray | None = None
-    # (weights version, number of tokens up to its last one); None: the server does not report it
+    # (weights version, number of tokens up to its end); None: the server reports no versions
     spans: tuple[tuple[str, int], ...] | None = None
     versions: np.ndarray | None = None  # [tokens] int32, weights version of each token
 
@@ -323,7 +323,7 @@ class _Part:
 class _Member:
     """The state of a response of a part while vLLM works on it."""
 
-    left: asyncio.Event = field(default_factory=asyncio.Event)  # set if it is no longer needed
+    left: asyncio.Event = field(default_factory=asyncio.Event)  # set if nobody needs the response
     has_ended: bool = False
 
 
@@ -501,9 +501,9 @@ class Answers:
 class WithoutRoutes:
     """Removes the experts of each token from an answer of vLLM before sending it.
 
-    A server with `enable_return_routed_experts` adds them to every choice: kilobytes of base64 a
-    token that no chat client reads. JSON is sent when it is complete, a stream event by event.
-    Other content is sent unchanged.
+    A server with `enable_return_routed_experts` adds the experts to every choice: kilobytes of
+    base64 for each token, which no chat client reads. A JSON answer is sent when it is complete. Of
+    a stream, each event is sent when it is complete. Other content is sent unchanged.
     """
 
     def __init__(self, send: Send) -> None:

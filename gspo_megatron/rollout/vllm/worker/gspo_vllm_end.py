@@ -1,8 +1,8 @@
 """Ends a server without leftovers. The server and the process that started it use this module.
 
 vLLM's temporary files (sockets, files for torch.distributed) are in a folder of the server's own.
-Its semaphores are in /dev/shm. Python's resource tracker, a process of the server's group, removes
-the semaphores of killed processes, unless it is killed itself.
+The server's semaphores are in /dev/shm. Python's resource tracker, a process of the server's group,
+removes the semaphores of killed processes, unless it is killed itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def kill_group(group: int) -> None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
         if all(members.values()) and os.getpgid(0) == group:
-            break  # trackers end when this process does
+            break  # the trackers end when this process ends
         if time.monotonic() > deadline:
             os.killpg(group, signal.SIGKILL)
             break
@@ -52,7 +52,7 @@ def _members(group: int) -> dict[int, bool]:
     """Return the other running processes of a group -> whether each is a resource tracker."""
     found = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # the process has ended meanwhile
             with open(f"/proc/{name}/stat", "rb") as file:
                 # pid (name) state parent group …
                 state, _, its_group = file.read().rpartition(b")")[2].split()[:3]
