@@ -88,7 +88,7 @@ class PolicyUpdater:
         self._metrics = StepMetrics(self.device)
         self._updates: list[tuple[float, float]] = []  # (gradient norm, learning rate)
         mini_batches = self.builder.build_step(plan, sequences, index)
-        sequences.routes = None  # the micro-batches have them
+        sequences.routes = None  # now the micro-batches have the routes
         for micro_batch in chain.from_iterable(mini_batches):
             micro_batch.head.entropy_gradient = self.objective.needs_entropy_gradient
         self.replay.start(mini_batches)

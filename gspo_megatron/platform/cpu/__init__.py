@@ -1,1 +1,2 @@
-"""Changes for Megatron-Core on a CPU: those that it needs, and those that only make it faster."""
+"""Changes of Megatron-Core for CPUs. It needs some of them to run, and the others make it
+faster."""

@@ -22,7 +22,7 @@ from gspo_megatron.platform.cpu.needed import is_needed
 
 IS_ON = os.environ.get("GSPO_CPU_FASTER", "1") != "0"
 
-# Options of glibc's mallopt (malloc.h), with values in bytes. The last one has the largest value
+# Options of glibc's mallopt (malloc.h), with values in bytes. The last option has the largest value
 # that is allowed.
 MALLOC_OPTIONS = {
     -1: 256 * 2**20,  # M_TRIM_THRESHOLD: free memory at the end of the heap that the process keeps
@@ -69,7 +69,8 @@ def _keep_freed_memory() -> None:
 
 def _step_without_compiler() -> None:
     """Keep torch's optimizers from importing torch's compiler, which takes a second of each rank's
-    start. They import it only to exclude themselves from it, and nothing is compiled on a CPU."""
+    start. The optimizers import the compiler only to exclude themselves from compilation, and
+    nothing is compiled on a CPU."""
     for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
         method: Any = getattr(torch.optim.Optimizer, name)
         setattr(torch.optim.Optimizer, name, getattr(method, "__wrapped__", method))
@@ -81,11 +82,13 @@ def _step_without_compiler() -> None:
 
 def _share_gloo_devices() -> None:
     """Let all process groups use the devices of the first group. Each device has a thread that
-    wakes up a hundred times a second. Megatron-Core makes twenty groups, most of them of one rank.
+    wakes up a hundred times a second. Megatron-Core makes twenty groups, and most groups have one
+    rank.
     """
     gloo: Any = dist.ProcessGroupGloo
     native = gloo.__init__
-    known: dict[int, Any] = {}  # by process, because a fork has none of the threads
+    # Process id -> devices. A forked process lacks the devices' threads, so it needs its own devices.
+    known: dict[int, Any] = {}
 
     @functools.wraps(native)
     def start(self: Any, store: Any, rank: int, size: int, *others: Any, **named: Any) -> None:
@@ -146,7 +149,7 @@ def _turned_at_once(native: Any) -> Any:
         *others: Any,
         mscale: float = 1.0,
         cp_group: Any = None,
-        **switches: Any,  # each rotates other pairs of channels; names differ between versions
+        **switches: Any,  # flags for other ways to pair the channels; names differ by version
     ) -> torch.Tensor:
         named = {"mscale": mscale, "cp_group": cp_group}
         in_part = freqs.shape[-1] != states.shape[-1]  # some channels are not rotated
