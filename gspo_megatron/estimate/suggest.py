@@ -61,7 +61,7 @@ class _Candidate:
     config: AnyConfig
     parallel: ResolvedParallel
     work: Workload
-    dense: float  # parameters of an average rank, without experts
+    dense: float  # non-expert parameters of an average rank
     experts: float  # expert parameters of an average rank
     cost: float = 0.0
 

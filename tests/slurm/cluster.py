@@ -125,8 +125,7 @@ class Cluster:
         for name in reversed(list(self._daemons)):
             self.kill(name)
 
-    # --- The actions of users
-    # -----------------------------------------------------------------------
+    # --- The actions of users ---------------------------------------------------------------------
 
     def run(self, *command: object, check: bool = True, **environ: str) -> str:
         """Run a client program on the controller's host. Returns its output."""
@@ -208,8 +207,7 @@ class Cluster:
         path = Path(job["StdOut"])
         return path.read_text(errors="replace") if path.exists() else ""
 
-    # --- Failures and starts of nodes
-    # ---------------------------------------------------------------
+    # --- Failures and starts of nodes -------------------------------------------------------------
 
     def start_node(self, name: str) -> None:
         """Start slurmd on a node that is down."""
@@ -238,8 +236,7 @@ class Cluster:
 
         self._until(ready)
 
-    # --- Internal functions
-    # ---------------------------------------------------------------------------
+    # --- Internal functions -----------------------------------------------------------------------
 
     def _start(self) -> None:
         for name in ("munge", "state", "spool"):
@@ -357,8 +354,8 @@ def why_not_isolated() -> str | None:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Free ports below those of jobs, and below those that the system gives to processes. So no
-    other process takes one before its daemon does."""
+    """Free ports. They are below the ports of jobs, and below the ports that the system gives to
+    processes. So no other process takes such a port before its daemon does."""
     found: set[int] = set()
     while len(found) < count:
         port = random.randrange(15000, 20000)

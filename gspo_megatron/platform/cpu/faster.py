@@ -1,9 +1,10 @@
 """Makes Megatron-Core faster on a CPU. No result depends on this, except for rounding.
 
 The substitutes in `needed` are necessary. The substitutes in this file, in `host_collectives` and
-in `windows` only save time. GSPO_CPU_FASTER=0 in the environment of all ranks turns them off. Sums
-then run in another order, and results agree within rounding (tests/parallel/test_cpu_faster.py).
-`models` has functions of its own for CPUs, which check `applies_to`. With CUDA nothing is replaced.
+in `windows` only save time. GSPO_CPU_FASTER=0 in the environment of all ranks turns them off.
+Without these substitutes, sums are computed in a different order, and the results agree within
+rounding (tests/parallel/test_cpu_faster.py). `models` has functions of its own for CPUs, which
+check `applies_to`. With CUDA nothing is replaced.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ def adapt_megatron() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Keep the memory that an update frees for the next update. By default glibc gives it back to
-    the system, which then has to clear thousands of pages a step."""
+    """Do not give freed memory back to the system, so that the next update can use the memory that
+    this update frees. By default glibc gives it back, and the system then has to clear thousands of
+    pages a step."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
     if set_option is not None:
         for option, value in MALLOC_OPTIONS.items():
@@ -87,7 +89,7 @@ def _share_gloo_devices() -> None:
     """
     gloo: Any = dist.ProcessGroupGloo
     native = gloo.__init__
-    # Process id -> devices. A forked process lacks the devices' threads, so it needs its own devices.
+    # Process id -> devices. A forked process has no threads of these devices, so it needs new ones.
     known: dict[int, Any] = {}
 
     @functools.wraps(native)
@@ -108,7 +110,7 @@ def _share_gloo_devices() -> None:
 
 def _unless_sorted(native: Any) -> Any:
     """Skip the dispatcher's second sort if the tokens are in order already. With all experts on one
-    rank, this sort only copies them."""
+    rank, this sort would only copy the tokens."""
 
     @functools.wraps(native)
     def sort(

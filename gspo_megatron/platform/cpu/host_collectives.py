@@ -29,7 +29,7 @@ _REDUCTIONS = {
 
 
 class Done:
-    """The handle of background work in a group of one rank, which is done at once."""
+    """The handle of background work in a group of one rank. Such work is done at once."""
 
     def wait(self, _timeout: Any = None) -> bool:
         return True

@@ -96,7 +96,8 @@ class GroupRequest:
         return max(arrived, default=-1)
 
     async def _receive(self) -> None:
-        """Receive the responses. Raises ServerGone or ServerRefused; earlier responses stay."""
+        """Receive the responses. Raises ServerGone or ServerRefused; responses that have arrived
+        before are kept."""
         client, spec = self.server.client, self.spec
         named: dict[str, Any] = {"routes": spec.routes, "salt": spec.salt, "model": spec.model}
         if not self.server.abilities.gives_parts:
