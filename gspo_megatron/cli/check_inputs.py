@@ -52,7 +52,8 @@ def all_told(
         if config is None:
             raise
         ranks = world_size
-        with contextlib.suppress(UnknownValueError):  # no rules of the layout then
+        # If the layout has a wrong value, the rules about the layout are not checked.
+        with contextlib.suppress(UnknownValueError):
             ranks = world_size or config.world_size_hint()
         with gathered_in(problems):
             (check or check_run)(config, ranks or 1, told=problems, **options)

@@ -124,7 +124,8 @@ def _problems_of_phases(config: Any) -> list[str]:
 def _with_folder(config: C, name: str) -> C:
     """Return the configuration with the default run folder, if it names none."""
     section: Any = config.known("logging")
-    if section is None or vars(section).get("dir", "") is not None:  # set, or a wrong value
+    # A folder that is set stays. If a value is wrong, `section` is None or `dir` is missing.
+    if section is None or vars(section).get("dir", "") is not None:
         return config
     logging = section.model_copy(update={"dir": f"runs/{name}"})
     return config.model_copy(update={"logging": logging})

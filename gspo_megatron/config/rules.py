@@ -568,7 +568,8 @@ def recomputes_old_logprobs(config: Config) -> bool:
         config.rollout.engine == "megatron"
         and config.training.precision == "fp32"
         and not (routing.modes or routing.volatility or routing.rollout_noise)
-        and config.model.megatron.get("moe_expert_capacity_factor") is None  # else tokens drop
+        # With a capacity factor, experts drop tokens.
+        and config.model.megatron.get("moe_expert_capacity_factor") is None
         and not resolve_objective(section).corrections  # a correction needs both log-probs
     )
     return section.old_logprobs == "recompute" or (section.old_logprobs == "auto" and not is_exact)

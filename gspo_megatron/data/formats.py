@@ -21,7 +21,8 @@ class FieldMap:
 
     prompt: str = "prompt"
     answer: str | None = "answer"  # None: rows have no answers
-    id: str | None = "id"  # a row may lack "id", but not a field with another name
+    # A row may lack "id". If the configuration names another field, every row must have this field.
+    id: str | None = "id"
     # Extracts the answer from the value of its field. Raises ValueError if there is none; its text
     # continues a message that begins with "field 'x'".
     read_answer: Callable[[Any], Any] | None = None

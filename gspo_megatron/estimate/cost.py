@@ -45,8 +45,8 @@ def run_cost(estimate: LayoutEstimate, active_parameters: int) -> RunCost | None
     generate = None
     if config.rollout.engine == "megatron":
         # A pass gives each response one token. A pass goes through the pipeline stages one after
-        # the other, and reads the weights, keys and values of each. On average half of the cache is
-        # filled.
+        # the other, and reads the weights, keys and values of each stage. On average half of the
+        # cache is filled.
         replicas = ranks // (sizes.tp * sizes.pp * sizes.cp)
         responses = math.ceil(
             config.rollout.prompts_per_step * config.rollout.group_size / replicas

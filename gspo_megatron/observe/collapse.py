@@ -2,10 +2,10 @@
 rule, and how often it was right on stored runs.
 
 The figures are means over the last WINDOW steps. They are compared with the run's best stretch: at
-most STRETCH consecutive steps, those with the highest mean reward. There is an alarm if
+most STRETCH consecutive steps, those with the highest mean reward. Each of these is an alarm:
 
     the reward is more than FALL below the best stretch,
-    the reward is half of this below it, and another figure is out of its range (`_SIGNS`), or
+    the reward is more than FALL / 2 below it, and another figure is out of its range (`_SIGNS`),
     a figure is not finite.
 
 A fall is measured as a share of the best reward or of the standard deviation of single rewards,

@@ -7,7 +7,7 @@ from gspo_megatron.types import Sample
 
 
 def read_answer(sample: Sample, strip: bool = True, ignore_case: bool = False) -> str:
-    """Return the response, with `strip` without white space around it, with `ignore_case` in lower
+    """Return the response. `strip` removes white space around it; `ignore_case` turns it into lower
     case."""
     response = sample.response.strip() if strip else sample.response
     return response.casefold() if ignore_case else response

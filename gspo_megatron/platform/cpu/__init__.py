@@ -1,2 +1,2 @@
-"""Changes of Megatron-Core for CPUs. It needs some of them to run, and the others make it
-faster."""
+"""Changes of Megatron-Core for CPUs. Some of the changes are necessary on a CPU; the others only
+save time."""
