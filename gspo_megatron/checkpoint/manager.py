@@ -123,7 +123,7 @@ class Checkpoints:
         """Restore a stage's optimizer, schedule and prompt order. The policy has its weights
         already. Returns the number of finished steps, which is 0 if the stage begins now.
 
-        If a phase with other values begins, the schedule continues at finished steps ×
+        If a phase begins that changes values, the schedule continues at finished steps ×
         `updates_per_step`. If the prompts of that phase differ from those before, it begins with
         the first of its prompts.
         """
@@ -351,8 +351,9 @@ class Checkpoints:
     ) -> NoReturn:
         """Save the run as it was after `step`, unless it is saved already, and raise the error.
 
-        All ranks have the same error. Its message then also says where the run is saved and when it
-        can continue. `unevaluated`: the step's metrics, if something after its update failed."""
+        All ranks raise the same error. This method adds to the error's message where the run is
+        saved and when it can continue. `unevaluated`: the step's metrics, if something after its
+        update failed."""
         if step == 0:
             raise error
         if not self.section.interval:

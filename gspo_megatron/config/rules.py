@@ -157,7 +157,7 @@ def _best_metric_is_measured(plan: Plan) -> Problems:
     first, slash, _ = name.partition("/")
     without = {each.partition("/")[2]: each for each in legal}
     meant = nearest(name, legal)
-    if first != "evaluation":  # misspelt or missing first word
+    if first != "evaluation":  # the first word is misspelt or missing
         is_slip = nearest(first, ["evaluation"]) if slash else meant or nearest(name, without)
         if not is_slip or first == "selection" or name in ("loss", "reward/mean"):
             return

@@ -43,7 +43,7 @@ class ModelPreset:
 class ModelShape(ModelPreset):
     """The model that is built. In a model without experts every MoE size is None. `megatron` holds
     all keyword arguments of TransformerConfig that preset and configuration set, except layout and
-    precision; `activation_func` and `attention_backend` are strings in it."""
+    precision; `activation_func` and `attention_backend` are strings in `megatron`."""
 
     num_layers: int
     hidden_size: int
@@ -118,13 +118,14 @@ _MEGATRON_SIZES = tuple(
 
 
 def experts_in_layers(shape: ModelShape) -> list[bool]:
-    """Whether each layer has experts."""
+    """A flag for each layer: whether it has experts."""
     return expert_pattern(shape.megatron, shape.num_layers)
 
 
 def expert_pattern(megatron: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """Whether each layer has experts, from fields of TransformerConfig: `moe_layer_freq` is a
-    number n (every n-th layer, beginning with the first), or a list of flags."""
+    """A flag for each layer: whether it has experts. The flags come from fields of
+    TransformerConfig: `moe_layer_freq` is a number n (every n-th layer, beginning with the first),
+    or a list of flags."""
     if megatron.get("num_moe_experts") is None:
         return [False] * num_layers
     frequency = megatron.get("moe_layer_freq", 1)
@@ -184,7 +185,7 @@ def checkpoint_model_file(path: str) -> Path | None:
     checkpoints folder, whose checkpoints all have the same model."""
     folder = Path(path)
     found = [folder / MODEL_FILE]
-    for pattern in ("checkpoints/[!.]*", "[!.]*"):  # unfinished ones begin with a dot
+    for pattern in ("checkpoints/[!.]*", "[!.]*"):  # unfinished checkpoints begin with a dot
         found += sorted(folder.glob(f"{pattern}/{MODEL_FILE}"), reverse=True)
     return next((file for file in found if file.is_file()), None)
 

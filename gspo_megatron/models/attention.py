@@ -26,7 +26,7 @@ FEWEST_KEYS = 16
 
 # Layer number -> keys and values of prefilled prompts, [prompts, heads, length, dim] each. A delta
 # net has no keys and values: its entry holds the last inputs of its convolution and its state.
-# Their size does not depend on the length.
+# The size of these two does not depend on the length.
 PromptStates = dict[int, tuple[Tensor, Tensor]]
 
 
@@ -232,7 +232,8 @@ class KeyValueCache:
         scale: float,
         sinks: Tensor | None,
     ) -> Tensor:
-        """One token of each sequence, [sequences, heads, dim] each -> [sequences, heads * dim]."""
+        """Attention of one token of each sequence: [sequences, heads, dim] each -> [sequences,
+        heads * dim]."""
         keys, values = self._of_layer(layer, key.unsqueeze(2), value.unsqueeze(2))
         heads, places = keys.shape[1:3]
         slots = self._slots_of(heads, places)

@@ -75,7 +75,8 @@ class Cut:
 
     replicas: int = 1
     token_budget: int = 4096
-    # The number of micro-batches per replica is a multiple of this: pp with interleaved pipelines.
+    # The number of micro-batches per replica is a multiple of this number. With interleaved
+    # pipelines the number is pp.
     multiple: int = 1
 
 
@@ -150,7 +151,7 @@ def run_update(
         # rollout log-probs.
         section = section.model_copy(update={"old_logprobs": "rollout"})
     objective = build_objective(section, config.rollout.max_response_tokens)
-    if section.kl_in == "reward":  # the batch has advantages instead of rewards; keep them
+    if section.kl_in == "reward":  # the batch has advantages instead of rewards
         as_given = AdvantageEstimator(section, lambda values, _: values.float())
         objective = replace(objective, advantages=as_given)
     updater = PolicyUpdater(policy, recorder, builder, objective, section, config.routing)
@@ -232,8 +233,8 @@ def _run_kept_step(task: Task, kept: StepInputs) -> StepResult:
         if task.optimizer:
             load_optimizer(checkpoint, policy, recorder)
             load_trainer_state(recorder, RunState.read(checkpoint).trainer)
-            # In bf16 this restores fp32 weights, each only on the rank that updates it. Send them
-            # to the other ranks.
+            # In bf16 this restores fp32 weights, each only on the rank that updates the weight. So
+            # send the weights to the other ranks.
             for chunk in policy.chunks:
                 chunk.start_param_sync(force_sync=True)
     policy.set_padding_token(hf)

@@ -74,8 +74,8 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=
 PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10
 """
 
-# $1: the address of this node. The controller's namespace sends one end of a veth pair, which
-# becomes eth0.
+# $1: the address of this node. The controller's namespace sends one end of a veth pair. This end
+# becomes the node's eth0.
 _JOIN = """
 hostname "$1" && ip link set lo up
 until ip link show eth0 >/dev/null 2>&1; do sleep 0.05; done
@@ -227,7 +227,7 @@ class Cluster:
         self.run("ip", "link", "set", link, "master", "bridge0", "up")
 
     def wait_for_nodes(self) -> None:
-        """Wait until every node can run jobs or runs some."""
+        """Wait until every node can run jobs or is running jobs."""
 
         def ready() -> bool:
             text = self.run("sinfo", "-h", "-N", "-p", "main", "-o", "%N %t", check=False)

@@ -49,9 +49,8 @@ class GroupRequest:
     generate_again: Callable[[Seed], asyncio.Task[list[Response]]]
     when_some_end: Callable[[], None]
     responses: list[InFlightResponse] = field(default_factory=list)
-    again: dict[int, asyncio.Task[list[Response]]] = field(
-        default_factory=dict
-    )  # by response number
+    # Number of a response -> the task that generates this response again.
+    again: dict[int, asyncio.Task[list[Response]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.server.version is not None, "a server that serves nothing"

@@ -63,7 +63,7 @@ class RequestQueue(Generic[Chosen]):
         return entry
 
     def remove(self, entry: QueueEntry[Chosen]) -> None:
-        """Take an entry out, if it still waits."""
+        """Remove an entry, if it still waits."""
         if entry.is_waiting:
             entry.is_waiting = False
             self._waiting[entry.key].remove(entry)
@@ -148,7 +148,8 @@ class Scheduler:
     async def _generate(
         self, spec: GroupSpec, seeds: Sequence[Seed], *, first: bool = False
     ) -> list[Response]:
-        """Send requests when places are granted. first: before other requests of the rollout."""
+        """Send requests when places are granted. first: put the requests before the other requests
+        of the rollout."""
         requests: list[GroupRequest] = []
         rest = seeds
         try:
@@ -203,7 +204,7 @@ class Scheduler:
         return [responses[n] for n in range(len(request.responses))]
 
     async def _wait_for_check(self, server: Server, version: int) -> None:
-        """Wait until the server has passed the check of these or later weights, or is out of
+        """Wait until the server has passed the check of weights of `version` or later, or is out of
         service."""
         if server.checked_version < version:
             await self.fleet.changes.wait_until(
