@@ -1,4 +1,5 @@
-"""Suggests layouts for a number of ranks that pass the rules and fit into memory, fastest first."""
+"""Suggests layouts for a given number of ranks. Each layout passes the rules and fits into memory,
+and the fastest comes first."""
 
 from __future__ import annotations
 

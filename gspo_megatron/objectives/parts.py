@@ -104,8 +104,8 @@ def sequence_sums(inputs: LossInputs, *values: Tensor) -> Tensor:
     """Sum each of `values` [tokens] over whole sequences: [len(values), num_sequences].
 
     The value is the sum over all shards of a sequence, the same on each of them. The gradient is
-    only that of this rank's own tokens. The gradients of all shards add up to that of the whole
-    sequence. So the forward pass needs one collective, and the backward pass none.
+    that of this rank's own tokens alone. The gradients of all shards add up to the gradient of the
+    whole sequence. So the forward pass needs one collective, and the backward pass none.
     """
     local = segment_sum(torch.stack(values), inputs.sequence_index, len(inputs.advantages))
     # The sum may be made in place, so it gets a copy.
@@ -167,8 +167,8 @@ def min_clip(
 ) -> Clipped:
     """min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), the pessimistic clip of PPO.
 
-    The upper bound binds for positive advantages only, the lower one for negative ones only, and
-    neither for an advantage of 0.
+    The upper bound binds only for positive advantages, and the lower bound only for negative
+    advantages. For an advantage of 0 no bound binds.
     """
     lower, upper = 1.0 - clip_low, 1.0 + clip_high
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(lower, upper) * advantages)
@@ -189,7 +189,7 @@ def dual_clip(
 
     Without this bound, one token outweighs the batch if its advantage is negative and its
     probability has grown much. `high` is also set where this bound binds, and `outside` where the
-    ratio is beyond it.
+    ratio is beyond this bound.
     """
     inner = min_clip(inputs, ratio, advantages, clip_low, clip_high)
     beyond = (advantages < 0) & (ratio.detach() > dual_clip)

@@ -92,14 +92,15 @@ def read_metrics(run_dir: str | Path) -> list[Record]:
 
 
 def read_samples(run_dir: str | Path) -> list[Record]:
-    """Return the sample records of a run; empty without a samples file. Raises DataError."""
+    """Return the sample records of a run. Returns an empty list without the file. Raises
+    DataError."""
     path = Path(run_dir) / SAMPLES_FILE
     return read_json_lines(path) if path.is_file() else []
 
 
 def read_draws(run_dir: str | Path) -> list[Record]:
-    """Read the record of each group of responses of a run; empty without the file. Raises
-    DataError."""
+    """Return the record of each group of responses of a run. Returns an empty list without the
+    file. Raises DataError."""
     path = Path(run_dir) / DRAWS_FILE
     return read_json_lines(path) if path.is_file() else []
 
@@ -277,7 +278,7 @@ def jsonable(value: Any) -> Any:
         return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
-    if hasattr(value, "item"):  # numpy scalars and tensors; imports neither library
+    if hasattr(value, "item"):  # numpy scalars and tensors, without an import
         return jsonable(value.item())
     raise TypeError(f"cannot be written as JSON: {type(value).__name__}")
 

@@ -112,7 +112,8 @@ class PolicyUpdater:
         if self.reference is not None:
             with self.replay.reference_pass(everything), self.reference.in_place():
                 self._record(everything, "reference_logprobs")
-        for number, teacher in self.teachers.items():  # not replayed, so its own routers choose
+        # Nothing is replayed for a teacher: its own routers choose its experts.
+        for number, teacher in self.teachers.items():
             ask_folder(self.policy, teacher, everything, number, self.distillation.candidates)
 
     def penalized_advantages(
