@@ -1,5 +1,5 @@
 """Checks size limits of the code: 600 lines for a file, 80 lines for a function. Also checks the
-package's docstrings: they begin with a verb or a noun phrase, not with a preposition.
+package's docstrings: they must begin with a verb or a noun phrase, not with a preposition.
 
     python tools/lint_sizes.py [FOLDER …]
 

@@ -1,9 +1,10 @@
-"""Draw the map of frontier.py from its kept lines: a picture, and the tables of the documentation.
+"""Draw a picture of the runs of frontier.py, and print the documentation's tables of these runs.
 
     python examples/evidence/frontier_figure.py -o frontier.png    # prints the tables
 
-A cell of the map has a bar with the shares of converged, stuck and collapsed runs, and the number
-of converged runs. The right side of the picture has the same runs by the size of their steps.
+The left side of the picture is a map. Each cell shows the shares of converged, stuck and collapsed
+runs as a bar, and the number of converged runs. The right side shows, for the same runs, the reward
+at the end over the size of the updates.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ PASSES = {
 
 @dataclass(frozen=True)
 class Cell:
-    """The runs of one arm with one value."""
+    """The runs of one arm with one value of the axis, such as a learning rate."""
 
     value: float
     lines: Sequence[Record]
@@ -48,7 +49,8 @@ class Cell:
         return sum(line["outcome"] in outcomes for line in self.lines)
 
     def holds(self, ends: str) -> bool | None:
-        """Whether all seeds pass. None: no seed has failed, but some were not run."""
+        """Whether all seeds pass the test `ends` of PASSES. None: no seed has failed, but some were
+        not run."""
         passed = [PASSES[ends](line) for line in self.lines]
         if not all(passed):
             return False
@@ -64,26 +66,27 @@ class Cell:
 
 
 def cells(records: Iterable[Record], axis: str, arm: str) -> list[Cell]:
-    """The cells, by rising value."""
+    """The cells of an arm on an axis, by rising value."""
     lines = [line for line in records if (line["axis"], line["arm"]) == (axis, arm)]
     values = sorted({line["value"] for line in lines})
     return [Cell(value, [r for r in lines if r["value"] == value]) for value in values]
 
 
 def edge(row: Sequence[Cell], ends: str) -> tuple[Cell | None, Cell | None]:
-    """The largest value that holds if no smaller one fails, and the smallest that fails."""
+    """Find the first cell that fails. Returns the last cell that holds among the cells with smaller
+    values, and the first failing cell."""
     fails = next((cell for cell in row if cell.holds(ends) is False), None)
     below = [c for c in row if c.holds(ends) and (fails is None or c.value < fails.value)]
     return (below[-1] if below else None), fails
 
 
 def names(records: Iterable[Record], key: str) -> list[str]:
-    """The names, in the order of their first line."""
+    """The different values of `key`, in the order in which they first occur."""
     return list(dict.fromkeys(line[key] for line in records))
 
 
 def mapped(records: Iterable[Record]) -> list[str]:
-    """The axes of the map. The other axis has a single value, and a table of its own."""
+    """The axes of the map: all except OLD_AXIS, which has a table of its own."""
     return [axis for axis in names(records, "axis") if axis != OLD_AXIS]
 
 
@@ -188,8 +191,8 @@ def cell_table(records: Sequence[Record]) -> list[str]:
 
 
 def contrast_table(records: Sequence[Record]) -> list[str]:
-    """The table of how much higher one arm ends than another at the same value, if both have all
-    seeds, with Welch's 95% interval. Markdown."""
+    """The table of the differences between the rewards at the end of two arms at the same value,
+    with Welch's 95% interval. It leaves out values for which an arm lacks seeds. Markdown."""
     rows = ["| axis | value | higher by | reward at the end |", "| --- | --- | --- | --- |"]
     for axis in mapped(records):
         for left, right in CONTRASTS:
@@ -209,8 +212,8 @@ def contrast_table(records: Sequence[Record]) -> list[str]:
 def paired(
     left: Iterable[Record], right: Iterable[Record], figure: Callable[[Record], float]
 ) -> tuple[int, float, float, float]:
-    """Compare a figure of runs with that of other runs with the same value and seed. Returns the
-    number of pairs, the mean of the differences, and Student's 95% interval."""
+    """Compare a figure of the runs `left` with the figure of the runs `right` that have the same
+    value and seed. Returns the number of pairs, the mean difference, and Student's 95% interval."""
     others = {(line["value"], line["seed"]): figure(line) for line in right}
     both = [(figure(line), others.get((line["value"], line["seed"]))) for line in left]
     gaps = [mine - other for mine, other in both if other is not None]
@@ -252,8 +255,9 @@ def replay_cost_table(records: Sequence[Record]) -> list[str]:
 
 
 def old_runs_table(records: Sequence[Record]) -> list[str]:
-    """The table of runs whose responses come from a vLLM in bf16, by the kind of old log-probs, and
-    of the exact engine's runs at the same learning rate. Markdown."""
+    """The table of the runs whose responses vLLM has generated in bf16, one row for each kind of
+    old log-probs. Two more rows have the runs of the exact engine at the same learning rate.
+    Markdown."""
     rows = [
         "| old log-probs | converged | end | held-out accuracy | clipped | end, over `recompute` |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -277,7 +281,7 @@ def old_runs_table(records: Sequence[Record]) -> list[str]:
     return rows
 
 
-# name in <!-- table NAME --> of a page -> function that makes the table
+# The name that a page gives in <!-- table NAME --> -> the function that makes this table.
 TABLES = {
     "frontier_edges": edge_table,
     "frontier_contrasts": contrast_table,

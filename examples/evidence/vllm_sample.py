@@ -3,9 +3,9 @@
 PYTHON vllm_sample.py FOLDER --dtype bfloat16 --max-tokens 260
 
 Orders come as JSON lines on the standard input: {"weights": FOLDER} loads new weights, {"requests":
-FILE, "responses": FILE, ...} draws. It writes a line to the standard output when the engine is
-ready, and one after each order, with the processor seconds so far. vLLM's own messages go to the
-standard error.
+FILE, "responses": FILE, ...} generates responses. The script writes a line to the standard output
+when the engine is ready, and a line after each order. The line has the processor seconds so far.
+vLLM's own messages go to the standard error.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def start(arguments: argparse.Namespace) -> LLM:
         dtype=arguments.dtype,
         skip_tokenizer_init=True,
         enforce_eager=True,
-        enable_prefix_caching=False,  # a cache of old weights would be used with new ones
+        enable_prefix_caching=False,  # the cache would outlive the old weights
         # on a CPU a request's random generator cannot be reset after a part of the prompt
         enable_chunked_prefill=False,
         enable_return_routed_experts=True,
@@ -46,7 +46,8 @@ def load(engine: LLM, folder: str) -> None:
 
 
 def draw(engine: LLM, order: dict) -> None:
-    """Generate. requests: prompts [responses, tokens], padded, with their lengths and seeds."""
+    """Generate responses. The file `requests` has padded prompts [responses, tokens], and a length
+    and a seed for each."""
     given = np.load(order["requests"])
     parameters = [
         SamplingParams(
@@ -76,7 +77,7 @@ def draw(engine: LLM, order: dict) -> None:
         lengths=np.array([len(each.token_ids) for each in drawn]),
         truncated=np.array([each.finish_reason == "length" for each in drawn]),
         logprobs=np.array(logprobs, dtype=np.float32),
-        # routes of prompt and response, except the last token
+        # the experts of all tokens of prompt and response, except the last token
         routes=np.concatenate([each.routed_experts for each in drawn]),
     )
 

@@ -19,14 +19,14 @@ from rule import prefers_first, score
 from gspo_megatron.data.toy import train_toy_tokenizer
 from gspo_megatron.files import write_atomically
 
-LETTERS, NAMED = "abcdefgh", 4  # a prompt names 4 of these
-LENGTHS = range(1, 9)  # of the responses that annotators see
-FITTING = 0.5  # chance of a character to come from the prompt's letters; else it is any letter
+LETTERS, NAMED = "abcdefgh", 4  # a prompt names 4 of these letters
+LENGTHS = range(1, 9)  # of the random responses
+FITTING = 0.5  # chance that a character is drawn from the prompt's letters, and not from all
 POLICY_ROWS, PROMPTS, HELD_OUT = 4000, 1000, 400
 
 
 def response(letters: str, chance: random.Random) -> str:
-    """Return a response as the first policy writes it."""
+    """Return a random response, as the first policy learns to write it."""
     pools = [
         letters if chance.random() < FITTING else LETTERS for _ in range(chance.choice(LENGTHS))
     ]
@@ -60,7 +60,8 @@ def make_data(folder: Path, seed: int, pairs: int) -> None:
 def agreement(rows: Sequence[dict[str, str]]) -> float:
     """Return the share of pairs in which the chosen response has the higher score; ties count half.
 
-    No model can agree with more of the choices unless it prefers long responses, too.
+    The annotators also prefer long responses a little. Only a model that does so, too, can agree
+    with more of their choices.
     """
     total = 0.0
     for row in rows:

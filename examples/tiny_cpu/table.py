@@ -3,7 +3,7 @@ transformers and by the run differ.
 
     python table.py PRETRAIN_RUN SFT_RUN RL_RUN
 
-answer.py has written RL_RUN/answers.json.
+answer.py must have written RL_RUN/answers.json before.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def values(records: list[dict[str, Any]], key: str) -> list[float]:
 
 
 def write(rows: list[tuple[str, ...]]) -> None:
-    """Print aligned columns, the first to the left and the others to the right."""
+    """Print the rows as a table: the first column aligned to the left, all others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]

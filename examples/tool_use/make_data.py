@@ -3,8 +3,8 @@
     python examples/tool_use/make_data.py -o FOLDER
 
 supervised.jsonl has conversations. Most of them answer at once with a guess of the right length;
-some call the calculator and repeat its result. So the fine-tuned model knows both ways, and prefers
-the wrong one.
+some call the calculator and repeat its result. So the fine-tuned model knows both ways, and mostly
+guesses.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TEMPLATE = """\
 
 
 def products(generator: random.Random) -> Iterator[tuple[int, int]]:
-    """Yield products without end. None occurs twice."""
+    """Yield pairs of factors without end. No pair occurs twice."""
     seen = set()
     while True:
         pair = generator.randrange(100, 1000), generator.randrange(100, 1000)
@@ -55,7 +55,7 @@ def conversation(generator: random.Random, left: int, right: int) -> list[dict[s
             {"role": "assistant", "content": CALL.format(asked)},
             {"role": "tool", "content": result},
         ]
-    else:  # a guess that begins right and has the right length
+    else:  # a guess with the right length and the right first two digits
         digits = [generator.choice("0123456789") for _ in result[2:]]
         result = result[:2] + "".join(digits)
     return [*messages, {"role": "assistant", "content": result}]

@@ -30,22 +30,22 @@ class Source:
     """A checkpoint without damage."""
 
     folder: Path
-    notes: list[str]  # for the user
+    notes: list[str]  # texts to print for the user
     shape: ModelShape
     vocab_size: int
     hf_config: Mapping[str, Any] | None  # the config.json that the weights were imported with
-    is_imported: bool  # from a Hugging Face folder, whose settings and tokenizer are in hf/
-    side_files: list[Path]  # the files of its tokenizer
+    is_imported: bool  # whether from a Hugging Face folder; hf/ has its settings and tokenizer
+    side_files: list[Path]  # the files of the model's tokenizer
 
 
 def open_checkpoint(path: Path, shard: WorkerShard = ALONE) -> Source:
     """Open the checkpoint `path`. If `path` is the folder of a run or of checkpoints, open the
     newest checkpoint in it whose files all have the right sizes.
 
-    Only the main process chooses it, because a run may publish another one at any time. The
-    processes share the comparison of checksums. A process that works alone compares the checksums
-    of tensor files later, while it reads them (`convert._in_file_order`). Raises DataError with all
-    problems.
+    Only the main process chooses the checkpoint, because a run may publish a newer one at any time.
+    The processes share the comparison of checksums. A process that works alone compares the
+    checksums of tensor files later, while it reads them (`convert._in_file_order`). Raises
+    DataError with all problems.
     """
     with shard.barrier():
         found = find_checkpoint(path) if shard.is_main else None
@@ -79,8 +79,8 @@ def refuse_damage(
     with_tensors: bool = True,
 ) -> None:
     """Raise DataError in all processes, with all damage, if the checkpoint `folder` is damaged.
-    `path`: the path that the user gave; with_tensors: also compare the checksums of the files of
-    tensors."""
+    `path`: the path that the user gave; with_tensors: also compare the checksums of the tensor
+    files."""
     threads = thread_count()
 
     def damage(thread: int) -> list[str]:
@@ -112,7 +112,7 @@ def _changed(checkpoint: Path, tokenizer: str) -> str | None:
 
 
 def _is_needed(name: str) -> bool:
-    """Whether a conversion needs a file. It does not need the optimizer's files."""
+    """Whether a conversion needs a file. Conversions do not need the optimizer's files."""
     return name.startswith(("model/", "hf/")) or name == MODEL_FILE
 
 
@@ -126,8 +126,8 @@ def _is_small(name: str) -> bool:
 
 
 def find_checkpoint(path: Path) -> tuple[Path, list[str]]:
-    """Return the checkpoint that a path means, and notes about newer ones that are damaged. Raises
-    DataError if there is none."""
+    """Return the checkpoint that a path means, and notes about newer checkpoints that are damaged.
+    Raises DataError if there is none."""
     folders = checkpoints_at(path)
     if folders == [path]:
         return path, []

@@ -15,11 +15,11 @@ from gspo_megatron.observe.history import BRANCH_FILE
 class RunBranch:
     """A run that continues a checkpoint of another run in a folder of its own."""
 
-    run: str  # the absolute path of the run that it comes from
-    step: int  # finished steps of RL at that point
+    run: str  # the absolute path of the other run
+    step: int  # the RL steps that the other run had finished at the checkpoint
     checkpoint: str  # the checkpoint's name, in both runs
     config: dict[str, Any]  # the checkpoint's configuration, with all sections
-    # If that run is itself a branch: the runs and steps that it comes from, nearest first.
+    # If `run` is itself a branch: the runs and steps that it comes from, nearest first.
     lineage: list[dict[str, Any]] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
@@ -29,6 +29,6 @@ class RunBranch:
 
 
 def read_branch(folder: Path) -> RunBranch | None:
-    """Return the record in a run folder, or None if the run is no branch. Raises DataError if it is
-    damaged."""
+    """Return the record in a run folder, or None if the run is no branch. Raises DataError if the
+    record is damaged."""
     return read_record(folder / BRANCH_FILE, RunBranch, "a branch")

@@ -83,7 +83,7 @@ class Checkpoints:
         self.config, self.section, self.policy = config, config.checkpoint, policy
         self.logger, self.start, self.stop = logger, start, stop
         self.folder = run_folder(config) / CHECKPOINTS
-        self._newest = start.state.position if start.state else None  # saved, or being saved
+        self._newest = start.state.position if start.state else None
         self.warned = list(start.state.warned) if start.state else []
         # Ranks may differ in the last digit of a metric, so the main rank decides.
         self.watch = CollapseWatch(start.state.watch if start.state else None)
@@ -123,9 +123,9 @@ class Checkpoints:
         """Restore a stage's optimizer, schedule and prompt order. The policy has its weights
         already. Returns the number of finished steps, which is 0 if the stage begins now.
 
-        If a phase with other values begins, the schedule continues at finished steps ×
-        `updates_per_step`. If that phase has other prompts than before, it begins with the first of
-        them.
+        If a phase begins that changes values, the schedule continues at finished steps ×
+        `updates_per_step`. If the prompts of that phase differ from those before, it begins with
+        the first of its prompts.
         """
         state, checkpoint = self.start.state, self.start.checkpoint
         if state is None or checkpoint is None or state.phase != phase:
@@ -157,10 +157,10 @@ class Checkpoints:
         """Inside the context, give the policy the weights of the reference policy, if `needed`.
 
         At the start of RL, and when a phase renews the reference, the policy itself is the
-        reference. It is saved here if `kept`. At any other time the reference is read from its
-        checkpoint, and at the end of the context the policy's own weights are read again. A policy
-        whose adapters had no effect at the start of RL needs no saved reference: without its
-        adapters it is the reference."""
+        reference. If `kept`, this method then saves it. At any other time the reference is read
+        from its checkpoint, and at the end of the context the policy's own weights are read again.
+        A policy whose adapters had no effect at the start of RL needs no saved reference: without
+        its adapters it is the reference."""
         lora = self.policy.lora
         is_base = lora is not None and lora.starts_as_base
         needed, kept = needed and not is_base, kept and not is_base
@@ -221,7 +221,8 @@ class Checkpoints:
         )
 
     def roll_back(self, alarm: Alarm, step: int, loader: DataOrder) -> int | None:
-        """Take back all steps since the newest undamaged checkpoint that was healthy for sure.
+        """Take back all steps since the newest undamaged checkpoint with a policy that was healthy
+        for sure.
 
         Afterwards `back` is that checkpoint. The run continues from it as a resumed run does, but
         with the prompts that come next after `step`. Returns the number of finished steps at that
@@ -350,8 +351,9 @@ class Checkpoints:
     ) -> NoReturn:
         """Save the run as it was after `step`, unless it is saved already, and raise the error.
 
-        All ranks have the same error. Its message then also says where the run is saved and when it
-        can continue. `unevaluated`: the step's metrics, if something after its update failed."""
+        All ranks raise the same error. This method adds to the error's message where the run is
+        saved and when it can continue. `unevaluated`: the step's metrics, if something after its
+        update failed."""
         if step == 0:
             raise error
         if not self.section.interval:
@@ -439,8 +441,8 @@ class Checkpoints:
 
     def _prepare(self) -> tuple[int, dict[str, Any] | None]:
         """Clean the folder and check the free disk space. Called on the main rank before training.
-        Returns the number of rollbacks. Also returns the position in the data if the run continues
-        at the checkpoint to which the last rollback went back, else None."""
+        Returns the number of rollbacks. If the run continues at the checkpoint to which the last
+        rollback went back, also returns the position in the data, else None."""
         finish_rollback(self.folder)
         remove_leftovers(self.folder)
         self._fingerprints = fingerprints(self.config)
@@ -497,5 +499,5 @@ class Checkpoints:
 
 
 def _is_healthy(position: Position, step: int) -> bool:
-    """Whether a checkpoint belongs to an RL step up to `step`, the last healthy one."""
+    """Whether a checkpoint belongs to an RL step up to `step`, the last healthy step."""
     return position.phase == RL and position.step <= step and not position.rolled_out

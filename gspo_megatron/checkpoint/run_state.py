@@ -42,9 +42,9 @@ class RunState:
     fingerprints: dict[str, str]  # see `fingerprints`
     layout: str
     world_size: int
-    versions: dict[str, str]  # by package
-    metrics: dict[str, float] = field(default_factory=dict)  # for `keep_best`
-    warned: list[str] = field(default_factory=list)  # warnings that were given; each is given once
+    versions: dict[str, str]  # package -> version
+    metrics: dict[str, float] = field(default_factory=dict)  # those that `keep_best` compares
+    warned: list[str] = field(default_factory=list)  # the warnings given so far
     # Describes the next step's responses, if the run was saved with them; see rl.step_inputs
     rollouts: dict[str, Any] | None = None
     # Metrics of the step that are not logged yet, because something after its update has failed.
@@ -52,7 +52,7 @@ class RunState:
     watch: dict[str, Any] = field(default_factory=dict)  # CollapseWatch.state
     # RunningMoments of a reward model's scores, with reward.model.normalize = running
     reward_moments: dict[str, float] = field(default_factory=dict)
-    rollbacks: int = 0  # how often the run had gone back to an earlier checkpoint
+    rollbacks: int = 0  # how often the run has gone back to an earlier checkpoint
 
     @property
     def position(self) -> Position:
@@ -95,8 +95,8 @@ def fingerprints(config: AnyConfig) -> dict[str, str]:
 
 
 def _module_file(module: str) -> Path | None:
-    """Return the file that `plugins.load_function` would import for a module. The module itself is
-    not imported here, because it may need torch."""
+    """Return the file that `plugins.load_function` would import for a module. This function does
+    not import the module, because the module may need torch."""
     if module in sys.modules:
         known = getattr(sys.modules[module], "__file__", None)
         return None if known is None else Path(known)
@@ -140,9 +140,9 @@ def describe_model(
 
 
 def base_of(path: str | Path) -> dict[str, str]:
-    """Describe the frozen model that adapters are trained on, a Hugging Face folder or a checkpoint
-    of ours: its absolute path, or its name of the Hub, and a fingerprint of its weights. Raises
-    DataError."""
+    """Describe the frozen model that adapters are trained on. `path` is a Hugging Face folder or a
+    checkpoint of this program. The description has its absolute path, or its name on the Hub, and a
+    fingerprint of its weights. Raises DataError."""
     name = name_of(str(path))
     place = str(Path(path).absolute()) if name is None else str(name)
     return {"path": place, "fingerprint": fingerprint_of_weights(path)}

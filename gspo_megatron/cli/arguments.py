@@ -48,7 +48,7 @@ def config_parser(
         "overrides",
         metavar="section.key=value",
         nargs="*",
-        default=[],  # without this argparse would require at least one
+        default=[],  # without this default, argparse would require at least one word
         help="replaces a value of the file, for example rollout.group_size=16",
     )
     return parser
@@ -84,7 +84,7 @@ def _digits(text: str) -> int | None:
 
 
 def not_negative(text: str) -> int:
-    """Read an argument that is a whole number from 0. Raises argparse's error for others."""
+    """Read an argument that is a whole number from 0. Raises argparse's error for anything else."""
     if not (text.isascii() and text.isdigit()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
     return int(text)
@@ -107,9 +107,9 @@ def number(
 
 @contextlib.contextmanager
 def loading() -> Generator[None]:
-    """Turn the garbage collector off while modules are imported inside the context. It would take a
-    fifth of the time in which torch and Megatron-Core are imported. The modules are never freed, so
-    the collector skips them afterwards, too."""
+    """Turn the garbage collector off while modules are imported inside the context. The collector
+    would take a fifth of the time for importing torch and Megatron-Core. Modules are never freed,
+    so the collector also skips these modules afterwards."""
     gc.disable()
     try:
         yield

@@ -39,8 +39,8 @@ class Checked:
 def all_told(
     world_size: int | None = None, check: Callable[..., Any] | None = None, **options: Any
 ) -> Generator[None]:
-    """Report all problems of a configuration that is loaded inside this context. If it holds values
-    that are not allowed, `check` checks the rest of it. The ConfigError then has all problems.
+    """Report all problems of a configuration that is loaded inside this context. If some values are
+    not allowed, `check` still checks all other values. The ConfigError then has all problems.
 
     world_size: by default as many ranks as the layout needs. check: by default `check_run`.
     options: further arguments of `check`.
@@ -52,7 +52,8 @@ def all_told(
         if config is None:
             raise
         ranks = world_size
-        with contextlib.suppress(UnknownValueError):  # rules of the layout are left out then
+        # If the layout has a wrong value, the rules about the layout are not checked.
+        with contextlib.suppress(UnknownValueError):
             ranks = world_size or config.world_size_hint()
         with gathered_in(problems):
             (check or check_run)(config, ranks or 1, told=problems, **options)
@@ -145,7 +146,7 @@ def check_all(
                 is_preference = isinstance(config, PreferenceConfig)
                 inputs = (read_preferences if is_preference else read_fine_tuning)(config)
                 config = config.with_steps(len(inputs.train))
-        with gathered_in(problems):  # again, because the number of steps is known now
+        with gathered_in(problems):  # a second time, because the number of steps is known now
             check_config(config, world_size, here=with_files)
     if problems and with_files:
         with gathered_in(problems):
@@ -238,8 +239,8 @@ def _check_start(
     change: bool = False,
     command: Sequence[str] = (),
 ) -> Start | None:
-    """Return what the run resumes from. Without inputs, check only the parts that do not need
-    them."""
+    """Return what the run resumes from. Without inputs, check only the parts that need no
+    inputs."""
     from gspo_megatron.checkpoint.resume import check_given, given_checkpoint, preview
     from gspo_megatron.config import Config
     from gspo_megatron.config.hub import model_paths
@@ -301,8 +302,8 @@ _PROBE = "Ünïcode, 12 + 34 = 46;\n\tthe end, 終わり. <|x|> {}[]"
 
 
 def check_teacher(config: Config, number: int, tokenizer: Tokenizer) -> None:
-    """Raise DataError if a teacher of `objective.distillation`, the folder with this number, cannot
-    teach the policy because it is damaged, or has another shape or another tokenizer."""
+    """Raise DataError if the teacher of `objective.distillation` with this number cannot teach the
+    policy: its folder is damaged, or its shape or tokenizer differs from the policy's."""
     from gspo_megatron.data.inputs import model_vocab_size
     from gspo_megatron.data.tokenizers import load_tokenizer
     from gspo_megatron.hf.files import checked_folder

@@ -55,7 +55,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         command.add_parser(commands)
     arguments, extra = parser.parse_known_args(argv)
     # argparse fills a list of positionals only once. In `train a.yaml --nproc 2 training.steps=5`
-    # it does not take the last word, although that is an override like any other.
+    # argparse does not take the last word, although this word is an override like any other.
     unknown = [text for text in extra if text.startswith("-") or arguments.list_name is None]
     if unknown:
         arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")

@@ -42,7 +42,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: Any = C
     """Read `path`, apply `section.key=value` overrides in order, validate as `schema`.
 
     Without `logging.dir` the run folder is runs/<name of the file>. Raises ConfigError with every
-    problem of file, overrides and schema; `check_config` checks several keys together.
+    problem of file, overrides and schema. Rules about several keys together are checked later, by
+    `check_config`.
     """
     path = Path(path)
     values = read_mapping(path, overrides)
@@ -103,7 +104,8 @@ def parse_config(
 
 
 def _problems_of_phases(config: Any) -> list[str]:
-    """Return a line for each mistake in training.phases: in their order, and in their values."""
+    """Return a line for each mistake in training.phases: in the order of the phases, and in their
+    values."""
     phases = phases_of(config)
     problems, known = list(phase_problems(config)), set[str]()
     if problems or not phases:
@@ -113,7 +115,7 @@ def _problems_of_phases(config: Any) -> list[str]:
     for i in range(len(phases)):
         try:
             parse_config(values_of_phase(values, phases[: i + 1]))
-        except ConfigError as error:  # a phase repeats the mistakes of the one before
+        except ConfigError as error:  # a phase repeats the mistakes of the phase before
             problems += [f"training.phases[{i}]: {e}" for e in error.problems if e not in known]
             known.update(error.problems)
     return problems
@@ -122,7 +124,8 @@ def _problems_of_phases(config: Any) -> list[str]:
 def _with_folder(config: C, name: str) -> C:
     """Return the configuration with the default run folder, if it names none."""
     section: Any = config.known("logging")
-    if section is None or vars(section).get("dir", "") is not None:  # set, or its value is wrong
+    # A folder that is set stays. If a value is wrong, `section` is None or `dir` is missing.
+    if section is None or vars(section).get("dir", "") is not None:
         return config
     logging = section.model_copy(update={"dir": f"runs/{name}"})
     return config.model_copy(update={"logging": logging})
@@ -137,7 +140,7 @@ def to_shown_yaml(config: Config | StageConfig, unread: Mapping[str, str]) -> st
     """Return the text of `to_yaml` for people: a key that nothing reads becomes a comment with the
     reason.
 
-    unread: reasons by section.key, in addition to names that an import_path replaces.
+    unread: section.key -> reason. Names that an import_path replaces need not be among them.
     """
     reasons, lines, section = {**_replaced_names(config), **unread}, [], ""
     for line in to_yaml(config).splitlines():
@@ -153,7 +156,7 @@ def to_shown_yaml(config: Config | StageConfig, unread: Mapping[str, str]) -> st
 def _replaced_names(config: Config | StageConfig) -> dict[str, str]:
     found = {}
     for name in ("environment", "reward", "objective"):
-        section = getattr(config, name, None)  # not all stages have them
+        section = getattr(config, name, None)  # not every stage has all of these sections
         for key in ("import_path", "verifiers"):
             if getattr(section, key, None) is not None:
                 found[f"{name}.name"] = f"{name}.{key} replaces it"
@@ -164,7 +167,7 @@ def apply_overrides(
     values: Mapping[str, Any], overrides: Sequence[str]
 ) -> tuple[dict[str, Any], list[str]]:
     """Return a copy of `values` with the overrides applied in order, and the problems of overrides.
-    Keys get their new names (config/renamed.py).
+    Renamed keys get their new names (config/renamed.py).
 
     An override is split at its first "="; its value is YAML: `training.steps=10`,
     `parallel.layout=tp=2,pp=2`, `rollout.stop=["a", "b"]`. An empty value is null.
@@ -199,7 +202,7 @@ def apply_overrides(
 
 
 def with_suites_of_files(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Replace the files that `evaluation.suites` names by the keys of their suites.
+    """Replace each file that `evaluation.suites` names by the suites in this file.
 
     Returns the new values, and the problems of the files.
     """
@@ -259,7 +262,8 @@ def suites_of_file(given: str) -> dict[str, Any]:
 
 
 def override(key: str, value: Any) -> str:
-    """Return section.key=value for the command line; text is quoted only if YAML needs it."""
+    """Return section.key=value for the command line; text is quoted only if YAML needs the
+    quotes."""
     plain = isinstance(value, str) and _NEEDS_NO_QUOTES.fullmatch(value)
     if plain and parse_yaml(value, key) == value:
         return f"{key}={value}"
@@ -382,8 +386,8 @@ def load_any_config(
 
 
 def stage_of(values: Mapping[str, Any]) -> str:
-    """Return the stage of a configuration, a key of STAGES. It is the stage whose input the values
-    name. If they name no input, their keys decide.
+    """Return the stage of a configuration, a key of STAGES. This is the stage whose input the
+    values name. If the values name no input, their keys decide.
 
     Raises ConfigError if no stage or several stages fit."""
     data = values.get("data")
@@ -396,7 +400,7 @@ def stage_of(values: Mapping[str, Any]) -> str:
     if named:
         return next(iter(named))
     known = {stage: {*schema.model_fields, *keys_of(schema)} for stage, schema in STAGES.items()}
-    telling: dict[str, list[str]] = {}  # sections and keys of some stages only -> these stages
+    telling: dict[str, list[str]] = {}  # section or key that not all stages have -> its stages
     for name, section in values.items():
         keys = section if isinstance(section, Mapping) else ()
         for place in (str(name), *(f"{name}.{key}" for key in keys)):
@@ -404,7 +408,7 @@ def stage_of(values: Mapping[str, Any]) -> str:
             if 0 < len(stages) < len(STAGES):
                 telling[place] = stages
     left = [stage for stage in STAGES if all(stage in stages for stages in telling.values())]
-    if len(left) > 1:  # keys that several stages share do not make it a preference model
+    if len(left) > 1:  # if several stages fit, a preference model is not meant
         left = [stage for stage in left if stage != PreferenceConfig.phase]
     if len(left) == 1:
         return left[0]

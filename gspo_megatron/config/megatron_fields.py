@@ -31,7 +31,8 @@ _PRECISION = dict.fromkeys(
     "training.precision",
 )
 
-# Fields that have a configuration key of their own; the field's name is refused.
+# Fields that have a configuration key of their own. Only this key is accepted, not the field's
+# name.
 _OWN_KEYS: dict[str, dict[str, str]] = {
     "model.megatron": {
         **{key: f"parallel.{key}" for short, key in LAYOUT_KEYS.items() if short != "dp"},
@@ -81,7 +82,7 @@ _REFUSED = {
 }
 
 # Fields whose Python value is not a scalar. A configuration gives one of these names, and the model
-# builder translates it.
+# builder translates the name.
 _NAMED_VALUES: dict[str, tuple[str, ...]] = {
     "activation_func": ("silu", "gelu", "relu", "quick_gelu"),
     "attention_backend": ("auto", "flash", "fused", "unfused", "local"),
@@ -101,9 +102,9 @@ def installed_fields(section_key: str) -> Mapping[str, Any]:
     megatron-core.
 
     Importing Megatron-Core imports torch and takes seconds, so it is imported only for a
-    configuration with such fields. The package `gspo_megatron.platform` must be imported first,
-    because it prepares a machine without a GPU. It belongs to a higher layer, so this function uses
-    no import statement.
+    configuration with such fields. The package `gspo_megatron.platform` must be imported before,
+    because it prepares a machine without a GPU. This package belongs to a higher layer, so this
+    function does not use an import statement for it.
     """
     class_name, module = MEGATRON_CLASSES[section_key]
     if importlib.util.find_spec("megatron") is None:
@@ -115,7 +116,7 @@ def installed_fields(section_key: str) -> Mapping[str, Any]:
 def fields_of(cls: Any) -> dict[str, Any]:
     """Return the public fields of a dataclass and their types.
 
-    A type allows None if that is the default, even if the annotation does not.
+    A type allows None if None is the default, even if the annotation does not allow it.
     """
     hints = typing.get_type_hints(cls)
     return {
@@ -176,7 +177,7 @@ def _fits(wanted: Any, value: Any) -> bool:
     if wanted is type(None):
         return value is None
     if wanted in (int, float, bool, str):
-        # `1` is a legal float, as everywhere in Python
+        # `1` is a legal value of a float field
         return type(value) is wanted or (wanted is float and type(value) is int)
     if typing.get_origin(wanted) is Literal:
         return value in typing.get_args(wanted)

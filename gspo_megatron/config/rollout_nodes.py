@@ -9,5 +9,6 @@ from gspo_megatron.addresses import ROLLOUT_NODES as VARIABLE
 
 
 def rollout_nodes() -> list[str]:
-    """Return the names of these nodes. If there are none, servers run beside rank 0."""
+    """Return the names of the nodes that only serve rollouts. If the list is empty, servers run on
+    the node of rank 0."""
     return [name for name in os.environ.get(VARIABLE, "").split(",") if name]

@@ -1,7 +1,7 @@
 """Rules that several keys must satisfy together, checked before any process group exists.
 
-Megatron-Core finds most of these problems too, but one at a time, on all ranks, minutes after the
-start. The rules for model, layout and precision are in model_rules.py.
+Megatron-Core also finds most of these problems. But it reports one problem at a time, on all ranks,
+minutes after the start. The rules for model, layout and precision are in model_rules.py.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def check_config(
     for rule in (*MODEL_RULES, *_RULES[type(config)]):
         try:
             problems.extend(problem(key, plan.value(key), wrong) for key, wrong in rule(plan))
-        except ConfigError as error:  # the model's shape is unknown; other rules may not need it
+        except ConfigError as error:  # no known shape of the model; other rules may not need it
             problems.extend(error.problems)
     if is_rl:
         with gathered_in(problems):
@@ -129,7 +129,8 @@ def checkpoints_can_be_kept(plan: Plan) -> Problems:
         )
 
 
-# The figures of a suite. evaluation.scores makes them, but config cannot import it.
+# The names of a suite's figures. They are repeated here, because config cannot import
+# evaluation.scores.
 _SUITE_FIGURES = (
     *("mean", "ci_low", "ci_high", "truncated", "length", "problems", "failed", "left_out"),
 )
@@ -138,8 +139,8 @@ _SUITE_FIGURES = (
 def _best_metric_is_measured(plan: Plan) -> Problems:
     """Check that an evaluation has the metric of checkpoint.best_metric.
 
-    All other metrics are known only when a step runs: the user's rewards may have parts, and the
-    user's objectives may have metrics of their own.
+    A metric that is not of an evaluation is not checked. It is known only when a step runs, because
+    the user's rewards may have parts, and the user's objectives may have metrics of their own.
     """
     name = plan.config.checkpoint.best_metric
     if isinstance(plan.config, Config):
@@ -156,7 +157,7 @@ def _best_metric_is_measured(plan: Plan) -> Problems:
     first, slash, _ = name.partition("/")
     without = {each.partition("/")[2]: each for each in legal}
     meant = nearest(name, legal)
-    if first != "evaluation":  # misspelt or missing first word
+    if first != "evaluation":  # the first word is misspelt or missing
         is_slip = nearest(first, ["evaluation"]) if slash else meant or nearest(name, without)
         if not is_slip or first == "selection" or name in ("loss", "reward/mean"):
             return
@@ -267,8 +268,8 @@ def staleness_fits(plan: Plan) -> Problems:
 
 
 def servers_are_there(plan: Plan) -> Problems:
-    """Check that with rollout.engine: vllm the run starts servers or names running ones, and that
-    otherwise no key of servers is set."""
+    """Check that a run with rollout.engine: vllm starts servers or names running servers. With
+    another engine, check that no key of servers is set."""
     engine, servers = plan.config.rollout.engine, plan.config.rollout.vllm
     defaults = {
         name: field.get_default(call_default_factory=True)
@@ -402,7 +403,7 @@ def routing_can_be_replayed(plan: Plan) -> Problems:
 
 def _unreplayable(megatron: Mapping[str, Any], replays: bool) -> list[str]:
     """Return the problems of settings that bypass the routers' hooks, or drop replayed tokens."""
-    found = []  # (problem, allowed value with the routing key)
+    found = []  # (problem, what is allowed together with the routing key)
     hook = "the hook that replays experts"
     if megatron.get("moe_router_fusion"):
         found.append((f"a fused router does not call {hook}", "{}moe_router_fusion = false"))
@@ -499,7 +500,7 @@ def corpora_are_sound(plan: Plan) -> Problems:
 
 
 def sample_multiple(config: StageConfig) -> int:
-    """Return the number that must divide the tokens of a sample, so that no padding is needed."""
+    """Return a number. If the tokens of each sample are a multiple of it, no padding is needed."""
     layout = config.layout()
     multiple = layout.tp if config.parallel.uses_sequence_parallel() else 1
     multiple *= tokens_multiple(config.training.precision)
@@ -510,7 +511,7 @@ def samples_and_batches_divide(plan: Plan) -> Problems:
     config, layout = plan.config, plan.layout
     dp, left = divmod(plan.world_size, layout.model_parallel_size)
     unit = dp * (layout.pp if layout.vpp is not None else 1)
-    if not left and config.training.batch_size % unit:  # else world_size_fits reports it
+    if not left and config.training.batch_size % unit:  # if `left`, world_size_fits reports it
         of_stages = f", in rounds of pp = {layout.pp}" if unit > dp else ""
         wrong = f"does not split evenly over {dp} data-parallel ranks{of_stages}"
         yield "training.batch_size", f"{wrong}; allowed: multiples of {unit}"
@@ -556,7 +557,8 @@ _RULES: dict[type[AnyConfig], tuple[Rule, ...]] = {
 
 
 def recomputes_old_logprobs(config: Config) -> bool:
-    """Return whether the trainer recomputes old log-probs: objective.old_logprobs, `auto` resolved.
+    """Return whether the trainer recomputes old log-probs: objective.old_logprobs, with a decision
+    for `auto`.
 
     If the training model itself generates in fp32, its log-probs equal those of a trainer's pass up
     to rounding (1e-6), so `auto` does not recompute them.
@@ -566,7 +568,8 @@ def recomputes_old_logprobs(config: Config) -> bool:
         config.rollout.engine == "megatron"
         and config.training.precision == "fp32"
         and not (routing.modes or routing.volatility or routing.rollout_noise)
-        and config.model.megatron.get("moe_expert_capacity_factor") is None  # drops tokens
-        and not resolve_objective(section).corrections  # corrections compare the two
+        # With a capacity factor, experts drop tokens.
+        and config.model.megatron.get("moe_expert_capacity_factor") is None
+        and not resolve_objective(section).corrections  # a correction needs both log-probs
     )
     return section.old_logprobs == "recompute" or (section.old_logprobs == "auto" and not is_exact)

@@ -21,14 +21,15 @@ class FieldMap:
 
     prompt: str = "prompt"
     answer: str | None = "answer"  # None: rows have no answers
-    id: str | None = "id"  # "id" is optional in a row; a field with another name is required
+    # A row may lack "id". If the configuration names another field, every row must have this field.
+    id: str | None = "id"
     # Extracts the answer from the value of its field. Raises ValueError if there is none; its text
     # continues a message that begins with "field 'x'".
     read_answer: Callable[[Any], Any] | None = None
     format: str | None = None  # a key of FORMATS
     template: str | None = None  # makes the prompt from {field}s; then `prompt` is not used
     system: str | None = None  # the text of a system message before the prompt
-    window: WindowSection | None = None  # rows with dates outside of it are left out
+    window: WindowSection | None = None  # rows with dates outside of the window are left out
     section: str = "data"  # the configuration section with these settings
 
     def settings(self) -> list[tuple[str, str]]:
@@ -87,10 +88,10 @@ def last_box(value: Any) -> str:
 def tests_in_json(value: Any) -> Any:
     """Return APPS tests: an object with `inputs`, `outputs` and perhaps `fn_name`.
 
-    In the row it is JSON text."""
+    In the row, this object is JSON text."""
     try:
         tests = json.loads(value)
-    except (TypeError, ValueError, RecursionError):  # also numbers beyond Python's limits
+    except (TypeError, ValueError, RecursionError):  # ValueError: also for too many digits
         tests = None
     if not isinstance(tests, dict) or not {"inputs", "outputs"} <= tests.keys():
         raise ValueError("is not JSON with 'inputs' and 'outputs'; leave out rows without tests")

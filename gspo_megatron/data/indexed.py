@@ -1,7 +1,7 @@
 """Checks Megatron-Core's indexed datasets, without Megatron-Core.
 
 PREFIX.bin has the tokens of all documents, PREFIX.idx their positions. Megatron-Core does not check
-that the two files belong together. PREFIX.json is optional, written by earlier releases. It says
+that the two files belong together. PREFIX.json is optional; earlier releases wrote it. It says
 which tokenizer made the tokens and which token ends a document."""
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def read_manifest(prefix: str | Path) -> Manifest | None:
 
 
 def check_dataset(prefix: str | Path, model_vocab_size: int | None = None) -> Manifest | None:
-    """Check that the files belong together and that their ids are in the model's vocabulary.
+    """Check that the files of a dataset belong together, and that its token ids are in the model's
+    vocabulary.
 
     Reads the index, the sizes and the first tokens. Returns the manifest.
 

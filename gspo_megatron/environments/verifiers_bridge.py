@@ -84,7 +84,7 @@ def _rows(taskset: Any) -> Iterator[dict[str, Any]]:
 
 
 def _messages(data: dict[str, Any], key: str) -> list[dict[str, str]]:
-    """Return the first messages to the policy, as far as the task defines them."""
+    """Return the messages with which a conversation begins: the task's prompt, or its name."""
     prompt = data.get("prompt")
     system = []
     if data.get("system_prompt"):
@@ -94,8 +94,8 @@ def _messages(data: dict[str, Any], key: str) -> list[dict[str, str]]:
         said = [{"role": role, "content": text} for role, text in texts if isinstance(text, str)]
         if said:
             return [*system, *said]
-    # If the task has no prompt, the simulated user of the environment speaks first. The row then
-    # has the task's name as its prompt.
+    # If the task has no prompt, the environment's simulated user speaks first. The row then has the
+    # task's name as its prompt.
     text = prompt if isinstance(prompt, str) else data.get("name") or key
     return [*system, {"role": "user", "content": text}]
 
@@ -107,8 +107,9 @@ class Bridge:
         self.environment, self.url = environment, url
         self.task_class = type(environment.taskset).task_type()
         self.playing: dict[int, asyncio.Task[None]] = {}
-        # API key -> environment variable. verifiers holds one client for each variable name, so the
-        # caller reuses keys, and a key always has the same variable.
+        # API key -> environment variable. verifiers holds one client for each variable name. To
+        # keep the number of clients small, the caller reuses keys, and each key always has the same
+        # variable.
         self.variables: dict[str, str] = {}
 
     async def run(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -181,7 +182,7 @@ async def play(descriptor: int) -> None:
 
 def main() -> None:
     """Run the command line."""
-    sys.path.append(os.getcwd())  # the option -P removes it
+    sys.path.append(os.getcwd())  # the option -P has removed this folder
     # verifiers uses this environment's uv to prepare the programs that call the policy.
     places = itertools.chain(
         [os.path.dirname(sys.executable)], [os.environ.get("PATH", os.defpath)]

@@ -123,7 +123,7 @@ def _chunk_pass(
 def _head_bytes(model: RankModel, batch: MicroBatch) -> int:
     """Measure the bytes of the log-prob head alone, forward and backward."""
     if isinstance(batch.head, ScoreInputs):
-        return 0  # a score head: one number for each sequence
+        return 0  # a score head needs next to nothing
     config, trace, rows = model.policy.config, model.trace, len(batch.head.targets)
     size = (rows, 1, config.hidden_size)
     hidden = torch.empty(size, dtype=config.params_dtype, device=META, requires_grad=True)

@@ -32,7 +32,8 @@ class RunCost:
 
 
 def run_cost(estimate: LayoutEstimate, active_parameters: int) -> RunCost | None:
-    """Estimate the time of a run. Returns None for a stage whose steps depend on its data."""
+    """Estimate the time of a run. Returns None for a supervised stage, whose number of steps may
+    depend on its data."""
     config = estimate.config
     if not isinstance(config, Config):
         return None
@@ -43,8 +44,9 @@ def run_cost(estimate: LayoutEstimate, active_parameters: int) -> RunCost | None
     ranks = estimate.parallel.world_size
     generate = None
     if config.rollout.engine == "megatron":
-        # A pass gives each response one token. It reads the weights and the keys and values of all
-        # stages, one stage after the other; on average half of the cache is filled.
+        # A pass gives each response one token. A pass goes through the pipeline stages one after
+        # the other, and reads the weights, keys and values of each stage. On average half of the
+        # cache is filled.
         replicas = ranks // (sizes.tp * sizes.pp * sizes.cp)
         responses = math.ceil(
             config.rollout.prompts_per_step * config.rollout.group_size / replicas

@@ -1,4 +1,5 @@
-"""Suggests layouts for a number of ranks that pass the rules and fit into memory, fastest first."""
+"""Suggests layouts for a given number of ranks. Each layout passes the rules and fits into memory,
+and the fastest comes first."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from gspo_megatron.estimate.workload import Workload, in_flight, workload
 from gspo_megatron.families.model_shape import experts_in_layers
 
 MOST_BUILT = 40  # most layouts that the search builds and runs on the meta device
-# With both flags, embedding and loss count as one layer each when stages get their layers.
+# With both flags, embedding and loss count as one layer each when the layers are divided into
+# stages.
 PLACEMENT = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 _PLACED_BY = (
     *PLACEMENT,
@@ -60,7 +62,7 @@ class _Candidate:
     config: AnyConfig
     parallel: ResolvedParallel
     work: Workload
-    dense: float  # parameters of an average rank, without experts
+    dense: float  # non-expert parameters of an average rank
     experts: float  # expert parameters of an average rank
     cost: float = 0.0
 
@@ -141,8 +143,9 @@ def _candidates(
 def _layouts(config: AnyConfig, world_size: int) -> Iterator[tuple[Layout, dict[str, Any]]]:
     """Yield all layouts whose tp stays inside a node, each with fields that place the layers.
 
-    The fields are empty, or count embedding and loss as layers. If neither way splits the layers
-    evenly, a third variant makes the last stage smaller."""
+    A layout comes once without such fields, and once with fields that count embedding and loss as
+    layers. If neither of the two splits the layers evenly, a third variant makes the last stage
+    smaller."""
     shape = config.resolved_model()
     placed = any(shape.megatron.get(name) for name in _PLACED_BY)
     for tp in _divisors(world_size, GPUS_PER_NODE):
@@ -171,8 +174,8 @@ def _kept_activations(
 ) -> tuple[dict[str, float], float]:
     """Measure the bytes per token that are kept for the backward pass, with tp = cp = 1.
 
-    Returns the bytes of a layer by recompute mode, and of a chunk's output. Uses the middle one of
-    three stages with two layers each, which has neither embedding nor head."""
+    Returns the bytes of a layer by recompute mode, and of a chunk's output. The measured stage has
+    two layers, and is the middle stage of three, so it has neither embedding nor head."""
     fields = {k: v for k, v in config.model.megatron.items() if k not in _PLACED_BY}
     fields |= {"num_layers": 6}
     if config.resolved_model().num_moe_experts:
@@ -241,7 +244,8 @@ def _rank_parameters(
 
 
 def _traffic(candidate: _Candidate) -> dict[str, float]:
-    """Estimate bytes by axis for Qwen3-like layers, only to order the layouts to try."""
+    """Estimate bytes by axis, as if all layers were like those of Qwen3. The result is used only to
+    order the layouts to try."""
     config, parallel, work = candidate.config, candidate.parallel, candidate.work
     shape = config.resolved_model()
     tp, pp, ep, cp = (getattr(parallel.layout, axis) for axis in ("tp", "pp", "ep", "cp"))

@@ -1,6 +1,6 @@
 """BailingMoeV2ForCausalLM: Ling 2 and Ring 2. It has the router of DeepSeek-V3. Its files have
 queries, keys and values in one matrix. transformers has no class for this family; the published
-folders contain one.
+folders contain such a class.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _GROUPS = r.Groups(count=8, chosen=4, topk=8)
 
 
 def _check(hf: Mapping[str, Any]) -> list[str]:
-    """Refuse shared experts of another width than the other experts. The code in the published
-    folders ignores their width in config.json."""
+    """Refuse shared experts whose width differs from the width of the routed experts. The code in
+    the published folders ignores the width of shared experts in config.json."""
     shared, width = hf.get("moe_shared_expert_intermediate_size"), hf.get("moe_intermediate_size")
     problems = _GROUPS.problems(hf)
     if shared not in (None, width):

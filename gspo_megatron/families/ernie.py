@@ -13,13 +13,13 @@ from gspo_megatron.families import sigmoid_router as r
 from gspo_megatron.families.rope import RopeKinds
 
 _MLP = "model.layers.{layer}.mlp."
-# The first and the last layer that may have experts, and the distance between layers that do. The
-# values are transformers' defaults.
+# The first and the last layer that may have experts, and the distance between two layers with
+# experts. The values are transformers' defaults.
 _RANGE = {"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1}
 
 
 def _check(hf: Mapping[str, Any]) -> list[str]:
-    """Refuse keys that have two numbers instead of one: only vision-language models have them."""
+    """Refuse keys with two numbers instead of one. Only vision-language models have such keys."""
     return [
         f"{key} = {format_value(hf[key])}: not supported; allowed: an integer"
         for key in (*_RANGE, "moe_num_shared_experts")

@@ -23,9 +23,9 @@ MODEL_FILE = "model.json"  # describes the model in a checkpoint of gspo-megatro
 
 @dataclass(frozen=True)
 class ModelPreset:
-    """A model that the configuration may change. vocab_size: None if the tokenizer decides;
-    joint_qk_norm: queries and keys are normalised over all heads together, not each head by
-    itself."""
+    """The shape of a model before the configuration changes it. vocab_size: None if the tokenizer
+    decides; joint_qk_norm: queries and keys are normalised over all heads together, not each head
+    by itself."""
 
     vocab_size: int | None
     max_sequence_length: int
@@ -33,9 +33,9 @@ class ModelPreset:
     tie_embeddings: bool
     megatron: Mapping[str, Any]
     joint_qk_norm: bool = False
-    rotary_percent: float = 1.0  # share of a head's channels that are rotated, from the first on
+    rotary_percent: float = 1.0  # the first channels of a head are rotated; this is their share
     rotary_llama3_factor: float | None = None  # Llama 3's extension of the context
-    # A preference model: its head gives one score for a sequence, not log-probs of tokens.
+    # True for a preference model, whose head gives one score for a sequence instead of log-probs.
     scores: bool = False
 
 
@@ -43,7 +43,7 @@ class ModelPreset:
 class ModelShape(ModelPreset):
     """The model that is built. In a model without experts every MoE size is None. `megatron` holds
     all keyword arguments of TransformerConfig that preset and configuration set, except layout and
-    precision; `activation_func` and `attention_backend` are strings in it."""
+    precision; `activation_func` and `attention_backend` are strings in `megatron`."""
 
     num_layers: int
     hidden_size: int
@@ -87,8 +87,8 @@ def shape_of(
     num_experts = megatron.get("num_moe_experts")
     if num_experts is None:
         # `num_moe_experts: null` on an MoE preset asks for the dense model of the same shape.
-        # TransformerConfig refuses expert sizes then, so the preset's are dropped. Sizes that the
-        # user set stay, and are refused later.
+        # TransformerConfig refuses expert sizes for such a model, so the preset's expert sizes are
+        # dropped. Expert sizes that the user has set are kept, and are refused later.
         megatron = {
             name: value
             for name, value in megatron.items()
@@ -118,13 +118,14 @@ _MEGATRON_SIZES = tuple(
 
 
 def experts_in_layers(shape: ModelShape) -> list[bool]:
-    """Whether each layer has experts."""
+    """A flag for each layer: whether it has experts."""
     return expert_pattern(shape.megatron, shape.num_layers)
 
 
 def expert_pattern(megatron: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """Whether each layer has experts, from fields of TransformerConfig: `moe_layer_freq` is a
-    number n (every n-th layer, beginning with the first), or a list of flags."""
+    """A flag for each layer: whether it has experts. The flags come from fields of
+    TransformerConfig: `moe_layer_freq` is a number n (every n-th layer, beginning with the first),
+    or a list of flags."""
     if megatron.get("num_moe_experts") is None:
         return [False] * num_layers
     frequency = megatron.get("moe_layer_freq", 1)
@@ -164,8 +165,9 @@ _DELTA_NET_SIZES = {
 
 
 def windows_in_layers(megatron: Mapping[str, Any], num_layers: int) -> list[int | None]:
-    """Return for each layer how many keys a query sees, including its own; None: all up to its own.
-    `window_attn_skip_freq` is a number n (every n-th layer has no window), or a list of flags."""
+    """Return for each layer how many keys a query sees, its own key among them. None: the query
+    sees all keys up to its own. `window_attn_skip_freq` is a number n (every n-th layer has no
+    window), or a list of flags."""
     window, frequency = megatron.get("window_size"), megatron.get("window_attn_skip_freq")
     if window is None:
         return [None] * num_layers
@@ -183,7 +185,7 @@ def checkpoint_model_file(path: str) -> Path | None:
     checkpoints folder, whose checkpoints all have the same model."""
     folder = Path(path)
     found = [folder / MODEL_FILE]
-    for pattern in ("checkpoints/[!.]*", "[!.]*"):  # unfinished ones begin with a dot
+    for pattern in ("checkpoints/[!.]*", "[!.]*"):  # unfinished checkpoints begin with a dot
         found += sorted(folder.glob(f"{pattern}/{MODEL_FILE}"), reverse=True)
     return next((file for file in found if file.is_file()), None)
 
@@ -216,8 +218,8 @@ def read_model(
 ) -> ModelPreset:
     """Return the model that a JSON file describes. Raises ConfigError. The result is cached,
     because a run asks for the model's shape many times. `_changed` (such as the file's time) is
-    different if the file was changed, so the file is then read again. key: the config key of the
-    path."""
+    another value after each change of the file, so that a changed file is read again. key: the
+    config key of the path."""
     try:
         content = parse_json(file.read_bytes())
         if isinstance(content, dict):
@@ -254,7 +256,7 @@ _ADDED_FIELDS = {
 
 def shape_conflicts(shape: ModelShape, preset: ModelPreset) -> Iterator[tuple[str, Any, Any]]:
     """Yield the keys of the section `model` that give `shape` other tensors than `preset`, with
-    both values. If there is one, the weights of one model do not fit the other."""
+    both values. If there is such a key, the weights of one model do not fit the other model."""
     theirs = shape_of(preset)
     outer = ("vocab_size", "tie_embeddings", "joint_qk_norm")
     values = [(key, getattr(shape, key), getattr(theirs, key)) for key in outer]

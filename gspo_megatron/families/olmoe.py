@@ -22,7 +22,7 @@ FAMILY = f.Family(
     fields=(
         *f.SIZES[:3],
         f.key_value_heads(None),
-        # all layers have experts, and this is their width
+        # all layers have experts, and `intermediate_size` is the width of an expert
         f.Field("intermediate_size", "moe_ffn_hidden_size"),
         f.Field("rms_norm_eps", "layernorm_epsilon", 1e-5),
         f.Field("hidden_act", "activation_func", "silu"),

@@ -1,6 +1,6 @@
 """Qwen3NextForCausalLM, and the language models of Qwen3.5: Qwen3_5MoeForCausalLM and
 Qwen3_5ForCausalLM. Three of four layers have a gated delta net in place of attention. The attention
-of the fourth has an output gate.
+of the fourth layer has an output gate.
 
 Qwen3.5 is published as a vision-language model. Only its language model is trained, and exports are
 text models.
@@ -73,7 +73,8 @@ def _read_rest(hf: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(hf.get("num_hidden_layers"), int) or _check(hf):
         return {}
     flags = [int(kind == LINEAR) for kind in _kinds(hf)]
-    # If an interval gives these flags, it is used, so that a model can be cut to fewer layers.
+    # If an interval gives the same flags, the interval is returned, because it stays right if the
+    # number of layers is reduced.
     intervals = (n for n in range(1, len(flags) + 1) if delta_net_pattern(n, len(flags)) == flags)
     return {"linear_attention_freq": next(intervals, flags)}
 
@@ -133,7 +134,8 @@ QWEN3_NEXT = f.Family(
         **_NAMES,
         **_EXPERT_NAMES,
         **f.DENSE,
-        # One tensor has q, k, v and z of each key head, the other has b and a of each key head.
+        # `in_qkvz` has q, k, v and z of each key head, and the other tensor has b and a of each key
+        # head.
         "in_qkvz": f"{_LAYER}linear_attn.in_proj_qkvz.weight",
         "in_ba": f"{_LAYER}linear_attn.in_proj_ba.weight",
     },

@@ -1,11 +1,11 @@
 """PEFT's adapters of parameters that hold the matrices of all experts of a layer.
 
 PEFT has one pair of matrices for such a parameter: A [experts * rank, in] and B [out, rank *
-experts], in whose columns the experts alternate. In this project each matrix of each expert has a
-pair of its own, and gate and up projection are two matrices. So an export gives the joint parameter
-of gate and up projection a pair of twice the rank, and B is zero where it would mix the two
-projections. An import also reads a second form: a pair of the plain rank, in which both projections
-share A.
+experts], in which neighbouring columns belong to different experts. In this project each matrix of
+each expert has a pair of its own, and gate and up projection are two matrices. So an export gives
+the joint parameter of gate and up projection a pair of twice the rank, and B is zero where it would
+mix the two projections. An import also reads a second form: a pair of the plain rank, in which both
+projections share A.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def is_joint(name: str) -> bool:
 
 def joint_stem(name: str, joint: Collection[str]) -> str:
     """Return the start of the names of a parameter's adapters. If both parameters of a module have
-    adapters, PEFT nests the module: the names of the inner one get `.base_layer`. joint: all
-    parameters with adapters."""
+    adapters, PEFT nests two modules: the adapters of the inner module have `.base_layer` in their
+    names. joint: all parameters with adapters."""
     module, _, leaf = name.rpartition(".")
     inner = ".base_layer" if leaf == "gate_up_proj" and f"{module}.down_proj" in joint else ""
     return f"{PEFT_PREFIX}{module}{inner}"
@@ -110,10 +110,10 @@ def _row_axis(box: Box) -> int:
 
 
 def wrong_parameters(config: Mapping[str, Any], has_joint: bool) -> list[str]:
-    """Return a line for each key of adapter_config.json that is not plain LoRA, among the keys for
-    adapters of joint parameters. These adapters may have another rank, but their scale must be that
-    of the others: alpha / rank, or with rsLoRA alpha / sqrt(rank). has_joint: whether the file has
-    such adapters."""
+    """Check the keys of adapter_config.json about adapters of joint parameters. Returns a line for
+    each key that means something else than plain LoRA. The rank of these adapters may differ from
+    that of all other adapters. The scale must be the same: alpha / rank, or with rsLoRA alpha /
+    sqrt(rank). has_joint: whether the file has such adapters."""
     leaves = tuple(LEAVES) if has_joint else ()
     named = config.get("target_parameters") or []
     wrong = []

@@ -20,13 +20,13 @@ from gspo_megatron.platform.cpu import faster
 # Cost of a key that is copied first (read, written, read again), relative to a key read in place.
 COPY_COST = 2
 
-# torch's softmax on a CPU is vectorised along the keys. It is slow for fewer keys than this, so
-# attention takes at least this many keys and masks the surplus.
+# torch's softmax on a CPU is vectorised along the keys, and is slow for fewer keys than this
+# number. So attention takes at least this many keys and masks the surplus.
 FEWEST_KEYS = 16
 
 # Layer number -> keys and values of prefilled prompts, [prompts, heads, length, dim] each. A delta
 # net has no keys and values: its entry holds the last inputs of its convolution and its state.
-# Their size does not depend on the length.
+# The size of these two does not depend on the length.
 PromptStates = dict[int, tuple[Tensor, Tensor]]
 
 
@@ -35,9 +35,10 @@ class Spans:
     """The numbers of keys that attention reads for the rows of a decoding batch.
 
     A batch often has a few long sequences and many short ones. If attention read as many keys for
-    every row as for the longest, most of these keys would be masked out. So attention runs twice:
-    for all rows with `others` keys, then for the `long_rows` longest rows with `longest` keys. The
-    result of the second run replaces that of the first.
+    every row as for the longest, most of these keys would be masked out. So attention runs twice.
+    In the first run all rows read `others` keys. In the second run only the `long_rows` longest
+    rows read, with `longest` keys each. For these rows, the result of the second run replaces that
+    of the first.
     """
 
     long_rows: int  # the number of rows with `longest` keys
@@ -87,11 +88,12 @@ class KeyValueCache:
         self._cos, self._sin = frequencies.cos() * factor, frequencies.sin() * factor
         self._num_rows, self._max_length = rows, max_length
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._recurrent: set[int] = set()  # delta nets: layers whose states do not grow
+        self._recurrent: set[int] = set()  # layers with a delta net; their states do not grow
         self._windows: dict[int, int | None] = {}  # layer number -> its window
         self._prompts: PromptStates | None = None
         self._lengths: Tensor | None = None  # lengths of the prompts, [prompts]
-        self._positions = torch.zeros(0, dtype=torch.long)  # [sequences]: of the new tokens
+        # [sequences]: the positions of the new tokens
+        self._positions = torch.zeros(0, dtype=torch.long)
         # results of `_slots_of`, by its arguments
         self._slots: dict[tuple[int, int], Tensor] = {}
         self._parts: list[RowGroup] = []
@@ -115,7 +117,7 @@ class KeyValueCache:
                 if of_prompts.shape[2] <= places:
                     cached[rows, :, : of_prompts.shape[2]] = of_prompts[chosen]
                     continue
-                # for each place of the window, the prompt's last position that is kept there
+                # for each place of the window, the last position of the prompt that has this place
                 last = lengths[:, None] - 1
                 kept = last - (last - torch.arange(places, device=last.device)) % places
                 cached[rows] = of_prompts[chosen[:, None], :, kept.clamp(min=0)].transpose(1, 2)
@@ -230,7 +232,8 @@ class KeyValueCache:
         scale: float,
         sinks: Tensor | None,
     ) -> Tensor:
-        """One token of each sequence, [sequences, heads, dim] each -> [sequences, heads * dim]."""
+        """Attention of one token of each sequence: [sequences, heads, dim] each -> [sequences,
+        heads * dim]."""
         keys, values = self._of_layer(layer, key.unsqueeze(2), value.unsqueeze(2))
         heads, places = keys.shape[1:3]
         slots = self._slots_of(heads, places)
@@ -334,9 +337,9 @@ def window_and_sinks(attention: SelfAttention) -> tuple[int | None, Tensor | Non
 
 
 def rotary_frequencies(model: torch.nn.Module, length: int) -> Tensor:
-    """Return the rotary angles of positions 0 to length - 1, [length, 1, 1, dim]. A rank gets all
-    of them, also under context parallelism."""
-    # the model computes the angles, but each layer does with latent attention
+    """Return the rotary angles of positions 0 to length - 1, [length, 1, 1, dim]. A rank gets the
+    angles of all positions, also under context parallelism."""
+    # The model computes the angles. With latent attention, each layer does.
     owners = (module for module in model.modules() if hasattr(module, "rotary_pos_emb"))
     rotary: Any = next(owners).rotary_pos_emb
     # packed_seq=True: the angles of all positions

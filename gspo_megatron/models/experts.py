@@ -95,7 +95,7 @@ class GroupedExperts(MegatronModule):
         if self.lora is not None:
             states = self.lora.add("1", states, tokens, tokens_per_expert, ends)
         states = self._activate(states)
-        # stock experts, too, multiply by the router's weight before the second projection
+        # The stock experts also multiply by the router's weight before the second projection.
         states = (states * probs).to(tokens.dtype)
         output = grouped_linear(states, self.weight2, tokens_per_expert, ends)
         if self.bias2 is not None:
@@ -146,9 +146,9 @@ class GroupedExperts(MegatronModule):
 def has_costly_shapes(tokens: Tensor, tokens_per_expert: Tensor) -> bool:
     """Return True if padding the experts' rows saves time.
 
-    On a CPU, oneDNN compiles a kernel for each shape of a product in BF16. That takes longer than
-    the product, and the number of an expert's rows is new in nearly every layer. In decoding an
-    expert has few rows, so that the same numbers come again soon.
+    On a CPU, oneDNN compiles a kernel for each shape of a product in BF16. Compiling takes longer
+    than the product, and nearly every layer gives an expert a number of rows that is new. In
+    decoding an expert has few rows, so the same numbers soon occur again.
     """
     many = len(tokens) >= 2 * BLOCK_ROWS * len(tokens_per_expert)
     return many and tokens.dtype == torch.bfloat16 and faster.applies_to(tokens)
@@ -158,11 +158,13 @@ def pad_to_blocks(tokens_per_expert: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Pad the rows of each expert to a multiple of BLOCK_ROWS. tokens_per_expert: [experts]
 
     Returns, all int64: for each padded row the row that it copies [padded rows], for each row its
-    padded row [rows], and for each expert the number of its padded rows [experts]. Padding copies
-    row 0. Nothing is read from it, so its gradient is zero.
+    padded row [rows], and for each expert the number of its padded rows [experts]. A row of padding
+    copies row 0. The results of padding are never read, so padding adds nothing to the gradient of
+    row 0.
     """
     counts = (tokens_per_expert + BLOCK_ROWS - 1) // BLOCK_ROWS * BLOCK_ROWS
-    added = (counts - tokens_per_expert).cumsum(0).roll(1)  # before each expert's rows
+    # The number of padding rows before each expert's rows.
+    added = (counts - tokens_per_expert).cumsum(0).roll(1)
     added[0] = 0
     places = torch.repeat_interleave(added, tokens_per_expert)
     places += torch.arange(len(places))
@@ -176,8 +178,8 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor, ends: Tensor) -
     [rows, out]. The first `counts[0]` rows belong to expert 0, the next `counts[1]` rows to expert
     1, and so on.
 
-    ends: [experts] int32 on the device of `rows`, for each expert the number of the row after its
-    last one."""
+    ends: [experts] int32 on the device of `rows`, for each expert the index of the first row behind
+    its rows."""
     # torch's grouped matmul needs rows of a multiple of 16 bytes, and has no float64
     aligned = all(size * rows.element_size() % 16 == 0 for size in weight.shape[1:])
     if aligned and rows.dtype != torch.float64 and hasattr(F, "grouped_mm"):

@@ -12,11 +12,12 @@ from gspo_megatron.models.build import Policy
 
 
 class ReferencePolicy:
-    """A copy of the policy's present weights, which replaces them for a forward pass.
+    """A copy of the weights that the policy has when this object is made. For a forward pass, the
+    copy replaces the policy's weights.
 
-    There is no second model, because Megatron-Core keeps parts of a model in process-wide lists
-    (the routers' replay). Weights are exchanged one by one, so only one weight at a time has a
-    third copy.
+    There is no second model, because Megatron-Core keeps parts of a model in lists of the whole
+    process (for the replay of routes). Weights are exchanged one by one, so a third copy exists of
+    only one weight at a time.
 
     With LoRA there is no copy of the frozen weights. The reference is the policy without its
     adapters. If RL began with loaded adapters, the reference is the policy with a copy of those

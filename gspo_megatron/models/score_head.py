@@ -19,9 +19,7 @@ class ScoreInputs:
     """Input of the score head: for each sequence, the row of the hidden states of its last token.
     Megatron-Core passes this object to the head as `labels`."""
 
-    rows: (
-        Tensor  # [sequences here] int64, into the flattened [sequence, batch] of this rank's shard
-    )
+    rows: Tensor  # [sequences here] int64: indices into this rank's flattened [sequence, batch]
 
 
 class WholeStates(torch.nn.Module):

@@ -68,7 +68,7 @@ class TorchSpecProvider(LocalSpecProvider):
 
 def choose_backend(wanted: str, precision: str) -> str:
     """The layer backend to use. `auto` is Transformer Engine if it is installed and there is a GPU,
-    except in fp32 and fp64, for which it has few kernels or none."""
+    except in fp32 and fp64, for which Transformer Engine has few kernels or none."""
     import torch
 
     installed = importlib.util.find_spec("transformer_engine") is not None
@@ -111,14 +111,14 @@ def block_spec(
         spec = gpt_layer_specs.get_gpt_decoder_block_spec(
             config=config, use_transformer_engine=True, vp_stage=vp_stage
         )
-        # layers of one kind share one object, so copy it before it is changed
+        # layers of one kind share one object, so each layer gets a copy that can be changed
         spec.layer_specs = [copy.deepcopy(layer) for layer in spec.layer_specs]
         for number, layer in zip(numbers, spec.layer_specs, strict=True):
             _set_router(layer.submodules.mlp, config)
             attention = layer.submodules.self_attention
             if delta_nets[number]:
                 parts = attention.submodules
-                # here linear_qkv contains the input norm of the layer
+                # in Transformer Engine's spec, linear_qkv contains the input norm of the layer
                 layer.submodules.self_attention = _delta_net(parts.linear_qkv, parts.linear_proj)
                 continue
             latent = config.multi_latent_attention
@@ -171,7 +171,7 @@ def _check_attention(config: TransformerConfig, joint_qk_norm: bool, backend: st
             "torch_native"
         )
     fused = config.multi_latent_attention and is_engine
-    resolves = hasattr(MLASelfAttention, "_resolve_qk_norm_config")  # 0.19
+    resolves = hasattr(MLASelfAttention, "_resolve_qk_norm_config")  # from Megatron-Core 0.19 on
     if fused and resolves and config.q_lora_rank is None:
         raise UserError(
             "model.backend = transformer_engine: the installed megatron-core normalises queries "

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from gspo_megatron.types import LossInputs
 
-# exp() of this is finite in float32, and so are sums and squares of it. Without the limit, one
-# token with an infinite ratio would turn the gradient of the whole batch into NaN.
+# exp() of this number is finite in float32, and so are sums and squares of such values. Without the
+# limit, one token with an infinite ratio would turn the gradient of the whole batch into NaN.
 MAX_LOG_RATIO = 40.0
 
 _PER_TOKEN = (
@@ -71,7 +71,8 @@ def segment_sum(values: Tensor, sequence_index: Tensor, num_sequences: int) -> T
 
 
 class _SegmentSum(torch.autograd.Function):
-    """Sorts the tokens by sequence; each sequence is then one run, summed in a fixed order."""
+    """Sorts the tokens by sequence, so that the tokens of a sequence are neighbours, and sums them
+    in a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, sequence_index: Tensor, num_sequences: int) -> Tensor:
@@ -103,11 +104,12 @@ def sequence_sums(inputs: LossInputs, *values: Tensor) -> Tensor:
     """Sum each of `values` [tokens] over whole sequences: [len(values), num_sequences].
 
     The value is the sum over all shards of a sequence, the same on each of them. The gradient is
-    only that of this rank's own tokens. The gradients of all shards add up to that of the whole
-    sequence. So the forward pass needs one collective, and the backward pass none.
+    that of this rank's own tokens alone. The gradients of all shards add up to the gradient of the
+    whole sequence. So the forward pass needs one collective, and the backward pass none.
     """
     local = segment_sum(torch.stack(values), inputs.sequence_index, len(inputs.advantages))
-    total = inputs.sum_over_shards(local.detach().clone())  # a copy: may reduce in place
+    # The sum may be made in place, so it gets a copy.
+    total = inputs.sum_over_shards(local.detach().clone())
     # The difference is zero, so the value is exactly `total`. But the difference carries the
     # gradient.
     return total + (local - local.detach())
@@ -130,8 +132,9 @@ def sequence_log_ratio(inputs: LossInputs, log_ratio: Tensor) -> Tensor:
 def sequence_token_log_ratio(
     inputs: LossInputs, log_ratio: Tensor, sequence_log_ratio: Tensor
 ) -> Tensor:
-    """Log of s_it = sg[s_i] pi(y_t) / sg[pi(y_t)], [tokens] (GSPO paper, eq. 14): the value is that
-    of the whole sequence (a mean or a sum), the gradient that of the token alone."""
+    """Log of s_it = sg[s_i] pi(y_t) / sg[pi(y_t)], [tokens] (GSPO paper, eq. 14): each token has
+    the value of the whole sequence (a mean or a sum), and the gradient of its own log-prob
+    alone."""
     detached = sequence_log_ratio.detach()[inputs.sequence_index]
     return detached + (log_ratio - log_ratio.detach())
 
@@ -156,7 +159,7 @@ class Clipped:
     surrogate: Tensor
     low: Tensor  # bool: the lower bound binds, that is, it cuts the gradient off
     high: Tensor  # bool: the upper bound binds
-    outside: Tensor  # bool: the ratio is out of the range, whether that changes anything or not
+    outside: Tensor  # bool: the ratio is out of the range, even if the rule changes nothing
 
 
 def min_clip(
@@ -164,8 +167,8 @@ def min_clip(
 ) -> Clipped:
     """min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), the pessimistic clip of PPO.
 
-    The upper bound binds for positive advantages only, the lower one for negative ones only, and
-    neither for an advantage of 0.
+    The upper bound binds only for positive advantages, and the lower bound only for negative
+    advantages. For an advantage of 0 no bound binds.
     """
     lower, upper = 1.0 - clip_low, 1.0 + clip_high
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(lower, upper) * advantages)
@@ -181,11 +184,12 @@ def dual_clip(
     clip_high: float,
     dual_clip: float,
 ) -> Clipped:
-    """`min_clip`, but for negative advantages never less than dual_clip * A (arXiv 1912.09729).
+    """`min_clip`, but for negative advantages the result is never less than dual_clip * A (arXiv
+    1912.09729).
 
     Without this bound, one token outweighs the batch if its advantage is negative and its
     probability has grown much. `high` is also set where this bound binds, and `outside` where the
-    ratio is beyond it.
+    ratio is beyond this bound.
     """
     inner = min_clip(inputs, ratio, advantages, clip_low, clip_high)
     beyond = (advantages < 0) & (ratio.detach() > dual_clip)
@@ -340,9 +344,10 @@ def _unclipped(surrogate: Tensor) -> Clipped:
 
 
 # --- Weights of terms, detached ------------------------------------------------------------------
-# Corrections are weights for responses that another engine than the trainer has sampled. For a
+# Corrections are weights for responses that were sampled by an engine other than the trainer. For a
 # token, k = pi_old / pi_rollout. The weight of a sequence uses the geometric mean of k, like GSPO's
-# ratio. A product over hundreds of tokens is very different; functions that use it say `product`.
+# ratio. The product of k over hundreds of tokens is very different; functions that use it have
+# `product` in their names.
 
 
 def log_mismatch(inputs: LossInputs) -> Tensor:

@@ -2,10 +2,10 @@
 rule, and how often it was right on stored runs.
 
 The figures are means over the last WINDOW steps. They are compared with the run's best stretch: at
-most STRETCH consecutive steps, those with the highest mean reward. There is an alarm if
+most STRETCH consecutive steps, those with the highest mean reward. Each of these is an alarm:
 
-    the reward is FALL below the best one,
-    it is half of FALL below it, and another figure is out of its range (`_SIGNS`), or
+    the reward is more than FALL below the best stretch,
+    the reward is more than FALL / 2 below it, and another figure is out of its range (`_SIGNS`),
     a figure is not finite.
 
 A fall is measured as a share of the best reward or of the standard deviation of single rewards,
@@ -25,7 +25,7 @@ from gspo_megatron.observe.metrics_files import RL, phase_of
 from gspo_megatron.observe.progress import number
 
 WINDOW = 5  # steps: a single step is noisy
-FALL = 0.25  # in examples/evidence, all collapsed runs fall so far, and no converged run does
+FALL = 0.25  # in examples/evidence, all collapsed runs fall this far, and no converged run does
 STRETCH = 20
 CLEAR = 2.0  # plus sqrt(2 ln(windows)), the expected maximum of so many normal numbers
 
@@ -99,8 +99,8 @@ class CollapseWatch:
         }
 
     def forget_rewards(self) -> None:
-        """Begin again. Needed when prompts, rewards or lengths change, because they change the
-        figures. The last healthy step is kept."""
+        """Forget the rewards so far. Call it when prompts, rewards or lengths change, because such
+        a change also changes the figures. The last healthy step is kept."""
         self._recent, self._best, self._best_step, self._best_size = [], {}, 0, 0
         self._steps, self._squares, self.alarm = 0, 0.0, None
 
@@ -112,7 +112,7 @@ class CollapseWatch:
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> Alarm | None:
         """Take the metrics of one more step. Returns the alarm if there is one at this step. After
-        an alarm there is no other until the run is healthy again."""
+        an alarm there is no second alarm until the run is healthy again."""
         found = self._judge(step, metrics)
         if self.healthy == step:
             self.alarm = None
@@ -140,7 +140,7 @@ class CollapseWatch:
         self._recent = [*self._recent, known][-STRETCH:]
         self._steps += 1
         if len(self._recent) < WINDOW:
-            self.healthy = step  # too few steps to judge
+            self.healthy = step  # a run with too few steps counts as healthy
             return None
         stretch, now = _means(self._recent), _means(self._recent[-WINDOW:])
         if not self._best or stretch[REWARD] >= self._best[REWARD]:

@@ -21,7 +21,7 @@ def bootstrap_interval(of_problems: Sequence[float], seed: int = 0) -> tuple[flo
     values = np.asarray(of_problems, dtype=np.float64)
     if len(values) < 2 or (values == values[0]).all():
         return float(values[0]), float(values[0])
-    from scipy import stats  # takes 20% of a rank's start, and most runs never need it
+    from scipy import stats  # this import takes 20% of a rank's start, and most runs never need it
 
     found = stats.bootstrap(
         (values,),

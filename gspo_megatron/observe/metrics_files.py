@@ -25,13 +25,13 @@ METRICS_FILE = "metrics.jsonl"
 DRAWS_FILE = "draws.jsonl"  # one record for each group: what became of a prompt of a step
 SAMPLES_FILE = "samples.jsonl"
 CHANGES_FILE = "changes.jsonl"  # one record for each step after which configuration values change
-PHASE_CONFIG = "config.from_step_"  # name goes on with a step: all values from this step on
+PHASE_CONFIG = "config.from_step_"  # a file name begins so; the first step with the values follows
 EVALUATION_FILE = "evaluation.jsonl"
 RL = "rl"
 # stages that are runs of their own
 PRETRAINING, FINE_TUNING, PREFERENCES = "pretrain", "sft", "reward_model"
-# In the order of training, because going back to a phase drops the records of later phases. Runs of
-# earlier versions have a warm start before RL.
+# In the order of training, because going back to a phase drops the records of later phases. Runs
+# that earlier versions made have a warm start before RL.
 STAGES = (PRETRAINING, FINE_TUNING, PREFERENCES)
 _PHASES = (*STAGES, "warm_start", RL)
 # Matches the seed in a run's name: "gspo_seed1", "gspo-seed=2", "seed3", "gspo_s4".
@@ -92,14 +92,15 @@ def read_metrics(run_dir: str | Path) -> list[Record]:
 
 
 def read_samples(run_dir: str | Path) -> list[Record]:
-    """Return the sample records of a run; empty without a samples file. Raises DataError."""
+    """Return the sample records of a run. Returns an empty list without the file. Raises
+    DataError."""
     path = Path(run_dir) / SAMPLES_FILE
     return read_json_lines(path) if path.is_file() else []
 
 
 def read_draws(run_dir: str | Path) -> list[Record]:
-    """Read the record of each group of responses of a run; empty without the file. Raises
-    DataError."""
+    """Return the record of each group of responses of a run. Returns an empty list without the
+    file. Raises DataError."""
     path = Path(run_dir) / DRAWS_FILE
     return read_json_lines(path) if path.is_file() else []
 
@@ -263,7 +264,7 @@ def sample_row(
 def written_answer(sample: Sample) -> Any:
     """Return a sample's answer, or None for a list or mapping.
 
-    Those may be megabytes of program tests; `row_id` says which row they come from."""
+    A list or mapping may be megabytes of program tests; `row_id` says from which row it comes."""
     return None if isinstance(sample.answer, (list, dict)) else sample.answer
 
 
@@ -277,7 +278,7 @@ def jsonable(value: Any) -> Any:
         return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
-    if hasattr(value, "item"):  # numpy scalars and tensors; imports neither library
+    if hasattr(value, "item"):  # numpy scalars and tensors, without an import
         return jsonable(value.item())
     raise TypeError(f"cannot be written as JSON: {type(value).__name__}")
 
@@ -334,8 +335,9 @@ def load_runs(run_dirs: Sequence[str | Path]) -> list[Run]:
 def run_names(paths: Sequence[Path]) -> list[str]:
     """Return a unique name for each run folder.
 
-    This is the folder's name, after its parent's name if it is only a seed ("gspo/seed1"). If these
-    are not unique, take the paths below their common parent."""
+    This is the folder's name. If the name is only a seed, the parent's name comes before it
+    ("gspo/seed1"). If these names are not unique, the result has the paths below the common parent
+    instead."""
     names = [p.name if group_name(p.name) else f"{p.parent.name}/{p.name}" for p in paths]
     if len(set(names)) < len(names):
         common = Path(os.path.commonpath([str(path) for path in paths]))
@@ -344,7 +346,8 @@ def run_names(paths: Sequence[Path]) -> list[str]:
 
 
 def group_name(name: str) -> str:
-    """Return a run's name without its seed. Parts of a path that are only a seed are dropped."""
+    """Return a run's name without its seed. If the name is a path, parts that are only a seed are
+    dropped."""
     parts = (_SEED.sub("", part) for part in name.split("/"))
     return "/".join(part for part in parts if part)
 

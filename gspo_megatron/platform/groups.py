@@ -53,7 +53,7 @@ _FOR_EVER_MINUTES = 30.0 * 24 * 60
 def patience_minutes(hang_timeout_seconds: float) -> float:
     """Return the time-out of collectives in minutes. It is longer than the time-out of the
     heartbeat (process.heartbeat), because the heartbeat names the rank that hangs. If
-    `hang_timeout_seconds` is 0, neither of the two ends a run."""
+    `hang_timeout_seconds` is 0, neither collectives nor heartbeat end a run that hangs."""
     if not hang_timeout_seconds:
         return _FOR_EVER_MINUTES
     return max(_PATIENCE_MINUTES, 1.5 * hang_timeout_seconds / 60)

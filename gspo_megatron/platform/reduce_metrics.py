@@ -54,7 +54,7 @@ class StepMetrics:
             self._means[name] = pair.double() if known is None else known + pair
 
     def add_maximum(self, name: str, value: Tensor) -> None:
-        """Add a scalar. Its metric is the largest one over the step and all ranks."""
+        """Add a scalar. The metric is the largest of these scalars over the step and all ranks."""
         known = self._maxima.get(name)
         value = value.double()
         self._maxima[name] = value if known is None else torch.maximum(known, value)
@@ -77,8 +77,8 @@ class StepMetrics:
         )
         if ratios.numel() == 0:
             return
-        # A NaN ends the run when the gradient norm is checked. The bins must not raise an error
-        # before.
+        # A NaN ends the run when the gradient norm is checked. Finding the bin must not raise an
+        # error before that check.
         logs = ratios.double().log().nan_to_num(nan=0.0)
         bins = torch.bucketize(logs, self._edges)
         sketch += count_values(bins, len(sketch))
@@ -150,7 +150,7 @@ class StepMetrics:
 
 
 def _token_quantiles(sketch: Tensor, extremes: Tensor) -> dict[str, float]:
-    """Return the quantiles of a metric by label. Without tokens there are none."""
+    """Return the quantiles of a metric by label. Without tokens the result is empty."""
     total = float(sketch.sum())
     if total == 0:
         return {}

@@ -1,4 +1,4 @@
-"""How a run ends early. A signal, or a Slurm job whose time runs out, requests a checkpoint and an
+"""Ends runs early. A signal, or a Slurm job whose time runs out, requests a checkpoint and an
 orderly end. A hang ends the run at once.
 
 A scheduler sends SIGTERM or SIGUSR1 some time before it ends a job. The ranks notice the signal at
@@ -100,8 +100,8 @@ class StopSignals:
     @contextlib.contextmanager
     def at_interrupt(self, *, tells: bool) -> Generator[None]:
         """Let Ctrl-C request the stop too, while the context lasts. The context begins with the
-        training, because before it there is nothing to save. `tells`: whether this process prints a
-        line about it."""
+        training, because before the training there is nothing to save. `tells`: whether this
+        process prints a line about it."""
         if not self._enabled:
             yield
             return

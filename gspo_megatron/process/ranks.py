@@ -22,8 +22,9 @@ FAILURE_DESCRIPTOR = "GSPO_FAILURE_FD"
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-# If a layout needs more ranks than this, and more than there are cores, one machine starts them
-# only with --nproc. The user may have started a cluster's layout on a login node by mistake.
+# If a layout needs more ranks than this, and more than the machine has cores, the ranks are started
+# on one machine only if --nproc is given. Without --nproc, the user may have started a cluster's
+# layout on a login node by mistake.
 RANKS_WITHOUT_ASKING = 16
 
 _failure_descriptor: int | None = None
@@ -51,7 +52,7 @@ def join_launcher() -> None:
 
 def failure_descriptor() -> int | None:
     """Return the descriptor to which this rank writes its failure for the launcher. Later calls
-    return None, and so do processes without our launcher."""
+    return None. In a process that our launcher did not start, all calls return None."""
     global _failure_descriptor
     descriptor, _failure_descriptor = _failure_descriptor, None
     return descriptor
@@ -110,9 +111,9 @@ def _is_slurm_task(environ: Mapping[str, str]) -> bool:
 def first_host(nodes: str) -> str:
     """Return the first name in a Slurm node list, such as node07 for node[07-08,12],login1.
 
-    Raises UserError if there is none.
+    Raises UserError if the list has no name.
     """
-    first = re.split(r",(?![^\[]*\])", nodes, maxsplit=1)[0]  # no comma inside brackets
+    first = re.split(r",(?![^\[]*\])", nodes, maxsplit=1)[0]  # split at commas outside of brackets
     host = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)  # the first number in brackets
     if not host or "[" in host or "]" in host:
         raise UserError(
@@ -125,8 +126,8 @@ def first_host(nodes: str) -> str:
 def decide_world_size(
     config: AnyConfig, nproc: int | None, rank_of: int | None, node: Node | None = None
 ) -> int:
-    """Return the number of ranks of the run. `rank_of`: their number, if this process is one of
-    them already. `node`: the place of this machine, if `nproc` ranks start on each of several
+    """Return the number of ranks of the run. `rank_of`: the number of ranks, if this process is
+    already a rank. `node`: the place of this machine, if `nproc` ranks start on each of several
     machines.
 
     Raises UserError if `nproc` contradicts `rank_of`, or if one machine would start many ranks and

@@ -1,5 +1,5 @@
-"""Checks what protects this machine from programs of the reward `code`, for `gspo-megatron
-doctor`."""
+"""Checks what protects this machine from the programs that the reward `code` runs. `gspo-megatron
+doctor` shows the result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gspo_megatron.process import sandbox, sandbox_filter, sandbox_memory
 
 Row = tuple[str, str, str]  # name, what was found, and what to do ("" if nothing)
 
-# A program for the sandbox that tries what the filter must deny.
+# A program that runs in the sandbox and tries two system calls that the filter must deny.
 _PROBE = b"""
 import os, socket
 def denied(call):
@@ -25,7 +25,8 @@ _NAMESPACES = Path("/proc/sys/user/max_user_namespaces")
 
 
 def protections() -> list[Row]:
-    """Return a row each for bubblewrap, user namespaces, the filter of system calls, the cgroup."""
+    """Return one row for each of: bubblewrap, user namespaces, the filter of system calls, the
+    cgroup."""
     fault = sandbox.fault()
     return [
         ("sandbox", *_bubblewrap(fault)),

@@ -7,8 +7,8 @@ from gspo_megatron.types import Sample
 
 
 def read_answer(sample: Sample, strip: bool = True, ignore_case: bool = False) -> str:
-    """Return the response without white space around it and without upper case, if the options
-    ignore these."""
+    """Return the response. `strip` removes white space around it; `ignore_case` turns it into lower
+    case."""
     response = sample.response.strip() if strip else sample.response
     return response.casefold() if ignore_case else response
 

@@ -1,7 +1,7 @@
 """Writes the value of a mathematical answer as text, so that equal answers in a vote match.
 
-It does not use sympy's simplification, which may take minutes for a short power tower. Instead it
-computes numbers here, with a limit on their size.
+This module does not use sympy's simplification, which may take minutes for a short power tower. It
+computes the numbers itself, with a limit on their size.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _FUNCTIONS: dict[str, Callable[..., complex]] = {
 
 
 def value_text(form: Any) -> str:
-    """Write an expression that math-verify has parsed as text.
+    """Return the text of an expression that math-verify has parsed.
 
-    Numbers become fractions, or have twelve digits if they are not fractions. `x = 5` becomes 5.
-    Sets, tuples and intervals are written with the values of their members. Other forms are written
-    as sympy writes them."""
+    A number is written as a fraction. If it is not a fraction, it is written with twelve digits. `x
+    = 5` becomes 5. Sets, tuples and intervals are written with the values of their members. Other
+    forms are written as sympy writes them."""
     kind = type(form).__name__
     if kind == "Equality" and getattr(form.lhs, "is_Symbol", False):
         return value_text(form.rhs)
@@ -115,7 +115,8 @@ def _root(number: int, degree: int) -> int | None:
 
 
 def _decimal(form: Any) -> float | None:
-    """Return the value if it is a real number; None if not, or beyond the range of floats."""
+    """Return the value if it is a real number. Returns None if it is not, or if it is too large for
+    a float."""
     try:
         value = _number(form)
     except (ArithmeticError, ValueError):

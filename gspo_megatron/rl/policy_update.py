@@ -69,7 +69,7 @@ class PolicyUpdater:
             self.reference = ReferencePolicy(policy, offload=section.reference_offload)
         self.penalizes_rewards = self.reference is not None and section.kl_in == "reward"
         self.distillation = section.distillation
-        self.teachers = {  # the teachers that these ranks compute, by number
+        self.teachers = {  # number -> teacher, for each teacher that these ranks compute
             number: teacher_of(folder, policy, offload=section.reference_offload)
             for number, folder in self.distillation.folders.items()
         }
@@ -88,7 +88,7 @@ class PolicyUpdater:
         self._metrics = StepMetrics(self.device)
         self._updates: list[tuple[float, float]] = []  # (gradient norm, learning rate)
         mini_batches = self.builder.build_step(plan, sequences, index)
-        sequences.routes = None  # the micro-batches have them
+        sequences.routes = None  # now the micro-batches have the routes
         for micro_batch in chain.from_iterable(mini_batches):
             micro_batch.head.entropy_gradient = self.objective.needs_entropy_gradient
         self.replay.start(mini_batches)
@@ -112,7 +112,8 @@ class PolicyUpdater:
         if self.reference is not None:
             with self.replay.reference_pass(everything), self.reference.in_place():
                 self._record(everything, "reference_logprobs")
-        for number, teacher in self.teachers.items():  # no replay: the teacher's routers choose
+        # Nothing is replayed for a teacher: its own routers choose its experts.
+        for number, teacher in self.teachers.items():
             ask_folder(self.policy, teacher, everything, number, self.distillation.candidates)
 
     def penalized_advantages(
@@ -120,8 +121,8 @@ class PolicyUpdater:
     ) -> Tensor:
         """Compute advantages from the rewards minus a KL penalty, [num_sequences] float32.
 
-        The penalty is the divergence from the reference policy, summed over the response's masked
-        tokens, times `kl_coefficient`.
+        The penalty is the divergence from the reference policy, summed over the response's tokens
+        inside the mask, times `kl_coefficient`.
         """
         penalties = torch.zeros(len(index.rewards), dtype=torch.float64, device=self.device)
         if self.is_last_stage:

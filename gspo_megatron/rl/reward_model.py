@@ -1,6 +1,6 @@
 """Adds the scores of a reward model to the rewards of this rank's responses.
 
-If a server holds the model, its scores came with the responses. If the model is a folder, the
+If a server holds the model, the scores came with the responses. If the model is a folder, the
 training ranks compute the scores here, between rollout and update. Then the scores are normalized,
 and added to the other parts of the reward.
 """
@@ -49,7 +49,8 @@ class FolderScores:
         device = torch.device(torch.cuda.current_device())
         lengths = torch.tensor([*map(len, ids)], dtype=torch.long, device=device)
         tokens = torch.tensor([*chain.from_iterable(ids)], dtype=torch.long, device=device)
-        # Each context-parallel rank has its own responses. Together they score all of them.
+        # Each context-parallel rank has its own responses. The ranks score the responses of all
+        # together.
         group = parallel_state.get_context_parallel_group()
         counts = all_gather_columns(lengths, group)
         tokens = torch.cat(all_gather_columns(tokens, group))
@@ -85,8 +86,8 @@ class ModelRewards:
     ) -> None:
         """Add the scores to the rewards of a share of responses.
 
-        samples: the responses as text; learns: the responses are for an update. Otherwise, their
-        scores are not normalized.
+        samples: the responses as text; learns: whether the responses are for an update. If they are
+        not, their scores are not normalized.
         """
         group, found = share.group, self._scores(share, samples)
         normalized = found.scores
@@ -119,7 +120,7 @@ class ModelRewards:
         begin, given, problem = perf_counter(), None, None
         try:
             given = self.texts.conversations(samples)
-        except RewardError as error:  # ranks without a problem wait in the next call
+        except RewardError as error:  # the other ranks wait in the next call
             problem = str(error)
         raise_everywhere(problem)
         assert given is not None

@@ -1,6 +1,6 @@
 """Supervised training: the loop for pre-training, fine-tuning and preference models, and the
-updates for the first two. The loss of these updates is the mean negative log-prob of all learned
-tokens in a batch."""
+updates for pre-training and fine-tuning. The loss of these updates is the mean negative log-prob of
+all learned tokens in a batch."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ from gspo_megatron.verify.synthetic import SyntheticBatch, synthetic_batch
 
 _PAD_ID = 0  # any id, because padding has no influence
 _TOKEN_BUDGET = 64  # for synthetic micro-batches: small, so that every replica has several
-DESCENT = 0.05  # learning rate between mini-batches in float64
+DESCENT = 0.05  # learning rate of the updates in float64
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ class Cut:
 
     replicas: int = 1
     token_budget: int = 4096
-    # The number of micro-batches per replica is a multiple of this: pp with interleaved pipelines.
+    # The number of micro-batches per replica is a multiple of this number. With interleaved
+    # pipelines the number is pp.
     multiple: int = 1
 
 
@@ -132,9 +133,9 @@ def run_update(
 ) -> StepResult:
     """Build the policy on the running processes and update it on `batch`.
 
-    This uses the code of a training step, beginning with the redistribution of sequences. All ranks
-    call it, after `check_config`. The result has the metrics of the step and the gradients of the
-    last mini-batch.
+    The update runs the code of a training step, beginning with the redistribution of sequences. All
+    ranks call it, after `check_config`. The result has the metrics of the step and the gradients of
+    the last mini-batch.
     """
     cut = cut or Cut(token_budget=config.training.micro_batch_tokens)
     rate = config.optimizer.learning_rate
@@ -146,10 +147,11 @@ def run_update(
     _set_old_logprobs(policy, builder, plans, sequences, index)
     section = config.objective
     if not resolve_objective(section).corrections:
-        # The rollout's log-probs serve as old log-probs, unless a correction compares the two.
+        # The rollout's log-probs serve as old log-probs, unless a correction compares old and
+        # rollout log-probs.
         section = section.model_copy(update={"old_logprobs": "rollout"})
     objective = build_objective(section, config.rollout.max_response_tokens)
-    if section.kl_in == "reward":  # the batch has advantages instead of rewards; keep them
+    if section.kl_in == "reward":  # the batch has advantages instead of rewards
         as_given = AdvantageEstimator(section, lambda values, _: values.float())
         objective = replace(objective, advantages=as_given)
     updater = PolicyUpdater(policy, recorder, builder, objective, section, config.routing)
@@ -191,11 +193,12 @@ def _run_kept_step(task: Task, kept: StepInputs) -> StepResult:
     """Compute a recorded step with the code of a training step. All ranks call this.
 
     `find_weights` has checked the step and the checkpoint. Without a checkpoint, the step uses the
-    weights that the run began with. The gradients are those of the first mini-batch, because they
-    depend only on the weights. With `updates`, the mini-batches change the weights as in the run;
-    with `optimizer`, the optimizer's state comes from the checkpoint, otherwise it is new. Without
-    `updates`, all mini-batches use the same weights. In a run, a gradient norm that is not finite
-    raises an error. Here the loss is then NaN, and `lost_in` is the number of the mini-batch.
+    weights that the run began with. The gradients are those of the first mini-batch, because these
+    gradients depend only on the weights. With `updates`, the mini-batches change the weights as in
+    the run; with `optimizer`, the optimizer's state comes from the checkpoint, otherwise it is new.
+    Without `updates`, all mini-batches use the same weights. In a run, a gradient norm that is not
+    finite raises an error. Here the loss is then NaN, and `lost_in` is the number of the
+    mini-batch.
     """
     config, checkpoint = task.config, task.checkpoint
     steps, updates = config.training.steps, config.objective.mini_batches
@@ -230,8 +233,8 @@ def _run_kept_step(task: Task, kept: StepInputs) -> StepResult:
         if task.optimizer:
             load_optimizer(checkpoint, policy, recorder)
             load_trainer_state(recorder, RunState.read(checkpoint).trainer)
-            # In bf16 this restores fp32 weights, each only on the rank that updates it. Send them
-            # to the other ranks.
+            # In bf16 this restores fp32 weights, each only on the rank that updates the weight. So
+            # send the weights to the other ranks.
             for chunk in policy.chunks:
                 chunk.start_param_sync(force_sync=True)
     policy.set_padding_token(hf)
@@ -257,7 +260,8 @@ def _run_kept_step(task: Task, kept: StepInputs) -> StepResult:
         metrics, lost_in = {"loss": math.nan}, recorder.updates
     metrics["grad_norm"] = recorder.kept_norm
     tear_down_model_parallel()
-    # The advantages of a group add up to 0, so the loss is near 0. Compare it with their size.
+    # The advantages of a group add up to 0, so the loss is near 0. Losses are therefore compared
+    # relative to the size of the advantages.
     scale = float(advantages.abs().mean())
     return StepResult(metrics, recorder.gradients, recorder.replica_error, scale, lost_in)
 
@@ -411,8 +415,8 @@ def plan_alike(
 def distribute(
     batch: SyntheticBatch, plans: Sequence[MiniBatch], policy: Policy
 ) -> tuple[Sequences, StepIndex]:
-    """Send each sequence to the ranks that train on it. Before, the data ranks hold pairs of
-    sequences in turn, as after a rollout."""
+    """Send each sequence to the ranks that train on it. At first the sequences are dealt out to the
+    data-parallel ranks in pairs, as after a rollout."""
     group = data_parallel_group()
     device = torch.device(torch.cuda.current_device())
     mine = [n for n in range(len(batch.tokens)) if n // 2 % group.size() == group.rank()]

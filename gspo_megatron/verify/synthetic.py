@@ -54,9 +54,10 @@ def synthetic_batch(
 ) -> SyntheticBatch:
     """Return random sequences of different lengths.
 
-    Their ratios lie inside and outside the objective's clip range, on both sides, with advantages
-    of both signs, and never near a bound. The advantages are not centred: the loss of a centred
-    batch is a difference of nearly equal numbers, with a large share of rounding errors.
+    Their ratios lie inside the objective's clip range, below it and above it, but never near a
+    bound. In each case there are advantages of both signs. The advantages are not centred: the loss
+    of a centred batch is a difference of nearly equal numbers, with a large share of rounding
+    errors.
     """
     assert 2 <= shortest <= longest
     generator = torch.Generator().manual_seed(seed)

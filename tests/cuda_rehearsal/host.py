@@ -80,7 +80,7 @@ class Host:
 
 
 def take_device(rank: int) -> str:
-    """Put this process on the device with the number of its rank, and on no other."""
+    """Let this process use the device with the number of its rank, and no other device."""
     import torch
 
     from tests.cuda_rehearsal import runtime

@@ -1,5 +1,5 @@
-"""The rehearsed device refuses what a GPU refuses. It also detects errors that a GPU makes
-silently."""
+"""The rehearsed device refuses what a GPU refuses. It also reports mistakes that cause no error on
+a GPU."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Updates with Transformer Engine's layers on the rehearsed device. The stand-in refuses the calls
-that Transformer Engine refuses. The updates equal those with the layers of torch_native."""
+that Transformer Engine refuses. The updates equal the updates with the layers of torch_native."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from tests.unit.hf.published import VOCABULARY, write_model
 
 ENGINE = "transformer_engine"
 PIN, LATEST = versions()[0], versions()[-1]
-# bf16 keeps 8 bits, so each operand is rounded by up to 2**-9. Over 4 layers, the largest
-# difference seen was 0.014 of a gradient.
+# bf16 keeps 8 bits, so each operand is rounded by up to 2**-9. The largest difference measured over
+# 4 layers was 0.014 of a gradient.
 BF16_TOLERANCE = 0.03
 # As in large models, heads have 16 channels, and all norms have the same epsilon.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -75,8 +75,8 @@ RUNS = {
         "ep=2", megatron={"moe_token_dispatcher_type": "allgather", "moe_permute_fusion": True}
     ),
     "pp=2 with recomputation": Run("pp=2", training={"recompute": "full"}),
-    # Both ranks have some projections completely. The values of attention have another size than
-    # the keys.
+    # Both ranks have some projections completely. In attention, the size of the values differs from
+    # the size of the keys.
     "latent attention on tp=2": Run("tp=2", "deepseek_v3"),
     # The projection of a delta net contains its input norm. The weight of another norm is an offset
     # to 1.
@@ -132,7 +132,7 @@ class Engines:
                 "model": {
                     "hf_path": str(self._models / run.family),
                     "backend": backend,
-                    # A larger value than usual; see ODD_MOE.
+                    # This value is larger than usual; see ODD_MOE.
                     "megatron": {"init_method_std": 0.15, **run.megatron},
                     "lora": run.lora,
                 },
@@ -179,7 +179,7 @@ def test_the_update_is_that_of_torch_native(engines: Engines, name: str) -> None
     tolerance = FP32_TOLERANCE if RUNS[name].precision == "fp32" else BF16_TOLERANCE
     expected, found = (engines.update(name, backend) for backend in ("torch_native", ENGINE))
     reference = native(expected.gradients)
-    # The gate and up projections of an expert are one matrix here, and two there.
+    # Transformer Engine has one matrix for an expert's gate and up projections, torch_native two.
     gradients = {n: g.view(reference[n].shape) for n, g in native(found.gradients).items()}
     worst, error = compare(reference, gradients)[0]
     print(f"{name}: {worst} is off by {error:.1e}")
@@ -191,7 +191,8 @@ def test_the_update_is_that_of_torch_native(engines: Engines, name: str) -> None
 
 @pytest.mark.parametrize("precision", FP8)
 def test_fp8_is_near_fp32(engines: Engines, precision: str) -> None:
-    """Operands are rounded to FP8 as the recipe says, and scales follow its histories."""
+    """Operands are rounded to FP8 as the recipe says. The scales follow the histories that the
+    recipe keeps."""
     expected = engines.gpu_task("step", "fp32", backend="torch_native")
     found = engines.gpu_task("step", precision, backend=ENGINE)
     error = distance(found["gradients"], expected["gradients"])

@@ -72,7 +72,8 @@ def test_a_refused_change_leads_to_a_new_run_and_from_there_to_another(
 
 
 def test_a_finished_run_can_go_on_also_with_another_model(toy: Path, folder: Path) -> None:
-    """The weights do not fit the other model, so a run with it begins without them."""
+    """The weights do not fit the other model, so a run of the other model begins without these
+    weights."""
     config, run = small(toy, folder, decay="constant"), folder / "run"
     train(config)
     said = train(config).stdout

@@ -1,5 +1,6 @@
 """A policy that collapses. The run warns, stops, or rolls back. After a kill during a rollback, the
-run is in a state before or after it. A run can branch at a step that it kept.
+run is in the state before the rollback or in the state after it. A run can branch at a step that it
+kept.
 
 The collapse is planted: from the 129th response on, the reward is 0 until the run has rolled back.
 """
@@ -88,8 +89,8 @@ def test_a_collapse_stops_a_run_that_is_saved(toy: Path, tmp_path: Path) -> None
     assert LAST_GOOD < done <= LAST_GOOD + 5
     assert f"the run ends, and is saved after step {done}" in said
     assert "the last healthy checkpoint is that of step 2" in said
-    # These are the last healthy checkpoint, the one that would have become healthy next, and the
-    # newest.
+    # These are the last healthy checkpoint, the checkpoint that would have become healthy next, and
+    # the newest checkpoint.
     kept = [name for name in checkpoint_names(run) if name.startswith("rl_")]
     assert kept == ["rl_00000002", "rl_00000006", f"rl_{done:08d}"]
     # A second start trains only if the user asks for it.
@@ -111,7 +112,8 @@ def test_a_run_that_goes_back_draws_other_samples(base: Path) -> None:
     assert min(each["reward/mean"] for each in found) > 0.5
     before = (run / "metrics.rollback_1.jsonl").read_text().splitlines()
     assert len(before) == told["from_step"] and json.loads(before[-1])["reward/mean"] == 0
-    # After the rollback the run uses the next prompts, not those of the collapse again.
+    # After the rollback the run uses the next prompts. It does not repeat the prompts of the
+    # collapse.
     at = f"checkpoints/{LAST}/run.json"
     drawn = json.loads((run / at).read_text())["loader"]
     steps = told["from_step"] + STEPS - told["to_step"]

@@ -30,7 +30,7 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
         if words[0] == "gspo-megatron":
             program = (sys.executable, "-m", "gspo_megatron")
             run_program(*program, *words[1:], *FEW.get(words[1], []), cwd=tmp_path)
-        elif words[1] != "-m":  # the data exist already
+        elif words[1] != "-m":  # the command that makes the data is skipped
             run_program(sys.executable, *words[1:], cwd=tmp_path)
         seen.append(words[1])
     assert seen == ["-m", "sft", f"{FOLDER}/spoil.py", "train", "evaluate"]

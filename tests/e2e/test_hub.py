@@ -1,4 +1,5 @@
-"""From a model's name to a run, and back to the Hub, with the real commands, client and files."""
+"""The way from a model's name on the Hub to a run, and back to the Hub, with the real commands,
+client and files."""
 
 from __future__ import annotations
 
@@ -143,7 +144,7 @@ def test_ranks_of_two_nodes_take_the_same_commits(finished: Finished) -> None:
     assert [rank.returncode for rank in ranks] == [0, 0], said
     commits = json.loads((folder / "nodes/hub.json").read_text())
     assert commits[f"models/{BASE}@main"] == finished.model
-    # one of them is for `main`
+    # one of the three requests is for `main`
     assert sum(f"/api/models/{BASE}" in line for line in hub.requests) == 3
     for rank in ("0", "1"):
         held = folder / f"node_{rank}/hub/models--org--base/snapshots/{finished.model}"

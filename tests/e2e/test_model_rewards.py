@@ -1,6 +1,6 @@
 """Runs whose rewards come from a reward model behind a URL. The model may fail in the middle of a
 run; then one line says so, and nothing is lost. The server is in the process of the test;
-tests/vllm uses a real one."""
+tests/vllm uses a real server."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The server of a teacher fails in the middle of a run. The run ends with one line and loses
-nothing. The server is part of the test's process; tests/vllm uses a real one."""
+nothing. The server is part of the test's process; tests/vllm uses a real server."""
 
 from __future__ import annotations
 

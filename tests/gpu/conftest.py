@@ -1,4 +1,5 @@
-"""Tasks of one_step.py, which run as processes, and the abilities of this machine's GPU."""
+"""Fixtures that run the tasks of one_step.py in processes, and a check of what this machine's GPU
+supports."""
 
 from __future__ import annotations
 

@@ -47,7 +47,8 @@ def responses() -> list[torch.Tensor]:
 
 
 def compute(path: Path) -> None:
-    """Save the results of this process, and the collectives that `faster` has replaced in it."""
+    """Save the results of this process, and the names of the collectives that `faster` has
+    replaced."""
     pool = Pool()
     ours = host_collectives.__file__
     replaced = [name for name in COLLECTIVES if inspect.getfile(getattr(dist, name)) == ours]
@@ -66,7 +67,8 @@ def test_the_switch_changes_no_result(pool: Pool, tmp_path: Path) -> None:
     is_on, replaced, without, (tokens, logprobs) = torch.load(path, weights_only=False)
     assert (is_on, replaced) == (False, [])
     for layout, result in updates(pool).items():
-        # Without `faster`, every layout agrees with tp=1 and with the same layout under `faster`.
+        # Without `faster`, every layout agrees with tp=1. It also agrees with the same layout with
+        # `faster`.
         for reference in (without["tp=1"], result):
             assert_same_update(without[layout], reference, FP32_TOLERANCE)
         assert_norm_is_that_of_the_gradients(without[layout])

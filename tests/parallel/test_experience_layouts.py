@@ -29,8 +29,9 @@ from tests.parallel.pool import Pool
 
 GROUP, PROMPTS = 3, 3
 SAMPLING = Sampling(max_tokens=8)
-# Groups 1, 3 and 4 are kept. With two data ranks, one rank has two of them and the other has one.
-# With four, one rank has none. Group 5 is more than needed, and there is no third round.
+# Groups 1, 3 and 4 are kept. On two data-parallel ranks, one rank has two of these groups and the
+# other rank has one. On four data-parallel ranks, one rank has no group. Three groups are needed,
+# so group 5 is dropped, and there is no third round.
 ANSWERS = ["flat", "", "flat", "", "", "", "", "", ""]
 KEPT = [1, 3, 4]
 PAD_ID, EOS_ID = 0, 2
@@ -47,8 +48,8 @@ class Tokenizer:
 
 
 def reward_of_turns(sample: Sample) -> TurnRewards:
-    """A turn has three tokens, and its reward is their sum. With the answer "flat", all rewards are
-    0."""
+    """A turn has three tokens. The reward of a turn is proportional to the sum of its token ids.
+    With the answer "flat", all rewards are 0."""
     ends = [*range(TURN, sample.num_tokens, TURN), sample.num_tokens]
     if sample.answer == "flat":
         return TurnRewards([0.0] * len(ends), ends)
@@ -116,7 +117,7 @@ def parts(sample: Sample) -> dict[str, float]:
 
 
 def uneven_parts(sample: Sample) -> dict[str, float]:
-    """A reward whose parts have other names on another data rank."""
+    """A reward whose parts have different names on different data-parallel ranks."""
     number = int(sample.prompt.split()[1])
     return {"odd" if number % 2 else "even": 1.0}
 

@@ -1,5 +1,5 @@
-"""Import and export on sharded layouts. The same bits come back, and the model computes the
-same."""
+"""Import and export on sharded layouts. An export has the same bits as the imported folder, and the
+model computes the same on every layout."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ REST = [
 ]
 IN_BF16 = ("qwen3_moe", "tp=2,pp=2,ep=2")
 REST_IN_BF16 = [case for case in QUICK + REST if case[1] in LAYOUTS and case != IN_BF16]
-# for log-probs in fp32, whose sums over shards have another order
+# for log-probs in fp32: the order of their sums depends on the shards
 TOLERANCE = 1e-5
 
 _draw = random.Random(8)

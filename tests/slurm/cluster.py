@@ -74,8 +74,8 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=
 PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10
 """
 
-# $1: the address of this node. The controller's namespace sends one end of a veth pair, which
-# becomes eth0.
+# $1: the address of this node. The controller's namespace sends one end of a veth pair. This end
+# becomes the node's eth0.
 _JOIN = """
 hostname "$1" && ip link set lo up
 until ip link show eth0 >/dev/null 2>&1; do sleep 0.05; done
@@ -125,8 +125,7 @@ class Cluster:
         for name in reversed(list(self._daemons)):
             self.kill(name)
 
-    # --- The actions of users
-    # -----------------------------------------------------------------------
+    # --- The actions of users ---------------------------------------------------------------------
 
     def run(self, *command: object, check: bool = True, **environ: str) -> str:
         """Run a client program on the controller's host. Returns its output."""
@@ -208,8 +207,7 @@ class Cluster:
         path = Path(job["StdOut"])
         return path.read_text(errors="replace") if path.exists() else ""
 
-    # --- Failures and starts of nodes
-    # ---------------------------------------------------------------
+    # --- Failures and starts of nodes -------------------------------------------------------------
 
     def start_node(self, name: str) -> None:
         """Start slurmd on a node that is down."""
@@ -229,7 +227,7 @@ class Cluster:
         self.run("ip", "link", "set", link, "master", "bridge0", "up")
 
     def wait_for_nodes(self) -> None:
-        """Wait until every node can run jobs or runs some."""
+        """Wait until every node can run jobs or is running jobs."""
 
         def ready() -> bool:
             text = self.run("sinfo", "-h", "-N", "-p", "main", "-o", "%N %t", check=False)
@@ -238,8 +236,7 @@ class Cluster:
 
         self._until(ready)
 
-    # --- Internal functions
-    # ---------------------------------------------------------------------------
+    # --- Internal functions -----------------------------------------------------------------------
 
     def _start(self) -> None:
         for name in ("munge", "state", "spool"):
@@ -357,8 +354,8 @@ def why_not_isolated() -> str | None:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Free ports below those of jobs, and below those that the system gives to processes. So no
-    other process takes one before its daemon does."""
+    """Free ports. They are below the ports of jobs, and below the ports that the system gives to
+    processes. So no other process takes such a port before its daemon does."""
     found: set[int] = set()
     while len(found) < count:
         port = random.randrange(15000, 20000)

@@ -28,7 +28,7 @@ _TIMEOUT_SECONDS = 240
 _APPTAINER_PACKAGES = ("apptainer", "libc6", "libseccomp2", "libsqlite3-0", "patchelf")
 _APPTAINER_LIBRARIES = ("libgcc-s1", "libstdc++6", "zlib1g", "libzstd1")
 _RELEASE = Path("/etc/os-release")
-_VERSION = 1  # increased when this file's changes to the packages change
+_VERSION = 1  # increase it when this file changes the packages in another way
 
 
 class Unavailable(Exception):  # noqa: N818 (a reason to skip)
@@ -55,8 +55,8 @@ def slurm_prefix() -> Path:
 def apptainer_folder() -> Path:
     """A folder with the program apptainer. Raises Unavailable.
 
-    It is the system's program, or Debian's package, unpacked into the cache like Slurm. The
-    programs of the package get the loader and the C library that come with it.
+    The folder is the system's, or it holds Debian's package, unpacked into the cache like Slurm.
+    The programs of the package get the loader and the C library of Debian's unstable distribution.
     """
     installed = shutil.which("apptainer")
     if installed is not None:

@@ -35,7 +35,7 @@ from tests.slurm.jobs import (
 # The tests start many processes, each of which may take a minute on a busy machine.
 pytestmark = pytest.mark.timeout(1200)
 
-IN_STEP_2 = CALLS_PER_STEP + 5  # the call of the reward
+IN_STEP_2 = CALLS_PER_STEP + 5  # the number of a call of the reward
 
 
 def finish_as(cluster: Cluster, run: Run, number: str, undisturbed: Run) -> str:
@@ -66,7 +66,7 @@ def test_a_run_that_everything_happens_to_ends_as_the_one_that_nothing_happened_
     log = finish_as(cluster, run, number, undisturbed)
     for restart in range(1 + len(everything)):
         assert f"slurm: job {number}, restart {restart}: 2 tasks on 2 nodes" in log
-    # other starts may get too little time to stop as asked
+    # a start may get too little time to stop as asked, so not all starts do
     assert log.count("stopped as asked") >= 2
     assert log.count("killed from outside") >= 2
     environment = json.loads((run.out / "environment.json").read_text())

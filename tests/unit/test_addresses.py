@@ -1,5 +1,5 @@
-"""The choice of a host's address for other hosts, even if its own name stands for a loopback
-address."""
+"""The choice of the address by which other hosts reach a host, even if the host's own name stands
+for a loopback address."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ OWN = "10.9.0.1"
 
 @pytest.fixture
 def debian(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """For a name or address, this host's own address on the way to it. A test may add a default
-    route."""
+    """The routes of this host: name or address of another host -> this host's own address on the
+    way to it. A test may add a route."""
     ways = {"10.9.0.2": OWN, "node2": OWN, "127.0.1.1": "127.0.0.1", "node1": "127.0.0.1"}
     monkeypatch.setattr(addresses, "addresses_of", lambda host: NAMES.get(host, []))
     monkeypatch.setattr(addresses, "route_to", ways.get)
@@ -122,7 +122,7 @@ def test_of_several_addresses_the_one_on_the_way_to_the_others_counts(
     slurm = {"SLURM_STEP_NODELIST": "both,far"}
     assert own_address("both", slurm) == listening_address("both", slurm) == "10.8.0.1"
     assert own_address("both", {}) == listening_address("both", {}) == "10.9.0.1"
-    # The way to the other host uses another network than the name's address.
+    # The route to the other host does not use the network of the name's address.
     debian["far"] = "172.16.0.1"
     assert own_address("both", slurm) == listening_address("both", slurm) == "10.9.0.1"
     # The name belongs to another host.

@@ -24,7 +24,7 @@ def test_gpus_are_hidden_here_and_from_every_process_that_a_test_starts() -> Non
         ([str(ROOT / "tests" / "gpu")], "docs", True),
         (["tests/gpu", "tests/unit"], ".", False),
         (["tests"], ".", False),
-        (["gpu"], ".", False),  # another folder of the same name
+        (["gpu"], ".", False),  # a folder of the same name elsewhere
         ([], "tests/gpu", False),
     ],
 )

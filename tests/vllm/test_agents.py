@@ -76,8 +76,8 @@ def test_an_agent_trains_unchanged(vllm_python: Path, tmp_path: Path, steps: int
     records = run.steps()
     assert [record["step"] for record in records] == [*range(1, steps + 1)]
     for record in records:
-        # The trainer has exactly the tokens that the server sampled. Other tokens would have other
-        # log-probs.
+        # The trainer has exactly the tokens that the server sampled. With different tokens, the
+        # log-probs would differ, too.
         assert record["mismatch/abs_mean"] <= 1e-5
         assert record["environment/turns"] == 3 and record["environment/errors"] == 0
         assert record["environment/branches"] == 2

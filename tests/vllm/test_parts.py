@@ -34,8 +34,8 @@ def assert_equal(first: Response, second: Response) -> None:
 
 
 def test_a_part_is_the_responses_that_vllm_gives_one_by_one(vllm_server: Server) -> None:
-    """The single requests and the group request run one after the other, because a batch of another
-    size is rounded differently."""
+    """The single requests and the group request run one after the other, because rounding depends
+    on the size of a batch."""
 
     async def draw() -> tuple[list[Response], list[Response]]:
         async with connected_session() as session:

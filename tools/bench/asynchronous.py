@@ -14,9 +14,9 @@ other.
               server nor trainer ever waits
 
 The first two steps do not count: the server compiles, and no responses were generated ahead yet.
-The last two do not count either, because no responses are generated ahead any more. The figures are
-means over the other steps, so a long response counts as much as it costs. The last line has the
-medians of the rounds.
+The last two steps do not count either, because no responses are generated ahead any more. The
+figures are means over the other steps, so a long response counts as much as it costs. The last line
+has the medians of the rounds.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ The service is real: client, scheduler, requests, scoring, store. The simulated 
 process; each has its own port. A server is our middleware, as vLLM's servers load it, around an
 application that answers in vLLM's format. The lengths of responses are log-normal (`--lengths`:
 median, 90th percentile), up to 32,768 tokens. Real servers parse vLLM's JSON in parallel. Here,
-each of 128 different responses is parsed only once, so that the simulated servers keep up. They
-answer at once, or at `--speed` tokens a second for each response. With `--json` they have no
-middleware. All responses of a draw are requested together; as many are in flight as servers accept.
-The output has the CPU time of a response for each thread. The last line has
+each of 128 different responses is parsed only once, so that the simulated servers keep up. The
+servers answer at once, or at `--speed` tokens a second for each response. With `--json` the servers
+have no middleware. All responses of a draw are requested together; as many are in flight as servers
+accept. The output has the CPU time of a response for each thread. The last line has
 
     responses_per_cpu_second   of the service's thread alone: requests, answers, draws
     core_percent               share of a core that this thread needs for 1,000 responses/s

@@ -5,14 +5,15 @@
 One rank holds a random Qwen3-MoE-shaped model; one server on the same machine has its weights. Each
 round changes all weights and calls ServedRollouts.take_weights, as a run does after each step. The
 trainer writes a Hugging Face folder. The server is paused, loads the folder, clears its prefix
-cache and continues. Then its answers to 23 prompts are compared with the trainer's own. The time is
-that of the whole call, so it includes all of this.
+cache and continues. Then its answers to 23 prompts are compared with the trainer's own. The
+measured time is that of the whole call, so it includes all of this.
 
-It is compared with `cp -r` of the same folder to the same file system, in the same round. They take
-turns in going first. `cp` calls no fsync, and nothing is read from a disk: the folder was just
-written, so it is in memory. `ratio` is the seconds of `cp` / the seconds of the call: 1 would be as
-fast as one copy. The call makes several copies: from the trainer to the folder, from there into
-vLLM's buffers, on a CPU into the layout of its kernels, and into the tensors that the kernels use.
+This time is compared with the time of `cp -r` of the same folder to the same file system, in the
+same round. Call and `cp` take turns in going first. `cp` calls no fsync, and nothing is read from a
+disk: the folder was just written, so it is in memory. `ratio` is the seconds of `cp` / the seconds
+of the call: 1 would be as fast as one copy. The call makes several copies: from the trainer to the
+folder, from there into vLLM's buffers, on a CPU into the layout of its kernels, and into the
+tensors that the kernels use.
 
     export   write the folder                    expected   compute the trainer's own answers
     load     the server is paused                check      get and compare the server's answers

@@ -42,7 +42,7 @@ sum=$(cat "${wheels[@]}" /dev/null | sha256sum)
 if [ "$(cat "$site/.done" 2>/dev/null)" != "$sum" ]; then
     if [ ${#wheels[@]} -eq 0 ] || install "${wheels[@]}"; then
         echo "$sum" >"$site/.done"
-    else # one of them is damaged: install each by itself
+    else # one wheel is damaged: install each wheel by itself
         for wheel in "${wheels[@]}"; do
             install "$wheel" || echo "install: $wheel failed, see $out/install.txt"
         done

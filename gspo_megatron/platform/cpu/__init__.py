@@ -1,1 +1,2 @@
-"""Changes for Megatron-Core on a CPU: those that it needs, and those that only make it faster."""
+"""Changes of Megatron-Core for CPUs. Some of the changes are necessary on a CPU; the others only
+save time."""

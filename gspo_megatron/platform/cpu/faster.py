@@ -1,9 +1,10 @@
 """Makes Megatron-Core faster on a CPU. No result depends on this, except for rounding.
 
 The substitutes in `needed` are necessary. The substitutes in this file, in `host_collectives` and
-in `windows` only save time. GSPO_CPU_FASTER=0 in the environment of all ranks turns them off. Sums
-then run in another order, and results agree within rounding (tests/parallel/test_cpu_faster.py).
-`models` has functions of its own for CPUs, which check `applies_to`. With CUDA nothing is replaced.
+in `windows` only save time. GSPO_CPU_FASTER=0 in the environment of all ranks turns them off.
+Without these substitutes, sums are computed in a different order, and the results agree within
+rounding (tests/parallel/test_cpu_faster.py). `models` has functions of its own for CPUs, which
+check `applies_to`. With CUDA nothing is replaced.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from gspo_megatron.platform.cpu.needed import is_needed
 
 IS_ON = os.environ.get("GSPO_CPU_FASTER", "1") != "0"
 
-# Options of glibc's mallopt (malloc.h), with values in bytes. The last one has the largest value
+# Options of glibc's mallopt (malloc.h), with values in bytes. The last option has the largest value
 # that is allowed.
 MALLOC_OPTIONS = {
     -1: 256 * 2**20,  # M_TRIM_THRESHOLD: free memory at the end of the heap that the process keeps
@@ -59,8 +60,9 @@ def adapt_megatron() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Keep the memory that an update frees for the next update. By default glibc gives it back to
-    the system, which then has to clear thousands of pages a step."""
+    """Do not give freed memory back to the system, so that the next update can use the memory that
+    this update frees. By default glibc gives it back, and the system then has to clear thousands of
+    pages a step."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
     if set_option is not None:
         for option, value in MALLOC_OPTIONS.items():
@@ -69,7 +71,8 @@ def _keep_freed_memory() -> None:
 
 def _step_without_compiler() -> None:
     """Keep torch's optimizers from importing torch's compiler, which takes a second of each rank's
-    start. They import it only to exclude themselves from it, and nothing is compiled on a CPU."""
+    start. The optimizers import the compiler only to exclude themselves from compilation, and
+    nothing is compiled on a CPU."""
     for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
         method: Any = getattr(torch.optim.Optimizer, name)
         setattr(torch.optim.Optimizer, name, getattr(method, "__wrapped__", method))
@@ -81,11 +84,13 @@ def _step_without_compiler() -> None:
 
 def _share_gloo_devices() -> None:
     """Let all process groups use the devices of the first group. Each device has a thread that
-    wakes up a hundred times a second. Megatron-Core makes twenty groups, most of them of one rank.
+    wakes up a hundred times a second. Megatron-Core makes twenty groups, and most groups have one
+    rank.
     """
     gloo: Any = dist.ProcessGroupGloo
     native = gloo.__init__
-    known: dict[int, Any] = {}  # by process, because a fork has none of the threads
+    # Process id -> devices. A forked process has no threads of these devices, so it needs new ones.
+    known: dict[int, Any] = {}
 
     @functools.wraps(native)
     def start(self: Any, store: Any, rank: int, size: int, *others: Any, **named: Any) -> None:
@@ -105,7 +110,7 @@ def _share_gloo_devices() -> None:
 
 def _unless_sorted(native: Any) -> Any:
     """Skip the dispatcher's second sort if the tokens are in order already. With all experts on one
-    rank, this sort only copies them."""
+    rank, this sort would only copy the tokens."""
 
     @functools.wraps(native)
     def sort(
@@ -146,7 +151,7 @@ def _turned_at_once(native: Any) -> Any:
         *others: Any,
         mscale: float = 1.0,
         cp_group: Any = None,
-        **switches: Any,  # each rotates other pairs of channels; names differ between versions
+        **switches: Any,  # flags for other ways to pair the channels; names differ by version
     ) -> torch.Tensor:
         named = {"mscale": mscale, "cp_group": cp_group}
         in_part = freqs.shape[-1] != states.shape[-1]  # some channels are not rotated

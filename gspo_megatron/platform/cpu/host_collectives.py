@@ -29,7 +29,7 @@ _REDUCTIONS = {
 
 
 class Done:
-    """The handle of background work in a group of one rank, which is done at once."""
+    """The handle of background work in a group of one rank. Such work is done at once."""
 
     def wait(self, _timeout: Any = None) -> bool:
         return True
@@ -54,10 +54,10 @@ def substitute(native: Collective, own: Collective) -> Collective:
         values = signature.bind(*args, **named).arguments
         in_background = values.pop("async_op", False)
         group = values.pop("group", None) or dist.group.WORLD
-        # All ranks of the group decide the same. Tensors must be contiguous, as for gloo. Otherwise
-        # their rank ends with an error.
+        # All ranks of the group must take the same decision here. So it does not depend on whether
+        # a tensor is contiguous. As with gloo, a tensor that is not contiguous is an error.
         is_ours = (
-            isinstance(group, dist.ProcessGroup)  # else this rank is not in the group
+            isinstance(group, dist.ProcessGroup)  # if it is not, this rank is not in the group
             and values.get("op", dist.ReduceOp.SUM) in operations
             and all(value.is_cpu for value in values.values() if isinstance(value, Tensor))
             and (group.size() == 1 or (not in_background and window_of(group) is not None))

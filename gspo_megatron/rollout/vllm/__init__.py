@@ -6,5 +6,6 @@ on the ranks.
     every rank <--its own share-- the store          ../store
     ranks --weights, check--> service --> servers    weight_sync, weight_stream | weights, fleet
 
-The service does not import torch. `weight_sync` and `weight_stream` do: they run on the ranks.
+The service does not import torch. `weight_sync` and `weight_stream` import torch, because they run
+on the ranks.
 """

@@ -1,10 +1,10 @@
 """Loads new adapters on the servers (rollout.vllm.lora: adapter).
 
-A server starts with the base model, and keeps it. Each version of the adapters has its own name,
-and a request names the version that it needs. So responses in progress continue with the adapter
-that they began with, and the server's prefix cache never mixes versions. `WeightLoader` checks with
-fixed prompts that a server computes with the new version. `AdapterLoader` also checks that the
-server's layers use all parts of the adapter.
+A server starts with the base model, and keeps it. Each version of the adapters has its own name. A
+request gives the name of the version that it needs. So responses in progress continue with the
+adapter that they began with, and the server's prefix cache never mixes versions. `WeightLoader`
+checks with fixed prompts that a server computes with the new version. `AdapterLoader` also checks
+that the server's layers use all parts of the adapter.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from gspo_megatron.rollout.vllm.server import Server
 from gspo_megatron.rollout.vllm.weights import CALL_SECONDS, WeightLoader, Weights
 
 _SHOWN = 6
-# The least share of a sum of squares that a server must have. It is below 1 because vLLM rounds
-# adapters to the type in which it computes.
+# A server must have at least this share of the sum of squares in the adapter's file. The share is
+# below 1, because vLLM rounds adapters to the type in which it computes.
 _LEAST = 0.98
 
 
@@ -60,7 +60,7 @@ class AdapterLoader(WeightLoader):
         return name
 
     async def _check_version(self, server: Server, weights: Weights) -> None:
-        """Do nothing: requests name the version, and a server without it refuses them."""
+        """Do nothing: requests name the version, and a server without this version refuses them."""
 
     async def _suspects(self, server: Server, folder: str | None, *, whole: bool) -> str:
         found = await self._suspect_tensors(server, self.settings.base) if whole else ""
@@ -82,7 +82,7 @@ class AdapterLoader(WeightLoader):
         needed = {server.version, *(each.version for each in server.in_flight)}
         for version in sorted(n for n in server.adapters - needed if n < server.version):
             server.adapters.discard(version)
-            with contextlib.suppress(ServerGone, ServerRefused):  # the next request will show it
+            with contextlib.suppress(ServerGone, ServerRefused):  # the next request will fail, too
                 await server.client.unload_adapter(self._name(version), seconds=CALL_SECONDS)
 
 
@@ -91,7 +91,7 @@ def dropped_parts(
 ) -> list[str]:
     """Return the parts of an adapter that a server does not use, such as `layers.0.mlp.gate_proj`.
 
-    workers: the sums of the server's workers, which split or copy the parts between them; expected:
+    workers: the sums of each worker of the server; the workers split or copy the parts. expected:
     the sums of the adapter's file.
     """
     return [

@@ -40,19 +40,22 @@ from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import (
 )
 
 HEALTH = "/health"  # vLLM's path, which every server answers without a token
-MODEL = "policy"  # the name under which started servers serve the model
+MODEL = "policy"  # the model's name on servers that a run starts
 
-# Ways to pause a server for new weights. With the first two, responses in progress continue after
-# the pause: with keys and values that the new weights recompute, or with the old ones.
+# Ways to pause a server for new weights. With RECOMPUTE and KEEP, responses in progress continue
+# after the pause. RECOMPUTE lets the new weights compute their keys and values again. KEEP keeps
+# the old keys and values.
 RECOMPUTE = {"mode": "keep", "clear_cache": "true"}
 KEEP = {"mode": "keep", "clear_cache": "false"}
 # The pause waits until responses in progress have ended.
 WAIT = {"mode": "wait", "clear_cache": "true"}
 
-# Calls that must not be repeated if the answer is lost: the server may have done them, or may still
-# be doing them. Each uses a new connection, because the server may just be closing an idle one.
+# Calls that must not be repeated if the answer is lost: the server may have executed them, or may
+# still be executing them. Each of these calls uses a new connection, because the server may just be
+# closing an idle connection.
 _ONCE = {"/collective_rpc", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
-_FLIGHT = re.compile(r"[0-9a-f]{32}")  # our name of a request, within vLLM's name of it
+# Our name of a request, which is a part of vLLM's name of the request.
+_FLIGHT = re.compile(r"[0-9a-f]{32}")
 _LATER = (408, 429)  # statuses of a proxy: request timeout, too many requests
 _KEPT_SECONDS = 2.0  # how long an idle connection stays open; vLLM closes it after 5
 _CONNECT_SECONDS = 30.0
@@ -61,7 +64,7 @@ _BUFFER = 1 << 22  # bytes of an answer to buffer: all bytes of a record arrive 
 
 
 class ServerGone(Exception):  # noqa: N818 (not the program's error: the request goes elsewhere)
-    """The server is away, late, or failed by itself; another one may answer."""
+    """The server is away, late, or failed by itself; another server may answer."""
 
 
 class NoAnswer(ServerGone):
@@ -255,7 +258,8 @@ class ServerClient:
             return str(found["weight_version"])
 
     async def why_not_healthy(self, *, seconds: float) -> str | None:
-        """Return why the server is not healthy, or None. The answer could be another program's."""
+        """Return why the server is not healthy, or None. This call does not notice if another
+        program answers in place of the server."""
         try:
             await self._call("GET", HEALTH, seconds=seconds)
         except (ServerGone, ServerRefused) as error:
@@ -419,7 +423,7 @@ class ServerClient:
 def connected_session() -> aiohttp.ClientSession:
     """Return a session for the clients of all servers, without a limit on connections.
 
-    It closes idle connections earlier than a server does, so that a server rarely closes a
+    The session closes idle connections earlier than a server does, so that a server rarely closes a
     connection that a new request has just begun to use.
     """
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_SECONDS)

@@ -49,9 +49,8 @@ class GroupRequest:
     generate_again: Callable[[Seed], asyncio.Task[list[Response]]]
     when_some_end: Callable[[], None]
     responses: list[InFlightResponse] = field(default_factory=list)
-    again: dict[int, asyncio.Task[list[Response]]] = field(
-        default_factory=dict
-    )  # by response number
+    # Number of a response -> the task that generates this response again.
+    again: dict[int, asyncio.Task[list[Response]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.server.version is not None, "a server that serves nothing"
@@ -96,7 +95,8 @@ class GroupRequest:
         return max(arrived, default=-1)
 
     async def _receive(self) -> None:
-        """Receive the responses. Raises ServerGone or ServerRefused; earlier responses stay."""
+        """Receive the responses. Raises ServerGone or ServerRefused; responses that have arrived
+        before are kept."""
         client, spec = self.server.client, self.spec
         named: dict[str, Any] = {"routes": spec.routes, "salt": spec.salt, "model": spec.model}
         if not self.server.abilities.gives_parts:

@@ -22,7 +22,7 @@ from gspo_megatron.rollout.vllm.group_request import GroupRequest, GroupSpec, Se
 from gspo_megatron.rollout.vllm.server import FleetSettings, Server
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
 
-_WORTH = 16  # a part of a group is sent only to a server with 1 / _WORTH of its places free
+_WORTH = 16  # a server gets a part of a group only if 1 / _WORTH of its places are free
 
 _T = TypeVar("_T")
 Chosen = TypeVar("Chosen")
@@ -63,7 +63,7 @@ class RequestQueue(Generic[Chosen]):
         return entry
 
     def remove(self, entry: QueueEntry[Chosen]) -> None:
-        """Take an entry out, if it still waits."""
+        """Remove an entry, if it still waits."""
         if entry.is_waiting:
             entry.is_waiting = False
             self._waiting[entry.key].remove(entry)
@@ -148,7 +148,8 @@ class Scheduler:
     async def _generate(
         self, spec: GroupSpec, seeds: Sequence[Seed], *, first: bool = False
     ) -> list[Response]:
-        """Send requests when places are granted. first: before other requests of the rollout."""
+        """Send requests when places are granted. first: put the requests before the other requests
+        of the rollout."""
         requests: list[GroupRequest] = []
         rest = seeds
         try:
@@ -180,7 +181,8 @@ class Scheduler:
         server = request.server
         await asyncio.wait([request.call])
         try:
-            # The call is cancelled if the server is out, or if all responses were taken back.
+            # The call is cancelled if the server is out of service, or if all responses were taken
+            # back.
             if not request.call.cancelled():
                 request.call.result()
         except ServerRefused as error:
@@ -202,7 +204,8 @@ class Scheduler:
         return [responses[n] for n in range(len(request.responses))]
 
     async def _wait_for_check(self, server: Server, version: int) -> None:
-        """Wait until the server has passed the check of these or later weights, or is out."""
+        """Wait until the server has passed the check of weights of `version` or later, or is out of
+        service."""
         if server.checked_version < version:
             await self.fleet.changes.wait_until(
                 lambda: server.checked_version >= version or server.why_out is not None
@@ -215,7 +218,8 @@ class Scheduler:
     ) -> list[tuple[Server, int]]:
         """Wait in the queue; returns servers and their numbers of places.
 
-        The servers serve at this moment, so the caller must send its requests at once.
+        The servers are in service when this method returns. So the caller must send its requests at
+        once.
         """
         while True:
             entry = self._queue.add(spec.rollout, spec.version, places, first=first)

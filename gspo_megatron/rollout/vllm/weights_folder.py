@@ -18,10 +18,11 @@ MEMORY = Path("/dev/shm")  # a file system in memory, in which every user may wr
 
 
 def make_weights_folder(config: Config) -> Path:
-    """Make a new folder for a start of the run, and remove those of killed starts.
+    """Make a new folder for this start of the run, and remove the folders of killed starts.
 
     The lock of the run makes the removal safe. The name is random, so that no other user can make
-    the folder first. If the run starts the servers, only this user may read it. Raises OSError.
+    the folder first. If the run starts the servers, only this user may read the folder. Raises
+    OSError.
     """
     for folder in weights_folders(config):
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,8 +1,8 @@
 """The requirements of Transformer Engine for the arguments of a call, from `contract.json`.
 
 A requirement is a Python expression. It may use the call's arguments, `self`, and the names below.
-Each requirement names the argument that it is about. For each version it names the place in
-Transformer Engine's source that requires it. Versions that it does not name do not have the
+Each requirement names the argument that it is about. For each version of Transformer Engine that
+has the requirement, it also names the place in the source. All other versions do not have the
 requirement.
 """
 

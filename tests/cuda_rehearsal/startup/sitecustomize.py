@@ -14,7 +14,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.a
 
 
 class _BeforeTorch:
-    """A finder of modules. It loads the device before torch, and completes it after torch."""
+    """A finder of modules. It loads the device before torch is imported, and completes the device
+    after that."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != "torch":

@@ -1,5 +1,5 @@
-"""The command `ablate`: variants, planned runs, and what it does with their results. Stand-ins take
-the place of real runs."""
+"""The command `ablate`: its variants, the runs that it plans, and what it does with the results of
+runs. Stand-ins take the place of real runs."""
 
 from __future__ import annotations
 

@@ -110,8 +110,8 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(
     assert code == 2 and "model.vocab_size = 5: the tokenizer" in err
 
 
-# The published counts (https://huggingface.co/Qwen): of all parameters, and of those that one token
-# uses ("3.3B active", "22B active").
+# The published numbers (https://huggingface.co/Qwen) of all parameters, and of the parameters that
+# one token uses ("3.3B active", "22B active").
 @pytest.mark.parametrize(
     ("preset", "total", "active_billions"),
     [("qwen3-30b-a3b", 30_532_122_624, 3.3), ("qwen3-235b-a22b", 235_093_634_560, 22.2)],
@@ -202,7 +202,8 @@ def test_illegal_values_hide_no_other_mistake(write_config: ConfigWriter, gspo: 
 @pytest.mark.parametrize(
     ("words", "count"),
     [
-        # Each of these could cause more errors: of the rules, of the files, or of the run folder.
+        # Each of these mistakes could cause further messages: about rules, files, or the run
+        # folder.
         (("data.tokenizer=5",), 1),
         (("data.tokenizer=5", "data.eval_prompts=none.jsonl"), 2),
         (("data.prompts=[]", "data.prompt=a.jsonl"), 1),

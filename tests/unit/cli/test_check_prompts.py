@@ -63,7 +63,6 @@ OPTION = "data.chat_template_options={%s: false}"
 LETTERS = "{folder}/letters.model: "
 # Faults of single rows are in tests/unit/data/test_prompts.py.
 MISTAKES: list[tuple[Sequence[Rows], Sequence[str], str | None, str]] = [
-    # the template
     (
         [[CHAT, row([{"role": "boss", "content": "a"}])]],
         (),
@@ -102,7 +101,6 @@ MISTAKES: list[tuple[Sequence[Rows], Sequence[str], str | None, str]] = [
         TEMPLATE,
         "data.chat_template_options: nothing reads it: no prompt is a list of messages, and data.",
     ),
-    # several files
     (
         [[GOOD], [GOOD]],
         ("data.weights=[1]",),
@@ -118,7 +116,6 @@ MISTAKES: list[tuple[Sequence[Rows], Sequence[str], str | None, str]] = [
         "data.prompts = ['{folder}/a.jsonl', … : a file is listed twice; allowed: once",
     ),
     ([[GOOD], [row("")]], (), None, "{folder}/b.jsonl:1: field 'prompt' is empty; a prompt needs"),
-    # fields and answers
     (
         [[{"question": "a", "answer": "#### 1"}]],
         ("data.format=gsm8k", "data.prompt_field=question"),

@@ -28,8 +28,8 @@ assert RUNS.keys() == STAGES.keys() - {"reward_model"}
 def test_a_run_of_any_stage_is_evaluated_with_its_model_and_tokenizer(
     stage: str, tmp_path: Path
 ) -> None:
-    """The configuration of the run has every key of its stage. The evaluation's has the keys that
-    it shares with the run, and the given suites."""
+    """The run's configuration has every key of its stage. The evaluation's configuration has the
+    keys that both have, and the given suites."""
     values = {
         "model": {"preset": "tiny", "megatron": {"num_layers": 2}},
         "parallel": {"layout": "tp=2"},
@@ -87,7 +87,7 @@ def test_a_run_that_learns_from_a_teacher_alone_is_evaluated_without_it(tmp_path
         "evaluation": {"interval": 5, "suites": SUITES},
     }
     path.write_text(to_yaml(parse_config(values)))
-    # no suites are given, so the file's own are used
+    # no suites are given, so the suites of the file are used
     evaluated = parse_config(_values(path, {})[0])
     assert [*evaluated.evaluation.suites] == ["near"] and evaluated.reward.name != "none"
     assert not evaluated.objective.distillation.is_on

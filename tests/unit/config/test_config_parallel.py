@@ -57,7 +57,7 @@ def test_layout_reports_all_its_problems() -> None:
         ("tp=1", 1),
         ("tp=2,pp=3,cp=5", 30),
         ("tp=2,pp=2,ep=2", 4),  # experts share the tensor-parallel ranks
-        ("ep=4", 4),  # dense ranks are data-parallel, experts need four of them
+        ("ep=4", 4),  # the dense layers are data-parallel; the experts need four ranks
         ("tp=2,ep=3", 6),  # the smallest number that both 2 and 3 divide
         ("tp=2,pp=2,ep=4,etp=2", 16),
         ("tp=2,pp=2,vpp=2", 4),

@@ -49,7 +49,8 @@ def test_every_rule_and_correction_has_its_function_with_the_declared_numbers():
     tensors = {"inputs", "ratio", "advantages", "log_k", "sums", "lengths"}
     declared = [(rule.function, rule.defaults) for rule in RULES.values()]
     for name, each in CORRECTIONS.items():
-        counts = each.summed == "is_outside"  # this function returns a sum that needs the bounds
+        # A correction that sums `is_outside` leaves the bounds to this function.
+        counts = each.summed == "is_outside"
         declared += [("is_outside", each.defaults)] if counts else []
         declared.append((name, {} if counts else each.defaults))
     for function, defaults in declared:
@@ -73,7 +74,7 @@ SEQUENCES, TOKENS = {"clip_low": 3e-4, "clip_high": 4e-4}, {"clip_low": 0.2, "cl
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        # the numbers in the papers
+        # these ranges are the numbers in the papers
         *(({"name": name}, SEQUENCES) for name in ("gspo", "gspo_token", "luspo")),
         *(({"name": name}, TOKENS) for name in ("grpo", "minirl")),
         ({"name": "dapo"}, {"clip_low": 0.2, "clip_high": 0.28}),
@@ -172,7 +173,6 @@ def test_numbers_of_the_papers_and_of_other_parts(keys, expected):
         ({"name": "gspo", "correction": "sequence_mask", "correction_low": 1.2,
           "correction_high": 1.1},
          "objective.correction_high = 1.1", "every response", "above correction_low = 1.2"),
-        # several corrections
         ({"name": "grpo", "correction": ["token_tis", "icepop"]},
          "objective.correction = ['token_tis', 'icepop']", "as a weight twice",
           "one of them, with any of the masks"),
@@ -196,7 +196,6 @@ def test_numbers_of_the_papers_and_of_other_parts(keys, expected):
          "below correction_high = 1.01"),
         ({"name": "grpo", "correction": ["k3_mask", "token_tis"], "old_logprobs": "rollout"},
          "objective.correction = ['k3_mask', 'token_tis']", "they are the same", "none"),
-        # parts of a reward
         ({"advantage": "gdpo", "kl": "k1", "kl_coefficient": 0.1, "kl_in": "reward"},
          "objective.kl_in = 'reward'", "no single reward", "loss"),
         ({"distillation": {"coefficient": 2.0}},
@@ -252,13 +251,11 @@ def test_numbers_of_the_papers_and_of_other_parts(keys, expected):
         ({"advantage_std": "population", "advantage_import_path": "mine:advantage"},
          "objective.advantage_std = 'population'", "a custom advantage does not read it",
          "sample"),
-        # the divergence from the reference
         ({"kl_coefficient": 0.1}, "objective.kl_coefficient = 0.1", "with kl = none", "null"),
         ({"kl": "k3"}, "objective.kl_coefficient = null", "needed with kl = k3", "from 0"),
         ({"kl_in": "reward"}, "objective.kl_in = 'reward'", "with kl = none", "loss"),
         ({"reference_offload": True}, "objective.reference_offload = true", "with kl = none",
          "false"),
-        # a custom objective
         *(
             (OWN | {key: value}, f"objective.{key} = {value!r}", "only objective.options", unset)
             for key, value, unset in (

@@ -49,7 +49,7 @@ def test_each_step_has_the_values_of_its_phase_and_those_before() -> None:
     # a nested section keeps its other keys
     assert (third.rollout.vllm.servers, third.rollout.vllm.weight_update_timeout_seconds) == (3, 70)
     assert phase_configs(config) == [first, second, third]
-    # the values of a phase are those of a run with the same phases
+    # the values of the third phase are the same if they are computed from the second
     assert at_step(second, 10) == third
 
 

@@ -1,5 +1,5 @@
-"""Chat templates that are reduced from those of published models, and a tokenizer that has the
-marks of all of them."""
+"""Shortened chat templates of published models, and a tokenizer that has the marks of all these
+templates."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ GPT_OSS = """
 {%- endif %}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}
 """
-# Its marks of turns are not special tokens of the tokenizer.
+# The marks of turns in this template are not special tokens of the tokenizer.
 DEEPSEEK = """
 {{- bos_token }}{%- for message in messages %}{%- if message['role'] == 'assistant' %}
 {%- set content = message['content'] %}{%- if '</think>' in content %}
@@ -122,8 +122,8 @@ WORDS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 
 
 def byte_level(folder: Path, template: str | None = None, **settings: Any) -> Path:
-    """A tokenizer folder whose pieces are bytes and the tokens above. It puts a BOS before a
-    text."""
+    """Write a tokenizer folder. The tokens are bytes and all tokens of SPECIAL, WIDE and WORDS. The
+    tokenizer puts a BOS before a text."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: n for n, c in enumerate(letters)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -20,8 +20,8 @@ PLANES = ((0, 0xD7FF), (0xE000, 0x10FFFF))
 
 
 def random_texts(symbols: Sequence[str], sample: Sequence[str], count: int) -> Iterator[str]:
-    """Random texts of words of `sample`, symbols, spaces and all kinds of characters. The seed is
-    fixed."""
+    """Random texts. Their parts are words of `sample`, symbols, spaces and all kinds of characters.
+    The seed is fixed."""
     source = random.Random(count)
     words = [word for line in sample[:100] for word in line.split()[:20]]
     kinds = (

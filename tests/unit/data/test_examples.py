@@ -60,8 +60,8 @@ def conversation(source: random.Random) -> list[dict[str, str]]:
 
 
 def separable(source: random.Random) -> list[dict[str, str]]:
-    """A conversation in which no message begins with a line break. At the start of a message, a
-    line break would form one token with the one before."""
+    """A conversation in which no message begins with a line break. A line break at the start of a
+    message would form one token with the line break before it."""
     return [{**m, "content": m["content"].lstrip("\n") or "ka"} for m in conversation(source)]
 
 
@@ -122,7 +122,7 @@ def test_prefixes_find_the_same_tokens_as_marks(folder: Path, tmp_path: Path) ->
 
 
 def test_a_template_that_changes_earlier_messages_is_refused(folder: Path, tmp_path: Path) -> None:
-    # Like some published templates, this one drops the thoughts of earlier turns.
+    # Like some published templates, this template drops the thoughts of earlier turns.
     changing = UNMARKED.replace(
         "message['content'] ~", "(message['content'] if loop.last else '…') ~"
     )

@@ -81,7 +81,6 @@ def test_a_damaged_index_is_refused(dataset: Path) -> None:
     shifted[34 + 4 * len(read_index(path).lengths) + 8] ^= 2  # changes the second pointer
     path.write_bytes(shifted)
     assert "sequences do not follow each other: damaged" in faults(dataset)
-    # missing files
     path.write_bytes(whole)
     Path(f"{dataset}.bin").unlink()
     assert faults(dataset) == f"{dataset}.bin: cannot be read: No such file or directory"

@@ -108,7 +108,7 @@ def test_a_game_of_textarena_is_played_and_captured(
     assert said[:2] == [message["content"] for message in row["prompt"]]
     assert said[2::2] == ["[c]", "[t]", "[a]"] and "C   _   _" in said[3]
     for episode, script in ((won, scripts[0]), (lost, scripts[1])):
-        # each turn was requested after exactly the tokens that are trained
+        # the tokens in the request for each turn are exactly the tokens that are trained
         played = (*episode.client.transcript.prompt, *episode.transcript.response.tolist())
         ends = len(episode.client.transcript.prompt) + episode.client.transcript.turn_ends()
         contexts = [each.token_ids for each in asked]

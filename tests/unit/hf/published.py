@@ -229,7 +229,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 _DELTA: dict[str, Any] = {
     **{key: value for key, value in _COMMON.items() if key != "intermediate_size"},
-    "head_dim": 16,  # only a part of it is rotated
+    "head_dim": 16,  # only a part of its channels is rotated
     "max_position_embeddings": 256,
     "partial_rotary_factor": 0.25,
     "attention_bias": False,
@@ -505,7 +505,8 @@ def random_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
         kind = torch.float32 if fp32 else dtype
         around_zero = config["model_type"] in DELTA_NETS and "linear_attn" not in name
         start = 1.0 if "norm" in name and not around_zero else 0.0
-        # With only four values a channel, smaller ones would make queries and keys pure noise.
+        # A convolution has only four values for each channel. With smaller values, queries and keys
+        # would be pure noise.
         if "conv1d" in name:
             noise *= 4
         tensors[name] = (start + noise).to(kind)

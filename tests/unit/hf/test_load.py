@@ -1,4 +1,4 @@
-"""The contents that a folder must have for a model, and the parts of it that are read."""
+"""The contents that a folder must have for a model, and the parts of the folder that are read."""
 
 from __future__ import annotations
 

@@ -318,14 +318,14 @@ def test_the_plan_holds_every_token_once_in_few_well_filled_blocks(seed: int) ->
     joined = torch.cat([block.query_rows.flatten() for block in plan.blocks])
     assert joined[plan.restore].tolist() == list(range(tokens))
     counts = joined.bincount()
-    # padding rows have the last number
+    # padding rows point to the last token, so only its number may occur more than once
     assert len(counts) == tokens and set(counts[:-1].tolist()) <= {1}
     for block in plan.blocks:
         assert torch.equal(block.query_rows, block.key_rows) and block.positions is None
         held = [lengths[boundaries.index(first)] for first in block.query_rows[:, 0].tolist()]
         assert 2 * min(held) >= block.query_rows.shape[1] == max(held)
-    # The longest sequence of a block is at most half as long as that of the block before, so blocks
-    # are few.
+    # The longest sequence of a block is at most half as long as the longest sequence of the block
+    # before. So there are few blocks.
     assert len(plan.blocks) <= math.log2(max(lengths)) + 1
 
 

@@ -410,7 +410,8 @@ def expect(name: str, inputs: LossInputs, **keys: Any) -> Expected:
             for n, old, reference in zip(
                 response.new, response.old, response.reference, strict=True
             ):
-                # Each token has a penalty, which is divided like the loss of the objective.
+                # Each token has a penalty. Its sum is divided by the same number as the objective's
+                # loss.
                 penalty = penalty + by * divergence(kl, n, reference, old)
         bonus = bonus + sum(response.entropy) / inputs.global_num_tokens
         rows.append((response, terms, clips, of_each | {"": weights}, dropped))

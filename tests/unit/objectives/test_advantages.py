@@ -68,7 +68,7 @@ def test_groups_of_any_order_number_and_size_equal_the_statistics_module(seed):
         assert found.dtype == torch.float32
         # The only rounding is that of the result to float32.
         assert found.tolist() == pytest.approx(values, rel=1e-7, abs=1e-7), key
-    # the rewards cover both cases of max_rl
+    # groups with a negative and with a positive mean: both cases of max_rl
     assert min(means.values()) < 0 < max(means.values()) or seed != 0
 
 

@@ -20,7 +20,7 @@ from gspo_megatron.observe.collapse import FALL, WINDOW, CollapseWatch, find_col
 
 ROOT = Path(__file__).parents[3]
 KEPT = ROOT / "examples/evidence/results/frontier.jsonl"
-# 16 good steps. Other metrics have values for the same steps.
+# The rewards of 16 good steps. Tests add values of other metrics for the same steps.
 GOOD = [0.5, 0.52, 0.48, 0.5] * 4
 
 
@@ -155,7 +155,7 @@ def test_half_of_it_is_one_with_another_figure_out_of_its_range(
     rewards: list[float | None] = [*GOOD, *[0.4] * 9]
     figures = {key: [good] * len(GOOD) + [bad] * 9}
     alarm = find_collapse(records(rewards, **figures))
-    # the changes of steps, reward and metric
+    # the text names changes of steps, reward and metric
     assert alarm is not None and alarm.text.count("->") == 3
     # Even with a bad metric, a small fall of the reward is no collapse.
     assert find_collapse(records([*GOOD, *[0.5] * 9], **figures)) is None

@@ -38,8 +38,8 @@ def test_an_interrupt_is_noted_only_while_the_run_can_be_saved(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """While a run can be saved, the first interrupt is noted, and the second one ends the process.
-    At other times an interrupt ends the process at once: without SAVES, before the training, and
-    after it."""
+    An interrupt ends the process at once if SAVES is not set, before the training, and after the
+    training."""
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
     try:

@@ -1,4 +1,4 @@
-"""An ordinary user of this machine, shared by the tests of a process."""
+"""An ordinary user of this machine. All tests in one process of pytest share this user."""
 
 from __future__ import annotations
 

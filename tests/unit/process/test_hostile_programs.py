@@ -1,4 +1,4 @@
-"""Hostile programs in the sandboxes of root and of an ordinary user. None of them may succeed."""
+"""Hostile programs in the sandboxes of root and of an ordinary user. No program may succeed."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ LIMITS = Limits(memory_mb=256, processes=32, disk_mb=8, output_bytes=1 << 20)
 MISWRITTEN = ("SyntaxError", "NameError", "AttributeError")
 FORKED = "if os.fork(): os.wait(); raise SystemExit(1)\n"
 
-# Runs each program in a process, and prints the reason for its end. "held": the sandbox did not
-# stop it.
+# Runs each program in a process, and prints the reason for its end. "held" means that the sandbox
+# did not stop the program.
 DRIVER = """
 import json, os, sys
 for name, text in json.loads(TABLE):
@@ -117,8 +117,8 @@ def runs(
     outside: dict[str, str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Runs]:
-    """A function that runs programs. There is a secret in their folder, and another one in the
-    environment."""
+    """A function that runs programs. The folder of the programs holds a secret, and the environment
+    holds another secret."""
     is_other = request.param == "an ordinary user"
     if not is_other and os.geteuid() != 0:
         pytest.skip("this user is an ordinary one")
@@ -218,14 +218,15 @@ def test_they_leave_nothing(
 
 
 def shared_memory() -> set[str]:
-    """The names of the machine's shared memory: segments without their counters, and files."""
+    """The shared memory of the machine: for each segment its key, id, permissions and size, and the
+    names of the files in /dev/shm."""
     segments = Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
     return {" ".join(line.split()[:4]) for line in segments} | set(os.listdir("/dev/shm"))
 
 
 def is_left_over(before: set[str]) -> set[str]:
-    """Names in shared memory that are new and do not disappear. Other tests create locks there for
-    a moment."""
+    """Names in shared memory that are new and do not disappear. (Other tests create locks in shared
+    memory, but only for a moment.)"""
     end = time.monotonic() + 30
     while (new := shared_memory() - before) and time.monotonic() < end:
         time.sleep(0.5)

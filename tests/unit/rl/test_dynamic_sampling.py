@@ -10,7 +10,7 @@ YES, NO = True, False
 
 
 def selection(*rounds: list[bool], max_refills: int = 2) -> DynamicSampling:
-    """The selection after these rounds. Each round was needed."""
+    """The selection after these rounds. It must have asked for each round."""
     chosen = DynamicSampling(len(rounds[0]), max_refills)
     for has_spread in rounds:
         assert chosen.wants_more

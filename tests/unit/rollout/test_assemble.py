@@ -23,8 +23,8 @@ EOS, VERSION = 2, 5
 
 
 def response(first: int, ids: np.ndarray, with_routes: bool) -> Response:
-    """A response whose values can be told by the numbers of its tokens. Its branch begins with the
-    token `first`."""
+    """A response whose values (experts, log-probs, versions) follow from its token ids. Its branch
+    begins with the token `first`."""
     routes = None
     if with_routes:
         experts = np.arange(first, ids[-1] + 1, dtype=np.int16)
@@ -138,8 +138,8 @@ def test_a_single_turn_is_an_episode_of_one_turn(with_routes: bool) -> None:
 
 
 def test_each_rank_adds_the_routes_of_its_layers_by_the_places_of_the_turns() -> None:
-    """The result equals that of a server, which returns the routes of each turn. Each round of the
-    engine has turns of several episodes."""
+    """The result equals the result with a server, which returns the routes of each turn. Each round
+    of the engine has turns of several episodes."""
     episodes = [each for each, _ in EPISODES.values()]
     rounds: list[list[Any]] = [[], [], [], [], []]
     expected = assemble(

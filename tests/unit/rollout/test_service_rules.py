@@ -38,7 +38,7 @@ class Recorded:
     """Records the requests to a client. Every response is [3, 4]."""
 
     version: int = 0
-    # salts with the weights version of their request
+    # for each request its weights version and its salt
     salts: list[tuple[int, str | None]] = field(default_factory=list)
     figures_told: dict[str, float] = field(default_factory=dict)
 
@@ -97,7 +97,7 @@ def test_caches_of_the_weights_before_are_told_apart_where_they_are_kept(gives_p
 
 
 def test_no_request_has_a_salt_where_caches_are_forgotten_with_each_version() -> None:
-    """A salt would keep the groups of two versions from sharing a cache, although they may."""
+    """Groups of two versions may share a cache, and a salt would prevent this."""
     assert {salt for _, salt in salts_of(False, keeps_kv=False)} == {None}
 
 

@@ -1,4 +1,5 @@
-"""The answers to chat clients, from a server that returns the experts of each token to a run."""
+"""Our servers return the experts of each token to the run. Their answers to chat clients leave the
+experts out."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ ANSWER = json.dumps({"id": "a", "choices": [CHOICE, {"index": 1, "routed_experts
 
 
 def answered(path: str, kind: bytes, parts: list[bytes]) -> tuple[dict[bytes, bytes], list[bytes]]:
-    """The headers and pieces of the answer that a client gets, if the server sends these pieces."""
+    """The headers of the answer that a client gets, and its pieces, if the server sends the pieces
+    `parts`."""
     sent: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -115,8 +115,9 @@ def joint(ours: dict[str, Tensor], name: str, count: int) -> Tensor:
 def test_in_float64_it_is_the_formula(
     other: ProcessPoolExecutor, tmp_path: Path, family: str
 ) -> None:
-    """There are several rejected responses, margins and centering. The tolerance allows for
-    transformers, which computes rotary embeddings in float32."""
+    """The groups have several rejected responses and margins, and the loss has a term for
+    centering. The tolerance allows for transformers, which computes rotary embeddings in
+    float32."""
     folder = write_score_model(tmp_path / "model", family, seed=3)
     groups = groups_of(1, most_rejected=3)
     expected = other.submit(plain_step, folder, groups, 0.05).result()

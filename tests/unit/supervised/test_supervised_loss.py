@@ -102,8 +102,8 @@ def ours(
 @pytest.mark.parametrize(("packing", "budget"), [(True, 4096), (True, 30), (False, 60)])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_loss_is_transformers(theirs: Theirs, seed: int, packing: bool, budget: int) -> None:
-    """Sums in fp32 in another order give differences of about 1e-6 in the loss, and relatively in
-    the gradient norm. The tolerances 1e-5 and 1e-4 leave room."""
+    """Different orders of sums in fp32 change the loss by about 1e-6, and the gradient norm by this
+    share. The tolerances 1e-5 and 1e-4 leave room."""
     model, folder = theirs
     examples = random_examples(seed, [13, 5, 29, 2, 17, 8, 1 + seed])
     loss, norm = reference(model, examples)
@@ -115,7 +115,7 @@ def test_the_loss_is_transformers(theirs: Theirs, seed: int, packing: bool, budg
 
 
 def test_a_mask_that_slips_by_one_token_shows(theirs: Theirs) -> None:
-    """This shows that the comparison notices a wrong mask."""
+    """The comparison with transformers notices a wrong mask."""
     model, folder = theirs
     examples = random_examples(1, [13, 5, 29])
     loss, _ = reference(model, examples)
@@ -132,7 +132,8 @@ def test_the_evaluation_is_a_mean_over_tokens_of_all_batches(theirs: Theirs) -> 
 
 
 def test_examples_of_which_no_token_is_predicted_do_no_harm(theirs: Theirs) -> None:
-    """In a truncated example, only the first token may be left to learn, which nothing predicts."""
+    """In a truncated example, only the first token may be left to learn. No token comes before it,
+    so it is not predicted."""
     model, folder = theirs
     first_only = Example(np.array([3, 4], np.int32), np.array([True, False]), "file:1")
     examples = [first_only, *random_examples(3, [9])]
