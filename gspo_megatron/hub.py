@@ -180,7 +180,7 @@ def fetch(name: HubName, where: str, *, weights: bool = False) -> Path:
     """
     assert name.commit is not None, f"{name}: not resolved"
     whole = _whole(name, weights)
-    if whole is None and _is_offline():  # the cache may be filled by another program
+    if whole is None and _is_offline():  # the cache may be read-only, without our records
         whole = _cached_elsewhere(name, weights)
     if whole is None:
         try:
@@ -496,9 +496,8 @@ def failures() -> tuple[type[Exception], ...]:
     """Return the exceptions of huggingface_hub and of its HTTP client."""
     from huggingface_hub import errors
 
-    of_client: Any = (
-        errors.HfHubHTTPError.__bases__
-    )  # of httpx or of requests, depending on huggingface_hub's version
+    # of httpx or of requests, depending on huggingface_hub's version
+    of_client: Any = errors.HfHubHTTPError.__bases__
     return (*of_client, errors.EntryNotFoundError, OSError, ValueError, RuntimeError)
 
 

@@ -49,9 +49,8 @@ class Setting:
 
     length: int  # the tokens of every response
     seed: int
-    mismatch: str = (
-        "none"  # how the sampling engine differs from the trainer: one of records.MISMATCHES
-    )
+    # how the sampling engine differs from the trainer: one of records.MISMATCHES
+    mismatch: str = "none"
     learning_rate: float = 1e-3
     experts: int = 32
     layers: int = 2

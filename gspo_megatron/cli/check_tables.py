@@ -325,9 +325,8 @@ def show_layout(estimate: LayoutEstimate, modes: Mapping[str, int]) -> None:
     """Print the memory of one rank of each pipeline stage by component, the traffic and the
     bubble."""
     worst, out = estimate.worst, console()
-    decimals = (
-        2 if worst.total >= 1e9 else 5
-    )  # with 2 decimals, most numbers of a tiny model would be 0.00
+    # with 2 decimals, most numbers of a tiny model would be 0.00
+    decimals = 2 if worst.total >= 1e9 else 5
     at_once = max(1, (out.width - _LABEL_WIDTH) // _STAGE_WIDTH)
     for first in range(0, len(estimate.ranks), at_once):
         shown = estimate.ranks[first : first + at_once]

@@ -34,8 +34,8 @@ CHATML = (
 )
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
-# Variables that every template gets, so they are not options. The special tokens, which also are
-# not options, come from the tokenizer.
+# Variables that every template gets, so they are not options. (Special tokens, which come from the
+# tokenizer, are not options either.)
 _GIVEN = {"messages", "add_generation_prompt", "raise_exception", "strftime_now"}
 _SYMBOL = re.compile(r"<\|[^|<>\s]+\|>")
 _WIDE_SYMBOL = re.compile(r"<｜[^｜<>\s]+｜>")  # DeepSeek's templates have such symbols

@@ -97,9 +97,8 @@ class PromptSelection:
         self.section, self._prompts_per_step, self._seed = section, prompts_per_step, seed
         self._prompts, self._staleness = prompts, staleness
         self._step = self._draw = step  # after a rollback there are more draws than steps
-        self._drawn: dict[
-            int, list[int]
-        ] = {}  # rows of the last draws and of the draws for later steps
+        # rows of the last draws and of the draws for later steps
+        self._drawn: dict[int, list[int]] = {}
         self._refills = 0  # number of refills of the last draw
         self._waiting = deque(records)  # records that are not in the figures yet
         self._figures: dict[str, PromptFigures] = defaultdict(PromptFigures)

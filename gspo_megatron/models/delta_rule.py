@@ -53,9 +53,8 @@ def delta_rule(
     query = widened(query) * query.shape[-1] ** -0.5
     query, key, value = (_chunks(widened(each)) for each in (query, key, value))
     decay, rate = (_chunks(widened(each).unsqueeze(-1)) for each in (decay, rate))
-    decay = decay.cumsum(
-        dim=-2
-    )  # [sequences, heads, chunks, CHUNK, 1]: the decay since the chunk began
+    # [sequences, heads, chunks, CHUNK, 1]: the decay since the chunk began
+    decay = decay.cumsum(dim=-2)
     # decay from each token to each later token of its chunk, [..., later, earlier]
     between = (decay - decay.transpose(-1, -2)).tril().exp().tril()
     # The change of the state at a token depends on the changes at earlier tokens of the chunk.
@@ -123,9 +122,8 @@ class _Kernels(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, ...]:
         inputs = ctx.saved_tensors[:5]
-        states = [
-            gradient.new_empty(ctx.states) for _ in range(2)
-        ]  # the states and their gradients
+        # the states and their gradients
+        states = [gradient.new_empty(ctx.states) for _ in range(2)]
         gradients = tuple(torch.empty_like(each) for each in inputs)
         del states
         return gradients

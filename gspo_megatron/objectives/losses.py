@@ -61,9 +61,8 @@ class PolicyLoss:
         # Log-ratios of tokens, and all sums over whole sequences in one collective.
         log_ratio = parts.token_log_ratio(inputs)  # [tokens]
         summed, limited = {"log_ratio": log_ratio}, None
-        if (
-            recipe.rule == "geometric_clip"
-        ):  # the tokens' log-ratios are clipped before their mean is taken
+        # the tokens' log-ratios are clipped before their mean is taken
+        if recipe.rule == "geometric_clip":
             bound = recipe.parameters["log_clip"]
             limited = parts.clip_log_ratio(log_ratio, spread_advantages, bound)
             summed["limited"] = limited.surrogate
@@ -105,9 +104,8 @@ class PolicyLoss:
         else:
             loss, means["loss"] = aggregate_sequences(terms, inputs, recipe.aggregation)
         if section.kl != "none" and section.kl_in == "loss":
-            assert (
-                section.kl_coefficient is not None
-            )  # the rules of the configuration guarantee this
+            # the rules of the configuration guarantee this
+            assert section.kl_coefficient is not None
             # The sign is negative, because aggregation returns minus the mean.
             penalty, means["kl/penalty"] = self._aggregate_tokens(-self._divergence(inputs), inputs)
             loss = loss + section.kl_coefficient * penalty
@@ -278,14 +276,13 @@ class Objective:
     name: str
     function: Callable[[LossInputs], LossOutputs]
     advantages: AdvantageEstimator
-    complete: Callable[
-        [dict[str, float]], dict[str, float]
-    ]  # completes the reduced metrics of a step
+    # completes the reduced metrics of a step
+    complete: Callable[[dict[str, float]], dict[str, float]]
     needs_reference: bool
     needs_entropy_gradient: bool
     of_tokens: bool  # whether the function may read an advantage for each token
-    # Turns further terms [tokens], such as those of a penalty, into a loss and the pair of its
-    # mean, as `aggregate_tokens` does. With a custom objective, the aggregation is sequence_mean.
+    # Turns the terms [tokens] of a distillation loss into a loss and the pair of its mean, as
+    # `aggregate_tokens` does. With a custom objective, the aggregation is sequence_mean.
     aggregate: Callable[[Tensor, LossInputs], tuple[Tensor, Tensor]]
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:

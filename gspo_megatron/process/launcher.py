@@ -274,9 +274,8 @@ class _Job:
     saves_on_signals: bool
     ranks: list[_Rank] = field(default_factory=list)
     signals: deque[signal.Signals] = field(default_factory=deque)  # not handled yet
-    failed: list[_Rank] = field(
-        default_factory=list
-    )  # ranks that failed by themselves, in the order of their ends
+    # ranks that failed by themselves, in the order of their ends
+    failed: list[_Rank] = field(default_factory=list)
     interrupted_by: signal.Signals | None = None  # a signal to the launcher before any rank failed
     saving_by: signal.Signals | None = None  # the signal at which the ranks save the run
     is_stopping: bool = False
@@ -350,9 +349,8 @@ def _signals_to(received: deque[signal.Signals]) -> Generator[Callable[[], objec
         received.append(signal.Signals(signum))
 
     handlers = {signal.SIGINT: handle, signal.SIGTERM: handle, signal.SIGUSR1: signal.SIG_IGN}
-    if (
-        signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-    ):  # under nohup SIGHUP must not end the run
+    # under nohup SIGHUP must not end the run
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         handlers[signal.SIGHUP] = handle
     before = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
     try:
