@@ -1,10 +1,10 @@
 """Models and datasets of the Hugging Face Hub, by name, as folders of this machine.
 
-The name of a model is ORG/NAME[@REVISION]. The name of a dataset is
-ORG/NAME[:[CONFIG/]SPLIT][@REVISION]. If this machine has a file or folder of the same name, that is
-used. Only what a run reads is downloaded: settings, tokenizer and safetensors of a model, the files
-of one split of a dataset. Code and pickles are never fetched. The files lie in the cache of
-huggingface_hub; one process of a node downloads and the others wait.
+A model's name is ORG/NAME[@REVISION], and a dataset's name is ORG/NAME[:[CONFIG/]SPLIT][@REVISION].
+If this machine has a file or folder of the same name, that is used. Only what a run reads is
+downloaded: settings, tokenizer and safetensors of a model, the files of one split of a dataset.
+Code and pickles are never fetched. The files lie in the cache of huggingface_hub; one process of a
+node downloads and the others wait.
 """
 
 from __future__ import annotations
@@ -249,8 +249,7 @@ def _size(file: Path) -> int | None:
 
 
 def _is_here(name: HubName, file: str, sizes: Mapping[str, int | None]) -> bool:
-    """Whether a file is in the cache with the size that the Hub reports. Some endpoints report no
-    size."""
+    """Whether a file is in the cache with the reported size. Some endpoints report no size."""
     there, told = _size(_snapshot(name) / file), sizes.get(file, -1)
     return there is not None and told in (there, None)
 
@@ -596,7 +595,6 @@ def name_of(path: str | None) -> HubName | None:
 
 
 def written(path: str) -> str:
-    """Return a path as it is written to files: as its name of the Hub with the commit, if it has
-    such a name."""
+    """Return a path as files show it: as its name of the Hub with the commit, if it has one."""
     name = _fetched.get(path)
     return path if name is None else str(name)
