@@ -63,7 +63,7 @@ def test_written_folders_are_read_by_safetensors(tmp_path: Path, limit: int, fil
 
 @pytest.mark.parametrize("shape", [(23, 6), (30,), (5, 6, 4), (4, 1, 6)], ids=str)
 def test_blocks_in_any_order(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    """The blocks form a grid, so they have parts of rows."""
+    """The blocks form a grid over all axes, so most blocks have only parts of rows."""
     tensors = {"w": noise(torch.bfloat16, *shape), "next": noise(torch.float32, 3)}
     edges = [[0, extent // 2, extent] for extent in shape]
     ranges = [[slice(a, b) for a, b in zip(each, each[1:])] for each in edges]
