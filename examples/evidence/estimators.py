@@ -13,8 +13,8 @@ responses, so the mean of each group is enough to estimate them. With B groups i
 
 Two more figures compare each objective with a base objective on the same responses:
 
-    difference the objective's projection minus that of the base signal_ratio the objective's signal
-    divided by that of the base
+    difference    the objective's projection minus that of the base
+    signal_ratio  the objective's signal divided by that of the base
 
 For one objective, `unbiased` (importance weights of whole responses), the expectation of the step u
 is known: E u = t. So u serves as a control variate. If the sample's mean of u is too large, the
@@ -42,9 +42,9 @@ FIGURES = ("plain", "projection", "noise", "signal", "difference", "signal_ratio
 def figures(
     own: Mapping[str, np.ndarray], true: np.ndarray, *, base: str, unbiased: str, seed: int = 0
 ) -> dict[str, dict[str, list[float]]]:
-    """The figures of the docstring above, each as [value, low, high]. `own` has, for each
-    objective, the mean step of each group [groups], on the same responses. `true` has the mean
-    steps of the policy gradient, on other groups."""
+    """The figures that the docstring of this module describes, each as [value, low, high]. `own`
+    has, for each objective, the mean step of each group [groups], on the same responses. `true` has
+    the mean steps of the policy gradient, on other groups."""
     rng = np.random.default_rng(seed)
     names = list(own)
     steps = np.stack([own[name] for name in names])  # [objectives, groups]

@@ -231,7 +231,7 @@ def stage_problems(layers: int, layout: Layout, megatron: dict[str, Any]) -> Pro
 
 
 def uneven_stages(layers: int, layout: Layout) -> tuple[int, int] | None:
-    """Return two numbers of layers: of each stage before the last one, and of the last stage.
+    """Return the number of layers of each stage before the last one, and that of the last stage.
 
     The largest stage is as small as possible. Among several such splits, the one with the fewest
     layers in the last stage is returned, because this stage also computes the loss. Both numbers

@@ -27,7 +27,7 @@ class CachedDeltaNet(GatedDeltaNet):
     on, and keeps no states for decoding. If fla can compute packed sequences, the stock forward
     pass runs. Otherwise the two projections get the packed tokens as they are, and the computation
     between the projections gets sequences of similar lengths as padded rows. Padding comes after
-    the tokens of a sequence. So it changes no result, because no token sees later tokens.
+    the tokens of a sequence. So padding changes no result, because no token sees later tokens.
     """
 
     key_value_cache: KeyValueCache | None = None

@@ -27,8 +27,8 @@ class HeadInputs:
     targets: Tensor  # [rows] int64, ids in the whole vocabulary
     temperature: float = 1.0
     entropy_gradient: bool = False
-    # [rows, k] int64: further tokens. Their log-probs are computed, too, and the log-prob of all
-    # tokens that are not among them together.
+    # [rows, k] int64: candidate tokens. The head also computes their log-probs, and one log-prob
+    # for all tokens that are not candidates.
     candidates: Tensor | None = None
     top_k: int = 0  # if above 0, the head sets `candidates` to the top_k most probable tokens
 

@@ -242,9 +242,10 @@ def aggregate_tokens(
     """Aggregate this shard's `terms` [tokens]; the mini-batch has N sequences and T tokens.
 
     sequence_mean: -(1/N) sum_i (1/|y_i|) sum_t terms_it. |y_i| is the length of the whole sequence,
-    so the parts of all shards add up to the sequence's mean. token_mean: -(1/T) sum_it terms_it.
-    token_sum: -(1/N) sum_it terms_it. constant_length: token_sum divided by max_response_tokens
-    (Dr. GRPO).
+    so the parts of all shards add up to the sequence's mean.
+    token_mean: -(1/T) sum_it terms_it.
+    token_sum: -(1/N) sum_it terms_it.
+    constant_length: token_sum divided by max_response_tokens (Dr. GRPO).
     """
     assert terms.shape == inputs.mask.shape, f"terms {tuple(terms.shape)}"
     if aggregation == "sequence_mean":

@@ -39,8 +39,8 @@ def program_under_keeper(lifeline: int, then: str) -> str:
 
 
 def keep(lifeline: int) -> None:
-    """Fork, and return only in the child. `lifeline` is the reading end of a pipe. When it reaches
-    its end of file, the keeper ends the child and all its descendants."""
+    """Fork, and return only in the child. `lifeline` is the reading end of a pipe. When the pipe is
+    closed, the keeper ends the child and all its descendants."""
     # Slurm and terminals send signals to whole jobs, but only the owner decides when this process
     # ends. So these signals get a handler that does nothing. The signals are not ignored, because
     # programs that the child starts would inherit this. Handlers are not inherited.

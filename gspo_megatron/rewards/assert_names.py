@@ -42,8 +42,8 @@ def resolve(
 ) -> Names:
     """Decide where the names in the tests come from.
 
-    reference: a right solution or other code of the row, if the row has such code. entry: the name
-    that the solution must define, if the row gives it.
+    reference: a right solution or other code of the row, if the row has such code.
+    entry: the name that the solution must define, if the row gives it.
 
     Raises NamesError.
     """
