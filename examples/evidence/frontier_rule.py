@@ -57,7 +57,7 @@ def lowest(rewards: Sequence[float]) -> float:
 def largest_that_holds(values: Sequence[float], holds: Callable[[float], bool]) -> float | None:
     """The largest of the rising `values` that holds, by bisection; None if even the smallest fails.
 
-    The bisection assumes that all values below a value that holds hold, too.
+    The bisection assumes that if a value holds, all smaller values hold, too.
     """
     good, bad = -1, len(values)  # index of a value that holds, and of a value that does not hold
     while bad - good > 1:
