@@ -1,5 +1,5 @@
 """Loss, gradients, learning and resuming on a GPU, in every precision that the GPU supports,
-compared with fp32 on the CPU. Without a GPU, the cases that need none run on the CPU."""
+compared with fp32 on the CPU. The tests without the mark `gpu` use only the CPU."""
 
 from __future__ import annotations
 
