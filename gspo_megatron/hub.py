@@ -1,10 +1,10 @@
 """Models and datasets of the Hugging Face Hub, by name, as folders of this machine.
 
-The name of a model is ORG/NAME[@REVISION], and of a dataset ORG/NAME[:[CONFIG/]SPLIT][@REVISION]. A
-file or folder of that name on this machine comes first. Only what a run reads is downloaded:
-settings, tokenizer and safetensors of a model, the files of one split of a dataset. Code and
-pickles are never fetched. The files lie in the cache of huggingface_hub; one process of a node
-downloads and the others wait.
+A model's name is ORG/NAME[@REVISION], and a dataset's name is ORG/NAME[:[CONFIG/]SPLIT][@REVISION].
+If this machine has a file or folder of the same name, that is used. Only what a run reads is
+downloaded: settings, tokenizer and safetensors of a model, the files of one split of a dataset.
+Code and pickles are never fetched. The files lie in the cache of huggingface_hub; one process of a
+node downloads and the others wait.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from gspo_megatron.hub_splits import splits_of
 
 Kind = Literal["model", "dataset"]
 
-COMMITS = "GSPO_HUB_COMMITS"  # environment variable: names and their commits, for child processes
-WAIT_SECONDS = 600.0  # without a new byte, before a waiting process gives up
+COMMITS = "GSPO_HUB_COMMITS"  # environment variable for child processes: names and their commits
+WAIT_SECONDS = 600.0  # a waiting process gives up after this time without a new byte
 
 _NAME = re.compile(
     r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)"
@@ -46,7 +46,7 @@ _NAME = re.compile(
     re.ASCII,
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# A name that ends or begins like this is a path, whether it is there or not.
+# A name with one of these endings or folders is a path, even if the path does not exist.
 _ENDINGS = (
     *(".jsonl", ".json", ".parquet", ".csv", ".txt", ".model", ".yaml", ".yml"),
     *(".safetensors", ".bin", ".idx", ".py", ".sh"),
@@ -55,9 +55,9 @@ _FOLDERS = ("checkpoints", "data", "datasets", "examples", "models", "runs")
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _LIGHT = (*SIDE_FILES, WEIGHT_INDEX, _ADAPTER_FILES[0])
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Parts of the clients' messages about a connection that ended too early.
+# Parts of the messages by which the HTTP clients report a connection that ended too early.
 _CUT = ("consistency check", "incomplete", "complete message body")
-_LONGEST_CARD = 1 << 20  # characters
+_LONGEST_CARD = 1 << 20  # largest number of characters
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -68,11 +68,11 @@ class HubName:
     kind: Kind
     repo: str
     revision: str | None = None
-    split: str | None = None  # of a dataset: [CONFIG/]SPLIT
+    split: str | None = None  # [CONFIG/]SPLIT of a dataset
 
     @property
     def commit(self) -> str | None:
-        """The revision, if it is a whole commit."""
+        """The revision, if it is a full commit hash; else None."""
         given = self.revision
         return given if given is not None and _COMMIT.fullmatch(given) else None
 
@@ -92,7 +92,7 @@ class HubName:
 
 
 def parse_name(text: str, kind: Kind) -> HubName | None:
-    """Return a value as a name of the Hub, or None if it is a path of this machine."""
+    """Read a value as a name of the Hub. Returns None if the value is a path on this machine."""
     match = _NAME.fullmatch(text)
     if match is None or "--" in match["repo"] or ".." in text or _is_there(text):
         return None
@@ -114,9 +114,9 @@ def _is_there(text: str) -> bool:
 def resolved(name: HubName, where: str, commits: Mapping[str, str] | None = None) -> HubName:
     """Return the name with a commit as its revision.
 
-    The commit is looked for in this order: `commits`, those of a run that is resumed; commits that
-    a parent process has found; the Hub; and if the Hub cannot be reached, the cache. `where` begins
-    the error's line.
+    The commit is looked for in this order: in `commits`, the commits of a run that is resumed; in
+    the commits that a parent process has found; in the Hub; and if the Hub cannot be reached, in
+    the cache. `where` is the beginning of an error's line.
 
     Raises DataError.
     """
@@ -140,7 +140,7 @@ def folder_of(
     text: str | Path, where: str = "", *, kind: Kind = "model", weights: bool = False
 ) -> Path:
     """Return a path as it is. For a name of the Hub, fetch its files and return their folder.
-    `where` begins the error's line, before the name. Raises DataError."""
+    `where` is the beginning of an error's line, before the name. Raises DataError."""
     named = parse_name(str(text), kind)
     if named is None:
         return Path(text)
@@ -152,7 +152,8 @@ def folder_of(
 
 
 def tokenizer_in(folder: Path) -> Path:
-    """Return the folder of a tokenizer, or its sentencepiece file if the folder holds no other."""
+    """Return the folder of a tokenizer, or its sentencepiece file if the folder holds no other
+    tokenizer."""
     inside = folder / "tokenizer.model"
     names = ("tokenizer.json", "tokenizer_config.json")
     is_other = any((folder / each).is_file() for each in names)
@@ -171,19 +172,20 @@ def known_commits() -> dict[str, str]:
 def fetch(name: HubName, where: str, *, weights: bool = False) -> Path:
     """Return the folder of a resolved name. Downloads the needed files that are missing.
 
-    For a model these are settings, tokenizer and the index of its weights, and with `weights` its
-    safetensors. For a dataset these are the files of the split. `where` begins the error's line.
+    A model needs its settings, its tokenizer and the index of its weights, and with `weights` also
+    its safetensors. A dataset needs the files of the split. `where` is the beginning of an error's
+    line.
 
     Raises DataError.
     """
     assert name.commit is not None, f"{name}: not resolved"
     whole = _whole(name, weights)
-    if whole is None and _is_offline():  # perhaps a cache that may not be written
+    if whole is None and _is_offline():  # the cache may be read-only, without our records
         whole = _cached_elsewhere(name, weights)
     if whole is None:
         try:
             with _one_process(name, where):
-                whole = _whole(name, weights)  # another process may have downloaded it
+                whole = _whole(name, weights)  # another process may have finished the download
                 if whole is None:
                     whole = _download(name, weights)
         except DataError as error:
@@ -194,15 +196,15 @@ def fetch(name: HubName, where: str, *, weights: bool = False) -> Path:
 
 
 def lacks_weights(path: str) -> list[int]:
-    """Return the sizes of the files of weights that a folder of the Hub lacks here. A folder of
-    this machine lacks none."""
+    """Return the sizes of the weight files that the cached folder of a model of the Hub lacks.
+    Returns [] for a folder that is not from the Hub."""
     name = name_of(path)
     listing = None if name is None else _read_listing(name)
     if name is None or listing is None:
         return []
     try:
         needed = _needed(name, listing["files"], weights=True)
-    except DataError:  # reported when they are fetched
+    except DataError:  # `fetch` reports it
         return [0]
     sizes = listing["files"]
     return [sizes[each] or 0 for each in needed if not _is_here(name, each, sizes)]
@@ -218,7 +220,7 @@ def _cache() -> Path:
 
 
 def _own() -> Path:
-    """The folder of our own records: lists of files, locks, and the splits of datasets."""
+    """The folder of this project's records: lists of files, locks, and the splits of datasets."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HOME) / "gspo-megatron"
@@ -247,7 +249,7 @@ def _size(file: Path) -> int | None:
 
 
 def _is_here(name: HubName, file: str, sizes: Mapping[str, int | None]) -> bool:
-    """Whether a file is in the cache with the size that the Hub tells. Some endpoints tell none."""
+    """Whether a file is in the cache with the reported size. Some endpoints report no size."""
     there, told = _size(_snapshot(name) / file), sizes.get(file, -1)
     return there is not None and told in (there, None)
 
@@ -265,8 +267,8 @@ def _read_listing(name: HubName) -> dict[str, Any] | None:
 
 
 def _write_reference(name: HubName, commit: str) -> None:
-    """Note in the cache which commit a branch has, as huggingface_hub does."""
-    with contextlib.suppress(OSError, DataError):  # a read-only cache
+    """Write the commit of a branch into the cache, as huggingface_hub does."""
+    with contextlib.suppress(OSError, DataError):  # the cache may be read-only
         file = _cache() / name.folder / "refs" / (name.revision or "main")
         make_folder(file.parent)
         write_atomically(file, commit.encode())
@@ -282,7 +284,8 @@ def _cached_commit(name: HubName) -> str | None:
 
 
 def _whole(name: HubName, weights: bool) -> Path | None:
-    """Return the folder if all needed files are in it with the sizes that the Hub has told."""
+    """Return the folder if it has all needed files, with the sizes that the Hub has reported; else
+    None."""
     listing = _read_listing(name)
     if name.kind == "dataset":
         folder = _split_folder(name)
@@ -293,7 +296,7 @@ def _whole(name: HubName, weights: bool) -> Path | None:
         is_whole = files and all(_is_here(name, each, listing["files"]) for each in files)
         return folder if is_whole else None
     folder = _snapshot(name)
-    if listing is None:  # another program has downloaded it, perhaps in part: ask the Hub
+    if listing is None:  # another program may have downloaded only a part, so the Hub must be asked
         return None
     with contextlib.suppress(DataError):
         files = _needed(name, listing["files"], weights)
@@ -303,8 +306,8 @@ def _whole(name: HubName, weights: bool) -> Path | None:
 
 
 def _cached_elsewhere(name: HubName, weights: bool) -> Path | None:
-    """Return the folder of a model that another program has put into the cache, if all needed files
-    are in it. This does not ask the Hub."""
+    """Return the folder of a model that another program has put into the cache, if it has all
+    needed files; else None. This function does not ask the Hub."""
     folder = _snapshot(name)
     if name.kind == "dataset" or not folder.is_dir():
         return None
@@ -318,7 +321,7 @@ def _cached_elsewhere(name: HubName, weights: bool) -> Path | None:
 
 
 def _needed(name: HubName, files: Mapping[str, int | None], weights: bool) -> list[str]:
-    """Return the files of a model that are needed. Raises DataError if it lacks safetensors."""
+    """Return the needed files of a model. Raises DataError if the model has no safetensors."""
     found = [each for each in _LIGHT if each in files]
     if not found:
         raise DataError(
@@ -365,7 +368,7 @@ def _shards_there(shards: Any, files: Mapping[str, int | None]) -> list[str]:
 
 
 def _listing(name: HubName) -> dict[str, Any]:
-    """Return commit and files of a repository, as the Hub tells them."""
+    """Return the commit and the files of a repository, as the Hub reports them."""
     from huggingface_hub import HfApi
 
     info: Any = HfApi().repo_info(
@@ -405,7 +408,8 @@ def _download(name: HubName, weights: bool) -> Path:
 
 
 def _get(name: HubName, wanted: list[str], sizes: Mapping[str, int | None]) -> None:
-    """Download the files that are missing, or that have another size than the Hub tells."""
+    """Download the files that are missing, or whose size differs from the size that the Hub
+    reports."""
     from huggingface_hub import hf_hub_download
 
     snapshot = _snapshot(name)
@@ -415,7 +419,7 @@ def _get(name: HubName, wanted: list[str], sizes: Mapping[str, int | None]) -> N
         _tell(f"{name}: downloading {len(missing)} files, {total / 1e6:,.1f} MB, to {_cache()}")
     for number, each in enumerate(missing, start=1):
         for cut in {snapshot / each, (snapshot / each).resolve()}:
-            cut.unlink(missing_ok=True)  # a file that was cut short, if any
+            cut.unlink(missing_ok=True)  # the file may have been cut short
         hf_hub_download(name.repo, each, repo_type=name.kind, revision=name.commit)
         if not _is_here(name, each, sizes):
             raise DataError(
@@ -441,9 +445,10 @@ def _link_split(name: HubName, files: list[str]) -> Path:
 
 @contextlib.contextmanager
 def _one_process(name: HubName, where: str) -> Generator[None]:
-    """Hold the lock of a repository on this machine; the kernel frees it if its holder dies.
+    """Hold the lock of a repository on this machine. The kernel frees the lock if the process that
+    holds it dies.
 
-    Raises DataError if the holder has not got a byte for WAIT_SECONDS.
+    Raises DataError if another process holds the lock and has not received a byte for WAIT_SECONDS.
     """
     path = _own() / name.folder / "lock"
     try:
@@ -461,7 +466,7 @@ def _one_process(name: HubName, where: str) -> Generator[None]:
                 break
             except BlockingIOError:
                 pass
-            except OSError:  # a file system without locks: huggingface_hub has its own
+            except OSError:  # the file system has no locks; huggingface_hub has its own
                 break
             if not told:
                 _tell(f"{name}: another process of this machine downloads it; waiting")
@@ -490,12 +495,14 @@ def failures() -> tuple[type[Exception], ...]:
     """Return the exceptions of huggingface_hub and of its HTTP client."""
     from huggingface_hub import errors
 
-    of_client: Any = errors.HfHubHTTPError.__bases__  # httpx or requests, by the version
+    # of httpx or of requests, depending on huggingface_hub's version
+    of_client: Any = errors.HfHubHTTPError.__bases__
     return (*of_client, errors.EntryNotFoundError, OSError, ValueError, RuntimeError)
 
 
 def _is_unreachable(error: Exception) -> bool:
-    """Whether no Hub has answered, so that the cache may be used instead."""
+    """Whether the error means that the Hub did not answer, so that the cache may be used
+    instead."""
     from huggingface_hub.errors import HfHubHTTPError
 
     if isinstance(error, HfHubHTTPError):
@@ -506,12 +513,13 @@ def _is_unreachable(error: Exception) -> bool:
 
 
 def _refuse(where: str, name: HubName, error: Exception) -> NoReturn:
-    """Raise a DataError of one line about a failure of the Hub."""
+    """Raise a DataError with one line about a failure of the Hub."""
     raise DataError(f"{where}: {reason_of(error, name)}") from None
 
 
 def reason_of(error: Exception, name: HubName) -> str:
-    """Return why the Hub did not give something, with advice, in one line without a token."""
+    """Return in one line why a request to the Hub failed, with advice. The line contains no
+    token."""
     from huggingface_hub import constants, errors
 
     endpoint = constants.ENDPOINT
@@ -587,7 +595,6 @@ def name_of(path: str | None) -> HubName | None:
 
 
 def written(path: str) -> str:
-    """Return a path as it is written to files: as the name of the Hub with its commit, if it has
-    one."""
+    """Return a path as files show it: as its name of the Hub with the commit, if it has one."""
     name = _fetched.get(path)
     return path if name is None else str(name)

@@ -1,5 +1,5 @@
-"""Settings for all tests. Every test gets the same environment, on a laptop, in CI, or inside a
-Slurm job."""
+"""Settings for all tests. With them, the environment variables of a test are the same on a laptop,
+in CI and inside a Slurm job."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 
 # These are set before any test module imports torch, matplotlib or a tokenizer library.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ["HF_HUB_OFFLINE"] = "1"  # a test that downloads is a bug
-os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not survive a fork
-# Variables that torchrun, srun and sbatch set. A test that needs one sets it itself. SLURM_CONF is
-# not removed: it names the file of the cluster's settings, and also exists outside of jobs.
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test may download anything
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of a tokenizer would not survive a fork
+# Variables that torchrun, srun and sbatch set. They are removed; a test that needs such a variable
+# sets it itself. SLURM_CONF is kept: it names the file of the cluster's settings, and also exists
+# outside of jobs.
 _LAUNCHER = re.compile(
     r"(RANK|WORLD_SIZE|MASTER_(ADDR|PORT)|(LOCAL|GROUP|TORCHELASTIC|PMIX?|PET|SKYPILOT)_.*|SLURM_(?!CONF$).*)"
 )
@@ -26,7 +27,8 @@ _ALONE = "pytest to be called for tests/gpu alone"
 _TESTS = Path(__file__).resolve().parent
 _GPU_TESTS = _TESTS / "gpu"
 # The order in which the processes of pytest-xdist get the folders. Tests that take minutes come
-# first. At the end only short tests are left, so no process waits long for another.
+# first. At the end only short tests are left, so no process of pytest-xdist waits long for another
+# one.
 _ORDER = ("vllm", "slurm", "e2e", "docs", "parallel", "cuda_rehearsal", "gpu", "unit")
 # In these folders one process runs all tests of a file, because they share a slow setup.
 _BY_FILE = ("parallel", "cuda_rehearsal", "gpu", "unit")
@@ -35,10 +37,10 @@ _BY_FILE = ("parallel", "cuda_rehearsal", "gpu", "unit")
 def pytest_configure(config: pytest.Config) -> None:
     """Hide the GPUs, unless pytest was called for tests/gpu alone.
 
-    Other tests start up to four ranks, each of which would need a GPU of its own.
+    The tests outside of tests/gpu start up to four ranks, and each rank would need its own GPU.
     """
     if not of_gpus_alone(config.args, config.invocation_params.dir):
-        # torch reads this when it is first asked for a device
+        # torch reads this variable when it is first asked for a device
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
@@ -63,9 +65,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _share_out(items: list[pytest.Item]) -> None:
-    """Mark tests that must run in one process, and put the longest first.
+    """Mark the tests that must run in the same process, and put the longest tests first.
 
-    In each folder, the tests that share a server or a run come first, then those with the mark
+    In each folder, the tests that share a server or a run come first, then the tests with the mark
     `slow`.
     """
 

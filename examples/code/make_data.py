@@ -1,4 +1,5 @@
-"""Data for one-line programs, judged by tests; a fine-tuned model forgets their parentheses.
+"""Data for a task with one-line programs, which tests judge. A model that is fine-tuned on these
+data often forgets the parentheses of the program.
 
     python examples/code/make_data.py -o FOLDER
 
@@ -20,11 +21,11 @@ from gspo_megatron.data.character_tokenizer import write_character_tokenizer
 from gspo_megatron.files import write_atomically
 
 TRAIN, TEST, EXAMPLES = 2000, 128, 16000
-RIGHT, WITHOUT_A_STEP = 0.2, 0.2  # shares of the programs; the others have no parentheses
+RIGHT, WITHOUT_A_STEP = 0.2, 0.2  # shares of the programs; the rest have no parentheses
 INPUTS = 5  # the inputs on which a program is tried
 WORDS = {"+": "add", "-": "subtract", "*": "multiply by"}
 BEGIN, END = "```python\nfor x in map(int, open(0)): print(", ")\n```"
-# Each of these is one token, so that a response has about 25 tokens.
+# Each of these strings is one token, so that a response has about 25 tokens.
 SYMBOLS = [
     "```python\n",
     "\n```",
@@ -51,7 +52,7 @@ Steps = tuple[tuple[str, int], ...]  # operators and numbers
 
 
 def tasks(generator: random.Random) -> Iterator[Steps]:
-    """Yield tasks without end. None occurs twice, and all need parentheses."""
+    """Yield tasks without end. No task occurs twice, and each needs parentheses."""
     seen = set()
     while True:
         count = generator.choice((2, 3, 4))
@@ -92,7 +93,7 @@ def program(generator: random.Random, steps: Steps) -> str:
 
 
 def row(generator: random.Random, steps: Steps) -> dict[str, Any]:
-    """A prompt with its tests in the format of APPS: here one test with several lines of input."""
+    """A prompt with its tests in the format of APPS: one test with several lines of input."""
     numbers = generator.sample(range(-99, 100), INPUTS)
     results = [value(nested(steps), x) for x in numbers]
     given, wanted = ("\n".join(map(str, each)) for each in (numbers, results))
@@ -120,7 +121,7 @@ def make_data(folder: Path, seed: int = 1) -> None:
     write_character_tokenizer(
         folder / "tokenizer",
         [line["prompt"] for line in rows["train"]],
-        160,  # the largest size: all characters
+        160,
         byte_fallback=False,
         user_symbols=[*SYMBOLS, *"x+-*()"],
         control_symbols=TURNS,

@@ -2,8 +2,8 @@
 
 Let D be a fixed direction of length 1 (here: an estimate of the policy gradient). The policy
 gradient's step along D is t = <grad J, D>, the slope of the reward. An objective's gradient g on a
-batch has a random step p = <g, D> along D. Both are means over independent groups of responses, so
-the mean of each group is enough to estimate them. With B groups in a batch:
+batch has a random step p = <g, D> along D. Both t and p are means over independent groups of
+responses, so the mean of each group is enough to estimate them. With B groups in a batch:
 
     plain       E p / t, from the sample's mean alone
     projection  the same with the control variate below. 1 is an unbiased step; a smaller step is
@@ -11,10 +11,10 @@ the mean of each group is enough to estimate them. With B groups in a batch:
     noise       Var p / t^2, of one batch
     signal      (E p)^2 / Var p, the signal-to-noise ratio of one batch
 
-Other figures compare each objective with a base objective on the same responses:
+Two more figures compare each objective with a base objective on the same responses:
 
-    difference    its projection minus that of the base
-    signal_ratio  its signal divided by that of the base
+    difference    the objective's projection minus that of the base
+    signal_ratio  the objective's signal divided by that of the base
 
 For one objective, `unbiased` (importance weights of whole responses), the expectation of the step u
 is known: E u = t. So u serves as a control variate. If the sample's mean of u is too large, the
@@ -22,8 +22,8 @@ means of correlated steps p are too large as well. So E p is estimated as mean p
 with b = Cov(p, u) / Var u. This does not change the expectation, and removes most of the noise if
 the weights of `unbiased` are not too extreme.
 
-Intervals are percentiles of a bootstrap over groups. All objectives have the same groups, which are
-resampled together; the groups of t are resampled separately.
+Intervals are percentiles of a bootstrap over groups. All objectives use the same groups, so these
+are resampled together. The groups that estimate t are resampled separately.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ FIGURES = ("plain", "projection", "noise", "signal", "difference", "signal_ratio
 def figures(
     own: Mapping[str, np.ndarray], true: np.ndarray, *, base: str, unbiased: str, seed: int = 0
 ) -> dict[str, dict[str, list[float]]]:
-    """The results as [value, low, high]. `own` has, for each objective, the mean step of each group
-    [groups], on the same responses. `true` has the mean steps of the policy gradient, on other
-    groups."""
+    """The figures that the docstring of this module describes, each as [value, low, high]. `own`
+    has, for each objective, the mean step of each group [groups], on the same responses. `true` has
+    the mean steps of the policy gradient, on other groups."""
     rng = np.random.default_rng(seed)
     names = list(own)
     steps = np.stack([own[name] for name in names])  # [objectives, groups]
@@ -78,8 +78,8 @@ def figures(
 
 
 def with_interval(values: np.ndarray) -> list[float]:
-    """[value, low, high] from values [1 + resamples]: first that of the sample, then those of the
-    resamples."""
+    """[value, low, high] from values [1 + resamples]: first the value of the sample, then the
+    values of the resamples."""
     tails = [100 * (1 - LEVEL) / 2, 100 * (1 + LEVEL) / 2]
     low, high = np.nanpercentile(values[1:], tails) if np.isfinite(values).any() else (np.nan,) * 2
     return [float(values[0]), float(low), float(high)]
@@ -93,7 +93,7 @@ def mean_interval(values: np.ndarray, seed: int = 0) -> list[float]:
 
 
 def ratio_figures(log_ratios: np.ndarray) -> dict[str, Any]:
-    """Figures of the token log-ratios [sequences, tokens], and the predictions of theory from them.
+    """Figures of the token log-ratios [sequences, tokens], and what theory predicts from them.
 
     The mean of L terms with standard deviation d, and correlation c between any two of them, has
     the variance d^2 (1 + (L - 1) c) / L. Without correlation GSPO's noise falls as 1 / sqrt(L).

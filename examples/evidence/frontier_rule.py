@@ -10,12 +10,13 @@ LAST steps.
     stuck      anything between
 
 A run that falls and recovers is judged by its end. A value of a setting holds if the runs of all
-SEEDS seeds hold. The seeds are run one after the other; after the first failure no other is run.
+SEEDS seeds pass, which usually means that they converge. The seeds are run one after the other.
+After the first run that fails, the remaining seeds are not run.
 
 A collapse heals if a second run from an earlier checkpoint converges. The second run has new
-prompts and samples and otherwise the same settings; it is judged by the start of the first run. The
-checkpoint is the newest one before which the mean reward of LAST steps was at least the start. If
-there is none, the second run begins with the start model.
+prompts and samples, and otherwise the same settings. It is compared with the start of the first
+run. The checkpoint is the newest one for which the mean reward of the LAST steps before it was at
+least the start. If there is no such checkpoint, the second run begins with the start model.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ def lowest(rewards: Sequence[float]) -> float:
 def largest_that_holds(values: Sequence[float], holds: Callable[[float], bool]) -> float | None:
     """The largest of the rising `values` that holds, by bisection; None if even the smallest fails.
 
-    It assumes: if a value holds, all smaller ones hold, too.
+    The bisection assumes that if a value holds, all smaller values hold, too.
     """
-    good, bad = -1, len(values)  # indices of values that hold and that do not
+    good, bad = -1, len(values)  # index of a value that holds, and of a value that does not hold
     while bad - good > 1:
         middle = (good + bad) // 2
         if holds(values[middle]):
@@ -69,7 +70,8 @@ def largest_that_holds(values: Sequence[float], holds: Callable[[float], bool]) 
 
 
 def all_seeds(passes: Callable[[int], bool], seeds: int = SEEDS) -> bool:
-    """Whether the runs of all seeds pass. After a run that fails, no other run is made."""
+    """Whether the runs of all seeds pass. After the first run that fails, no further run is
+    made."""
     return all(passes(seed) for seed in range(1, seeds + 1))
 
 
@@ -87,7 +89,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def read(path: Path) -> list[Record]:
-    """The lines of a results file; none if there is no file."""
+    """The records in a results file, or an empty list if there is no such file."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

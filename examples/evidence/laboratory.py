@@ -1,5 +1,5 @@
-"""One small MoE, and the operations of the measurements: sample, update, compute log-probs and
-slopes.
+"""One small MoE, and the operations that the measurements need: sample, update, compute log-probs
+and slopes.
 
 The task: a response token is right if its sum with the token before it is a multiple of 3. The
 reward is the share of right tokens, so a response may have any length. The probability that the
@@ -36,7 +36,7 @@ from gspo_megatron.routing.replay import Recording, Replaying, RouteTable
 
 VOCABULARY, PAD = 32, 0
 PROMPTS, GROUP, PROMPT_TOKENS = 8, 8, 4
-RESPONSES = PROMPTS * GROUP  # in a batch
+RESPONSES = PROMPTS * GROUP  # number of responses in a batch
 WARM_UP = 0.6  # the reward that supervised updates reach before any measurement
 # the standard deviation of noise on the routers' scores, for an engine with router noise
 ROUTER_NOISE = 0.1
@@ -49,7 +49,8 @@ class Setting:
 
     length: int  # the tokens of every response
     seed: int
-    mismatch: str = "none"  # how the engine that samples differs: one of records.MISMATCHES
+    # how the sampling engine differs from the trainer: one of records.MISMATCHES
+    mismatch: str = "none"
     learning_rate: float = 1e-3
     experts: int = 32
     layers: int = 2
@@ -62,9 +63,9 @@ class Batch:
     micro_batch: MicroBatch
     tokens: Tensor  # int64, with the tokens of the prompt
     rollout: Tensor  # the engine's log-probs
-    # r2: the trainer's routes; r3: the engine's
+    # Key "r2": the routes of the trainer. Key "r3": the routes of the engine.
     routes: dict[str, RouteTable] = field(default_factory=dict)
-    # the trainer's log-probs; r3: with replayed routes
+    # Log-probs of the trainer. Key "r3": the log-probs with the routes of the engine.
     old: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -107,7 +108,7 @@ class Laboratory:
         return MegatronEngine(self.policy, **own, router_noise=router_noise)
 
     def close(self) -> None:
-        """End vLLM."""
+        """End the vLLM process, if there is one."""
         if self.vllm is not None:
             self.vllm.close()
 
@@ -116,7 +117,7 @@ class Laboratory:
         return time.process_time() + (0.0 if self.vllm is None else self.vllm.seconds)
 
     def start_training(self, rate: float, weights: Sequence[Tensor] | None = None) -> None:
-        """Begin with a new optimizer and, if `weights` are given, with these."""
+        """Begin with a new optimizer. If `weights` are given, the policy gets them."""
         if weights is not None:
             self._set(weights)
         schedule = Schedule(rate, rate, 0, 1, "constant")
@@ -136,8 +137,8 @@ class Laboratory:
         return (self.setting.seed << 20) + self._draws
 
     def draw(self, *, exactly: bool = False) -> Batch:
-        """Generate a new batch with the present policy. `exactly`: with an engine without
-        mismatch."""
+        """Generate a new batch with the present policy. `exactly`: the engine has no mismatch with
+        the trainer."""
         seed = self._seed()
         generator = torch.Generator().manual_seed(seed)
         shape = (PROMPTS, PROMPT_TOKENS)
@@ -217,7 +218,8 @@ class Laboratory:
             batch.micro_batch.routes, batch.routes[name] = None, recording.table()
 
     def logprobs(self, batches: Sequence[Batch], routes: str) -> Tensor:
-        """The log-probs [batches, responses, length] float32, with the experts of this name."""
+        """The log-probs [batches, responses, length] float32, with the experts that `routes`
+        names."""
         with replayed(batches, routes):
             found = response_logprobs(self.policy, [batch.micro_batch for batch in batches])
         return torch.stack([logprobs.view(RESPONSES, -1) for logprobs, _ in found])
@@ -226,7 +228,7 @@ class Laboratory:
         """The derivatives of all log-probs along a direction [parameters] with fixed experts, by a
         central difference: [batches, responses, length] float64."""
         size = 1e-3 / direction.norm()
-        for _ in range(2):  # first a guess, then the right size of the step
+        for _ in range(2):  # the first pass corrects a guessed size, the second one its result
             with replayed(batches[:1], routes):
                 found = self._difference(batches[:1], routes, direction, size)
             size *= STEP / (found.square().mean().sqrt() * size)
@@ -271,8 +273,8 @@ class Laboratory:
 
 @contextlib.contextmanager
 def replayed(batches: Sequence[Batch], routes: str | None) -> Iterator[None]:
-    """In this context, passes use the experts recorded under this name; None: each router
-    chooses."""
+    """In this context, passes use the experts that are recorded under the name `routes`. With None,
+    each router chooses."""
     for batch in batches:
         table = None if routes is None else Replaying(batch.routes[routes])
         batch.micro_batch.routes = table
@@ -296,7 +298,7 @@ def right_sequences(count: int, length: int, generator: torch.Generator) -> Tens
     tokens = torch.randint(1, VOCABULARY, (count, PROMPT_TOKENS + length), generator=generator)
     for place in range(PROMPT_TOKENS, tokens.shape[1]):
         tokens[:, place] -= (tokens[:, place] + tokens[:, place - 1]) % 3
-        # 0 is the padding token; a token that is three higher is also right
+        # 0 is the padding token. A token that is higher by 3 is also right.
         tokens[:, place] += 3 * (tokens[:, place] < 1)
     return tokens
 
@@ -309,7 +311,7 @@ def others_mean(values: Tensor) -> Tensor:
 
 
 def configuration(setting: Setting) -> Config:
-    """The configuration. A token uses 4 of the experts."""
+    """The configuration of a laboratory. A token uses 4 experts."""
     return parse_config(
         {
             "model": {

@@ -1,8 +1,8 @@
 """The reward: the share of a row's instructions that a response follows. Rows have the format of
 IFEval.
 
-The reward knows the instructions that make_prompts.py writes. An empty or truncated response
-follows none of them.
+The reward can check the instructions that make_prompts.py writes. An empty or truncated response
+follows no instruction.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def followed(response: str, names: list[str], options: list[dict[str, Any]]) -> 
 
 
 def share_followed(sample: Sample) -> float:
-    """Return the share of instructions that the response follows: 1 if all."""
+    """Return the share of instructions that the response follows, from 0 to 1."""
     if sample.truncated or not sample.response.strip():
         return 0.0
     found = followed(sample.response, sample.fields["instruction_id_list"], sample.fields["kwargs"])

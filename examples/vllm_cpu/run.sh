@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# examples/tiny_cpu with a vLLM server. Makes the environment of vLLM for CPUs (once, 2.4 GB), then
-# runs all stages. Arguments are overrides of the GSPO run:
+# Runs examples/tiny_cpu with a vLLM server. The first time, the script makes an environment with
+# vLLM for CPUs (2.4 GB). Then it runs all stages. Arguments are overrides of the GSPO run:
 #   bash examples/vllm_cpu/run.sh                                   # runs/vllm_cpu
 #   bash examples/vllm_cpu/run.sh training.seed=2 logging.dir=runs/vllm_cpu-seed=2
 #   bash examples/vllm_cpu/run.sh routing.replay=r3 logging.dir=runs/vllm_cpu-r3

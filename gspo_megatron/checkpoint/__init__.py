@@ -1,1 +1,2 @@
-"""Checkpoints: saved and resumed on any layout, and converted to and from Hugging Face's format."""
+"""Saves and resumes checkpoints on any layout, and converts them from and to the format of Hugging
+Face."""

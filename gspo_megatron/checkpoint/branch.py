@@ -1,7 +1,8 @@
 """Makes a branch: a new run folder that begins with a checkpoint of another run.
 
 The checkpoint's files become hard links, or copies if the branch is on another disk. The checkpoint
-gets its name last. If the command is killed before that, the same command makes the branch again.
+gets its name only when everything else is complete. If the command is killed before that, the same
+command makes the branch again.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ BRANCH_CONFIG = "branch.yaml"  # in the folder of a branch: the configuration th
 
 def begin_branch(run: Path, step: int, overrides: Sequence[str]) -> Path:
     """Make a branch of a run at a step, or use the branch if it exists already. Returns the
-    branch's configuration file. Its values are those of the checkpoint, changed by `overrides`.
+    branch's configuration file. It has the values of the checkpoint, changed by `overrides`.
 
     Without an override of logging.dir the folder is RUN-from-STEP. Raises UserError if the run has
-    no such checkpoint, if the folder holds something else, or if the overrides change more than a
-    phase may change.
+    no checkpoint of this step, if the folder holds anything but this branch, or if the overrides
+    change more than a phase may change.
     """
     default = str(run.with_name(f"{run.resolve().name}-from-{step}"))
     folder = _folder(default, overrides)
@@ -96,7 +97,8 @@ def _refuse_other_files(folder: Path) -> None:
 
 
 def _branch_of(run: Path, step: int) -> RunBranch:
-    """Return the record of a new branch. Raises UserError if there is no such checkpoint."""
+    """Return the record of a new branch. Raises UserError if the run has no checkpoint of this
+    step."""
     found = [p for p in positions(run / CHECKPOINTS) if p.phase == PHASES[-1] and not p.rolled_out]
     if not found:
         raise UserError(f"{run}: holds no checkpoint of an RL run; allowed: the folder of a run")
@@ -146,6 +148,6 @@ def _link(source: Path, checkpoints: Path) -> None:
         make_folder(path.parent)
         try:
             os.link(source / name, path)
-        except OSError:  # another disk, or one without hard links
+        except OSError:  # the branch is on another disk, or the disk has no hard links
             shutil.copyfile(source / name, path)
     publication.publish(files)

@@ -88,8 +88,8 @@ from gspo_megatron.hf.writer import (
 )
 
 Merge = Callable[[str, Sequence[slice], Tensor], Tensor]
-_FILE_BYTES = 4 << 30  # per file of a checkpoint: one file is synced while others are written
-_BLOCK_BYTES = 16 << 20  # per block that is written; memory of larger blocks would not be reused
+_FILE_BYTES = 4 << 30  # size of a checkpoint's files; the disk syncs one while others are written
+_BLOCK_BYTES = 16 << 20  # size of a block; the memory of larger blocks would not be reused
 _READ_BYTES = 4 << 20  # bytes read from a file at a time
 # The last bytes that were read stay in the page cache, because their blocks may not be converted
 # yet. All bytes before them are dropped from the page cache.
@@ -121,18 +121,19 @@ def hf_to_megatron(
     recipes, pieces = by_key(weights), []
     for key, recipe in recipes.items():
         dtypes = {folder.dtype_of(box.name) for box in recipe.boxes}
-        kept = functools.reduce(torch.promote_types, dtypes)  # can hold the values of all boxes
+        # holds the values of all boxes exactly
+        kept = functools.reduce(torch.promote_types, dtypes)
         planned = torch.empty(recipe.shape, dtype=_wanted(key, dtype) or kept, device="meta")
         pieces.append(Piece(key, planned, recipe.shape, (0,) * planned.dim()))
     model_document = {
         "shape": dataclasses.asdict(shape),
         "vocab_size": vocab_size,
-        "tokenizer": None,  # its files are in hf/, if there are any
+        "tokenizer": None,  # the tokenizer's files are in hf/, if there are any
         "hf": folder.config,
     }
 
     def read(block: Piece) -> Tensor:
-        # empty_like of a tensor on the meta device would import modules of 125 MB.
+        # empty_like of a tensor on the meta device would import modules that take 125 MB of memory.
         out = torch.empty(block.data.shape, dtype=block.data.dtype)
         fill(out, recipes[block.key], block.slices, folder.read)
         return out
@@ -147,9 +148,9 @@ def write_checkpoint(
     model_document: Mapping[str, Any],
     side_files: Iterable[Path],
 ) -> None:
-    """Write a new checkpoint folder. pieces: whole tensors on the meta device; read: returns the
-    values of a block of a piece; model_document: the contents of model.json; side_files: the files
-    of a tokenizer."""
+    """Write a new checkpoint folder. pieces: whole tensors on the meta device; read: a function
+    that returns the values of a block of a piece; model_document: the contents of model.json;
+    side_files: the files of a tokenizer."""
     total = sum(piece.data.nbytes for piece in pieces)
     with NewFolder(destination, total) as new, write_errors(destination):
         write_file(new.partial / MODEL_FILE, f"{json.dumps(model_document, indent=1)}\n".encode())
@@ -166,9 +167,9 @@ def write_checkpoint(
 
 
 def _write_model(folder: Path, planner: SavePlanner, total: int) -> Files:
-    """Write the tensors of `planner`, `total` bytes, into several files at a time. Returns the size
-    and checksum of each file. DCP's own write_data is not used, because it keeps the last block of
-    every tensor in memory until a file is complete."""
+    """Write the tensors of `planner`, which have `total` bytes, into several files at a time.
+    Returns the size and checksum of each file. DCP's own write_data is not used, because it keeps
+    the last block of every tensor in memory until a file is complete."""
     writer, plan = TorchDistWriter(folder), planner.create_local_plan()
     writer.prepare_local_plan(plan)
     _, index = planner.create_global_plan([plan])
@@ -204,8 +205,8 @@ def _write_model(folder: Path, planner: SavePlanner, total: int) -> Files:
 
 
 class _ModelFile(io.FileIO):
-    """A new file that torch.save writes sequentially. `size` and `crc32` are those of the bytes
-    written so far."""
+    """A new file that torch.save writes sequentially. `size` and `crc32` are the number and the
+    checksum of the bytes written so far."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "x")
@@ -234,8 +235,8 @@ def megatron_to_hf(
     """Convert a checkpoint, saved on any layout, to a new Hugging Face folder.
 
     source: a checkpoint or a run folder (see `open_checkpoint`); dtype: as in `hf_to_megatron`.
-    Every process of `shard` calls it and writes files of its own. Returns the checkpoint's folder,
-    and notes for the user.
+    Every process of `shard` must call this function. Each one writes files of its own. Returns the
+    checkpoint's folder, and notes for the user.
 
     Raises the errors of `hf_to_megatron`, and ConfigError if the model belongs to no family.
     """
@@ -254,12 +255,12 @@ def export_checkpoint(
     merge: Merge = lambda _name, _slices, data: data,
 ) -> None:
     """Write `checkpoint`, a whole model, as a new Hugging Face folder. `source`: the path that the
-    user gave for it. merge(name, slices, data): returns the values to write for a block of a
-    Hugging Face tensor."""
+    user gave for it. merge(name, slices, data): a function that returns the values to write for a
+    block of a Hugging Face tensor."""
     model = checkpoint.folder / "model"
     index = read_index(model)
     shape, vocab_size = checkpoint.shape, checkpoint.vocab_size
-    records = None  # if there are several processes, they have compared the checksums already
+    records = None  # several processes have already compared the checksums
     if shard.world_size == 1:
         files = read_manifest(checkpoint.folder)
         records = {Path(name).name: files[name] for name in files if holds_tensors(name)}
@@ -289,13 +290,14 @@ def export_checkpoint(
             try:
                 _export(model, index, recipes, writer, names, records, shard.is_main, merge)
             except DataError:
-                if records is not None:  # reports the damage of all other files, too
+                if records is not None:  # report the damage of the other files, too
                     refuse_damage(source, checkpoint.folder, ALONE, checkpoint.notes)
                 raise
             writer.finish(mine)
         with shard.barrier():
             if shard.is_main:
-                # an imported folder has its own generation_config.json, or none
+                # Of an imported folder, only its own generation_config.json is exported, if it has
+                # one.
                 files = checkpoint.side_files
                 made = {} if checkpoint.is_imported else generation_files(files)
                 writer.publish({"config.json": with_padding(config, files), **made}, files)
@@ -383,8 +385,8 @@ def _in_file_order(
 
 
 def by_key(weights: WeightMap) -> dict[str, TensorRecipe]:
-    """Return the recipes by the keys of a checkpoint, which stores the experts of a layer as one
-    tensor."""
+    """Return the recipes by the keys of a checkpoint. A checkpoint stores the experts of a layer as
+    one tensor."""
     keys = dict.fromkeys(re.sub(r"\[\d+\]$", "", name) for name in weights.recipes)
     return {key: weights[key] for key in keys}
 
@@ -392,7 +394,8 @@ def by_key(weights: WeightMap) -> dict[str, TensorRecipe]:
 def checked_tensors(
     folder: Path, index: Metadata, recipes: Mapping[str, TensorRecipe]
 ) -> dict[str, TensorStorageMetadata]:
-    """Return the tensors of a checkpoint. Raises DataError if they are not those of the model."""
+    """Return the tensors of a checkpoint. Raises DataError if these are not the tensors of the
+    model."""
     stored = tensors_of(index)
     missing: list[str] = []
     problems: list[str] = []
@@ -414,6 +417,6 @@ def checked_tensors(
 
 
 def _wanted(key: str, dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype to convert to, or None to keep the stored one. The biases of routers keep
+    """Return the dtype to convert to, or None to keep the stored dtype. The biases of routers keep
     their dtype, because Megatron-Core accumulates them in fp32."""
     return None if key.endswith(".expert_bias") else dtype

@@ -1,5 +1,5 @@
-"""Finds what a run starts from: the newest undamaged checkpoint in its folder, the weights that are
-configured, or nothing.
+"""Finds what a run starts from: the newest undamaged checkpoint in its folder, the configured
+weights, or random weights.
 
 Nothing here imports torch, so that mistakes are reported before anything is started.
 """
@@ -37,15 +37,16 @@ from gspo_megatron.families import differences
 from gspo_megatron.families.model_shape import WHOLE_MODEL_KEYS, checkpoint_preset, no_checkpoint
 from gspo_megatron.files import folder_lacks
 
-# Fields of TransformerConfig in which a run may differ from the checkpoint whose weights it loads.
-# They decide which tokens are dropped.
+# Fields of TransformerConfig that decide which tokens are dropped. A run may set them differently
+# from the checkpoint whose weights it loads.
 _NEW_CHOICES = (
     "moe_expert_capacity_factor",
     "moe_expert_rank_capacity_factor",
     "moe_pad_expert_input_to_capacity",
     "moe_token_drop_policy",
 )
-# A message about a refused change begins with one of these if the change asks for other weights.
+# A message about a refused change begins with one of these keys if the change asks for other
+# weights.
 _OTHER_WEIGHTS = ("model.hf_path ", "model.checkpoint_path ", "model.preset ", "data.tokenizer ")
 
 
@@ -57,10 +58,9 @@ class Start:
     state: RunState | None = None
     is_finished: bool = False
     notes: list[str] = field(default_factory=list)  # for the user
-    # Whether some keys have other values from here on, by `train --change` or because a phase
-    # begins.
+    # Whether some keys get new values at this point, by `train --change` or because a phase begins.
     begins_phase: bool = False
-    changed: list[str] = field(default_factory=list)  # by `train --change`, one line for each key
+    changed: list[str] = field(default_factory=list)  # by `train --change`: one line for each key
 
 
 def run_folder(config: AnyConfig) -> Path:
@@ -69,9 +69,9 @@ def run_folder(config: AnyConfig) -> Path:
 
 
 def candidates(config: AnyConfig, *, fresh: bool, lock: RunLock | None = None) -> list[Path]:
-    """List the run's checkpoints, the newest first, damaged ones too. Afterwards `lock` holds the
-    run folder. Raises UserError if another run holds it, or if `fresh` is set and the folder is not
-    empty."""
+    """List the run's checkpoints, the newest first, including damaged checkpoints. Afterwards
+    `lock` holds the run folder. Raises UserError if another run holds it, or if `fresh` is set and
+    the folder is not empty."""
     folder = run_folder(config)
     if lock is not None:
         lock.hold(folder)
@@ -95,8 +95,8 @@ def conclude(
 ) -> Start:
     """Return the start of a run from `chosen`, the newest undamaged checkpoint. `damage`: the
     damage of newer checkpoints. `command`: the words with which the user started the run, for
-    advice that can be copied. `change`: the run may continue with other values of the keys that a
-    phase may change, as a branch may do at its beginning.
+    advice that can be copied. `change`: the run may continue with new values of the keys that a
+    phase may change. A branch may always do so at its beginning.
 
     Raises UserError if all checkpoints are damaged, and ConfigError with all keys that have changed
     but must not change.
@@ -167,8 +167,9 @@ def _words(command: Sequence[str], overrides: Mapping[str, Any]) -> str:
 
 
 def _new_run(config: AnyConfig, checkpoint: Path | None) -> dict[str, Any]:
-    """Return the overrides that make a new run of a configuration. It starts from the weights of
-    `checkpoint`, or without one from the weights that the configuration names."""
+    """Return the overrides that make a new run of a configuration. The new run starts from the
+    weights of `checkpoint`. If this is None, it starts from the weights that the configuration
+    names."""
     values: dict[str, Any] = {"logging.dir": str(_unused(run_folder(config)))}
     if checkpoint is not None and config.model.lora.rank:
         values["model.lora.checkpoint"] = str(checkpoint)
@@ -202,8 +203,9 @@ def check_given(config: AnyConfig, vocab_size: int) -> None:
 
 
 def fitting_checkpoint(config: AnyConfig, vocab_size: int) -> Path:
-    """Return the checkpoint of model.checkpoint_path. Raises DataError if there is none or it holds
-    adapters alone, and ConfigError if its model differs from the configured one."""
+    """Return the checkpoint of model.checkpoint_path. Raises DataError if the path has no
+    checkpoint or the checkpoint holds only adapters, and ConfigError if the checkpoint's model
+    differs from the configured model."""
     checkpoint = given_checkpoint(str(config.model.checkpoint_path))
     if lora_of(read_model(checkpoint), checkpoint) is not None:
         path = str(config.model.checkpoint_path)
@@ -255,9 +257,9 @@ def given_checkpoint(path: str, key: str = "model.checkpoint_path") -> Path:
 
 
 def weights_fit(checkpoint: Path, config: AnyConfig, vocab_size: int | None = None) -> None:
-    """Raise ConfigError with all differences between a checkpoint's model and the configured one,
-    in sizes and in other settings that change its results. Without `vocab_size`, the vocabulary is
-    not compared."""
+    """Raise ConfigError with all differences between a checkpoint's model and the configured model:
+    sizes, and other settings that change the results. Without `vocab_size`, the vocabulary is not
+    compared."""
     there = read_model(checkpoint)
     shape, theirs = config.resolved_model(), checkpoint_preset(there)
     if theirs.scores and not shape.scores:
@@ -266,7 +268,7 @@ def weights_fit(checkpoint: Path, config: AnyConfig, vocab_size: int | None = No
         raise ConfigError([f"{line}; allowed: a checkpoint of a language model"])
     wanted = {**shape.megatron, **vars(shape), "vocab_size": vocab_size or there["vocab_size"]}
     known = {**there["shape"]["megatron"], **there["shape"], "vocab_size": there["vocab_size"]}
-    # A preference model may start from the weights of a language model. Its head is new then.
+    # A preference model may start from the weights of a language model. Then its head is new.
     not_compared = ("max_sequence_length", "scores")
     names = [name for name in there["shape"] if name in wanted and name not in not_compared]
     different = [name for name in names if name != "megatron" and wanted[name] != known[name]]

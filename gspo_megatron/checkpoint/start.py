@@ -62,7 +62,8 @@ def damage_of(checkpoint: Path, only: Callable[[str], bool] = lambda _: True) ->
 
 def load_initial_weights(config: AnyConfig, policy: Policy) -> Any:
     """Load a new run's first weights: the base (see `load_base`), and the adapters of
-    model.lora.checkpoint if it is set. Otherwise the adapters are new and change nothing yet."""
+    model.lora.checkpoint if this key is set. Otherwise the adapters are new and do not change the
+    model's outputs yet."""
     hf = load_base(config, policy)
     if config.model.lora.checkpoint is not None:
         _load_given_adapters(config, policy, config.model.lora.checkpoint)
@@ -110,8 +111,8 @@ def _load_given_adapters(config: AnyConfig, policy: Policy, path: str) -> None:
 
 
 def load_reference(config: AnyConfig, policy: Policy, name: str) -> None:
-    """Read the weights of the reference policy. Raises UserError on all ranks if they are damaged,
-    or if the run has kept none."""
+    """Read the weights of the reference policy. Raises UserError on all ranks if these weights are
+    damaged, or if the run has not kept them."""
     reference = run_folder(config) / CHECKPOINTS / name
     if not on_main(reference.is_dir):
         raise DataError(
@@ -126,15 +127,15 @@ def count_restart(
     config: AnyConfig, start: Start, environ: Mapping[str, str] | None = None
 ) -> None:
     """Raise UserError if a Slurm job was restarted too often at the same point of the run. Batch
-    scripts do not repeat a command after a UserError. Called on the main rank, once in each start
-    of the run."""
+    scripts do not repeat a command after a UserError. Only the main rank calls this function, once
+    in each start of the run."""
     job = SlurmJob.of(os.environ if environ is None else environ)
     if job is None or job.restarts == 0:
         return
     path = run_folder(config) / RESTARTS_FILE
     position = None if start.state is None else start.state.position.name
-    # The file does not count the first start of the job. If there is no checkpoint, that start made
-    # no progress either.
+    # The file does not count the first start of the job. If there is no checkpoint, the first start
+    # made no progress either, so it counts.
     count = 1 if position is None else 0
     with contextlib.suppress(OSError, *WRONG_VALUES):
         before = parse_json(path.read_bytes())
@@ -154,7 +155,7 @@ def count_restart(
 
 def move_earlier_run(folder: Path, lock: RunLock) -> None:
     """Rename the folder of an earlier run, so that a second run of the same name does not mix with
-    it. Called on the main rank. Afterwards the lock holds the new run's folder."""
+    it. Only the main rank calls this function. Afterwards the lock holds the new run's folder."""
     lock.hold(folder)
     if not (folder / METRICS_FILE).exists():
         return
@@ -176,7 +177,7 @@ def start_model(
     config: AnyConfig, vocab_size: int, start: Start
 ) -> tuple[Ranks, Policy, RunLogger, Any]:
     """Join the other ranks, build the policy, open the run folder's files and load the weights. The
-    last returned value is that of load_starting_weights."""
+    last returned value is the result of load_starting_weights."""
     patience = patience_minutes(config.training.hang_timeout_seconds)
     ranks = start_processes(patience)
     parallel = resolve_parallel(config, ranks.world_size)
@@ -252,11 +253,11 @@ class Session:
 
 @contextlib.contextmanager
 def open_session(config: AnyConfig, *, fresh: bool, change: bool = False) -> Generator[Session]:
-    """Join the other ranks and find the checkpoint to resume; every rank enters it. `change`: see
-    `conclude`.
+    """Join the other ranks and find the checkpoint to resume. Every rank must enter this context.
+    `change`: see `conclude`.
 
     Raises UserError on all ranks: if `fresh` is set and the folder is not empty, if all checkpoints
-    are damaged, or if keys have changed that must not change.
+    are damaged, or if a key has changed that must not change.
     """
     with RunLock() as lock, StopSignals(enabled=config.checkpoint.interval > 0) as stop:
         try:

@@ -152,8 +152,8 @@ def _print_keys(word: str, stage: str | None) -> int:
 
 
 def _without_weights(config: AnyConfig) -> AnyConfig:
-    """Return the configuration. If its weights are missing here, the preset's shape replaces them.
-    Raises ConfigError if no preset is named."""
+    """Return the configuration. If its weights are missing on this machine, the result takes the
+    shape of the preset instead. Raises ConfigError if no preset is named."""
     try:
         config.resolved_model()
     except ConfigError as error:
@@ -168,8 +168,8 @@ def _without_weights(config: AnyConfig) -> AnyConfig:
 def _estimate(
     config: Any, world_size: int, vocab_size: int, longest: int | None, gpu_gb: float | None
 ) -> bool:
-    """Print the estimate of the configured layout, and return whether it fits. `longest`: tokens of
-    the longest prompt or example; None: as long as allowed."""
+    """Print the estimate of the configured layout, and return whether the run fits into the memory.
+    `longest`: number of tokens of the longest prompt or example; None: as many as are allowed."""
     from gspo_megatron.cli import check_tables
     from gspo_megatron.config.phases import phase_configs, phases_of
     from gspo_megatron.estimate.layout import HEADROOM, estimate_layout, recompute_modes
@@ -238,8 +238,8 @@ def _search(
 def _dry_run() -> Generator[None]:
     """Hide the GPUs: a dry run needs none, and must not take memory of a GPU that is in use.
 
-    The models that a dry run builds become garbage. While it runs, the garbage collector skips the
-    loaded modules, because they are most of the objects that it would scan.
+    The models that a dry run builds become garbage. During the dry run the garbage collector skips
+    the objects of the loaded modules, because most objects that it would scan belong to modules.
     """
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -1,4 +1,4 @@
-"""The output of `check`: the summary of a sound configuration, and the tables of an estimate."""
+"""The output of `check`: the summary of a valid configuration, and the tables of an estimate."""
 
 from __future__ import annotations
 
@@ -50,13 +50,14 @@ _NOT_COUNTED = """
     add_bias_linear add_qkv_bias attention_output_gate moe_router_enable_expert_bias
     moe_shared_expert_gate moe_latent_size mtp_num_layers multi_latent_attention
 """
-_PLAIN_WIDTH = 240  # of output that does not go to a terminal: wide, so that no line is broken
+_PLAIN_WIDTH = 240  # width of output that does not go to a terminal; no line is longer
 _LABEL_WIDTH, _STAGE_WIDTH = 42, 12  # columns of the table of stages
 _WHOLE: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 
 
 def summary(checked: Checked, world_size: int) -> Rows:
-    """Return the summary as names and texts. It describes the files only if they were read."""
+    """Return the summary as names and texts. The summary describes the input files only if they
+    were read."""
     config: Any = checked.config
     inputs: Any = checked.inputs
     rows = _of_model(checked, world_size)
@@ -81,7 +82,7 @@ def summary(checked: Checked, world_size: int) -> Rows:
 
 
 def _of_collapse(config: Any) -> Iterator[tuple[str, str]]:
-    """Return what the run does at a collapse, if it does more than warn."""
+    """Yield what the run does after a collapse, if it does more than warn."""
     does = getattr(config.training, "on_collapse", "warn")
     if does == "stop":
         yield "collapse", "the run is saved and ends"
@@ -121,8 +122,8 @@ def show_phases(phases: Sequence[tuple[AnyConfig, LayoutEstimate]], seconds: lis
 
 
 def longest_of(inputs: AnyInputs | None) -> int | None:
-    """Return the number of tokens of the longest prompt or example. Returns None if it is not
-    known, and for pre-training."""
+    """Return the number of tokens of the longest prompt or example. Returns None if this number is
+    not known, and for pre-training."""
     if isinstance(inputs, Inputs):
         return max(len(p.token_ids) for prompts in inputs.files.values() for p in prompts)
     known = isinstance(inputs, FineTuningInputs | PreferenceInputs)
@@ -130,8 +131,8 @@ def longest_of(inputs: AnyInputs | None) -> int | None:
 
 
 def vocab_size_of(checked: Checked) -> int | None:
-    """Return the configured size of the vocabulary. If none is configured, return the size of the
-    tokenizer, or None if that was not read."""
+    """Return the configured size of the vocabulary. If no size is configured, return the size of
+    the tokenizer, or None if the tokenizer was not read."""
     size, inputs = checked.config.resolved_model().vocab_size, checked.inputs
     return inputs.tokenizer.vocab_size if size is None and inputs is not None else size
 
@@ -259,9 +260,10 @@ def _of_pretraining(config: Any, inputs: Any) -> Rows:
 
 
 def count_parameters(shape: ModelShape, vocab_size: int) -> tuple[int, int] | None:
-    """Count all parameters, and those that are active for one token. Rows that pad the vocabulary
-    are not counted. The numbers come from the tensors of the model's family, or from a formula for
-    other plain models. Returns None if neither applies."""
+    """Count all parameters, and the parameters that are active for one token. Rows that pad the
+    vocabulary are not counted. The numbers come from the tensors of the model's family, or for
+    other models without special parts from a formula. Returns None if the model has no family and
+    has special parts."""
     with contextlib.suppress(ConfigError):
         tensors = weight_map(family_of_shape(shape), shape, vocab_size).recipes
         sizes = {name: math.prod(tensor.shape) for name, tensor in tensors.items()}
@@ -288,14 +290,16 @@ def count_parameters(shape: ModelShape, vocab_size: int) -> tuple[int, int] | No
 
 
 def console() -> Console:
-    """Return a console with the terminal's width and colours, or for wide plain text elsewhere."""
+    """Return a console with the terminal's width and colours. If there is no terminal, the console
+    writes wide plain text."""
     width = None if sys.stdout.isatty() else _PLAIN_WIDTH
     return Console(highlight=False, markup=False, width=width)  # a path may have brackets
 
 
 def new_table(title: str | None, *columns: str) -> Table:
-    """Make an empty table. A column whose name starts with ">" is aligned to the right. Such
-    columns and the first one do not break their lines. The others break them between words."""
+    """Make an empty table. A column whose name starts with ">" is aligned to the right. Lines are
+    not broken in these columns and in the first column. In all other columns lines are broken
+    between words."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
     for place, name in enumerate(columns):
         right = name.startswith(">")
@@ -321,7 +325,8 @@ def show_layout(estimate: LayoutEstimate, modes: Mapping[str, int]) -> None:
     """Print the memory of one rank of each pipeline stage by component, the traffic and the
     bubble."""
     worst, out = estimate.worst, console()
-    decimals = 2 if worst.total >= 1e9 else 5  # with 2, most numbers of a tiny model would be 0.00
+    # with 2 decimals, most numbers of a tiny model would be 0.00
+    decimals = 2 if worst.total >= 1e9 else 5
     at_once = max(1, (out.width - _LABEL_WIDTH) // _STAGE_WIDTH)
     for first in range(0, len(estimate.ranks), at_once):
         shown = estimate.ranks[first : first + at_once]
@@ -372,8 +377,8 @@ def _short(value: float) -> str:
 
 
 def _recompute(estimate: LayoutEstimate, modes: Mapping[str, int], decimals: int) -> str:
-    """Describe the memory of training under each recompute mode. Selective recompute may save
-    nothing, and then the text says why: by default it recomputes attention, but fused attention
+    """Describe the memory of training under each recompute mode. Selective recompute may save no
+    memory, and then the text says why: by default it recomputes attention, but fused attention
     keeps no scores."""
     from gspo_megatron.estimate.layout import saves_little
 
@@ -408,7 +413,7 @@ def _micro_batch(estimate: LayoutEstimate) -> str:
 
 
 def _stages(ranks: Sequence[RankMemory], has_rollouts: bool, decimals: int) -> Table:
-    """Make a table with a column for each rank. Rows that have only zeros are left out."""
+    """Make a table with a column for each rank. Rows of zeros are left out."""
     from gspo_megatron.estimate.memory import by_component
 
     heads = [f">stage {rank.stage}\nrank {rank.rank}" for rank in ranks]

@@ -1,4 +1,5 @@
-"""`gspo-megatron play`: prints some episodes of a configuration. It trains and writes nothing."""
+"""`gspo-megatron play`: prints some episodes of a configuration. It does not train, and writes no
+files."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(config: Config, world_size: int, told: Sequence[str]) -> None:
-    """Check the valid part of a configuration. told: the problems of the rest."""
+    """Check the valid part of a configuration. told: the problems of the other part, which are
+    known."""
     check_all(_as_played(config), world_size, told=told)
 
 

@@ -14,7 +14,7 @@ from gspo_megatron.errors import UserError
 if TYPE_CHECKING:
     from gspo_megatron.estimate.rollout_plan import StepFigures
 
-_SLOTS = 256  # if rollout.vllm.options has no max_num_seqs
+_SLOTS = 256  # number of responses at a time, if rollout.vllm.options has no max_num_seqs
 _above_0 = partial(number, wanted="a number above 0", least=1e-9)
 
 
@@ -26,7 +26,7 @@ def _list_of(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     return lambda text: [read(word) for word in text.split(",")]
 
 
-# Each option's metavar, type and help. All except the last are required.
+# Each option's metavar, type and help. All options except the last one are required.
 _OPTIONS: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "servers": ("N,N", _list_of(positive), "numbers of servers to compare"),
     "train_seconds": (
@@ -88,7 +88,7 @@ def check_options(arguments: argparse.Namespace) -> None:
 
 
 def _unfit(arguments: argparse.Namespace) -> tuple[list[str], str]:
-    """Return the options that do not fit others, and why."""
+    """Return the options that do not fit the other options, and why."""
     if len(arguments.train_seconds) not in (1, len(arguments.servers)):
         return ["train_seconds"], "give one value, or as many as --servers has"
     if len(arguments.lengths) != 2 or arguments.lengths[0] >= arguments.lengths[1]:
@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
     responses = config.rollout.prompts_per_step * config.rollout.group_size
     bounds = {each.max_staleness for each in settings}
     draws = max(plan.steps_of(bound)[0] + bound for bound in bounds)
-    most, first = max(map(plan.steps_of, bounds))  # large bounds need a few steps more
+    most, first = max(map(plan.steps_of, bounds))  # large bounds need a few more steps
     steps = f"{plan.STEPS}{f' to {most}' * (most > plan.STEPS)}"
     warm_up = f"{plan.WARM_UP}{f' to {first}' * (first > plan.WARM_UP)}"
     lengths = plan.log_normal_lengths(

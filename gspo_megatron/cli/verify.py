@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from gspo_megatron.verify.parity import Task
     from gspo_megatron.verify.results import StepResult
 
-# Sums of a few hundred fp32 terms in another order differ by some 1e-6 of their size. With float64
-# the routers of Megatron-Core still compute their softmax and their losses in float32.
+# If a few hundred fp32 terms are added in another order, the sum differs by some 1e-6 of its size.
+# With float64, Megatron-Core's routers still compute their softmax and their losses in float32.
 TOLERANCES = {"fp32": 2e-5, "fp64": 1e-6}
 
 
@@ -136,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _task_of_step(arguments: argparse.Namespace, task: Task, run_folder: Path) -> Task:
     """Return the task with the inputs and the weights of a step, and print which weights these are.
-    Raises UserError if one of them does not fit."""
+    Raises UserError if the inputs or the weights do not fit."""
     from gspo_megatron.checkpoint.resume import weights_fit
     from gspo_megatron.rl.step_inputs import StepInputs, find_weights
 
@@ -154,7 +154,7 @@ def _task_of_step(arguments: argparse.Namespace, task: Task, run_folder: Path) -
         lines.append("all mini-batches use these weights: the loss is not that of the run")
     elif arguments.precision != kept.precision:
         lines.append(f"the run computed in {kept.precision}: its loss differs by rounding")
-    print("\n".join(lines), flush=True)  # before the output of the ranks
+    print("\n".join(lines), flush=True)  # flushed, so that it comes before the output of the ranks
     return dataclasses.replace(
         task,
         kept=kept,
@@ -173,7 +173,7 @@ def _compare_all(
     on_cpu: bool,
 ) -> tuple[float, float]:
     """Compute the task on every layout, and print a table. The first layout is the reference, which
-    is computed without GPUs if `on_cpu`. Returns the largest error, and the reference's loss."""
+    uses no GPU if `on_cpu` is set. Returns the largest error, and the reference's loss."""
     from gspo_megatron.cli.check_tables import console, new_table, print_lines
     from gspo_megatron.verify.results import compare, describe_not_finite, metric_error
 
@@ -215,7 +215,7 @@ def _compare_all(
 def _measure(
     config_file: str, task: Task, layout: Layout, folder: Path, *, on_cpu: bool = False
 ) -> StepResult:
-    """Compute the task on `layout`, in new processes. They see no GPU if `on_cpu`."""
+    """Compute the task on `layout`, in new processes. These see no GPU if `on_cpu` is set."""
     from gspo_megatron.config import apply_layout
     from gspo_megatron.process.launcher import launch
 

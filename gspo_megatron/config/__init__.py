@@ -1,6 +1,7 @@
 """Configuration: turns YAML and overrides into a typed and checked Config.
 
-It imports torch only if the configuration sets fields of Megatron-Core's classes, to check them.
+It imports torch only to check fields of Megatron-Core's classes, if the configuration sets such
+fields.
 """
 
 from gspo_megatron.config.load import load_config, parse_config, to_shown_yaml, to_yaml

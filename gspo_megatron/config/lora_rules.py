@@ -13,8 +13,8 @@ _MERGED = "allowed: merged"
 
 
 def adapters_are_served(plan: Plan) -> Problems:
-    """Check that vLLM applies the adapters as the trainer does. vLLM silently ignores many adapters
-    that it does not support."""
+    """Check that vLLM applies the adapters as the trainer does. This check is needed because vLLM
+    silently ignores many adapters that it does not support."""
     config = plan.config
     model, rollout, servers = config.model, config.rollout, config.rollout.vllm
     if rollout.engine != "vllm" or not servers.takes_adapters:

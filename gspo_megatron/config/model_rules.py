@@ -135,7 +135,8 @@ def _must_divide(name: str, size: int) -> str:
 
 
 def windows_are_possible(plan: Plan) -> Problems:
-    """Check the values for window attention; `window_size` counts the keys before a query's own."""
+    """Check the values for window attention; `window_size` counts the keys before the query's own
+    key."""
     megatron, layers = plan.shape.megatron, plan.shape.num_layers
     window, layout = megatron.get("window_size"), megatron.get("window_attn_skip_freq")
     if window is None:
@@ -167,9 +168,10 @@ def router_is_sound(plan: Plan) -> Problems:
     uses_softmax = megatron.get("moe_router_score_function", "softmax") == "softmax"
     wrong = "a softmax over one expert has no gradient"
     if uses_softmax and megatron.get("moe_router_enable_expert_bias"):
-        if topk == 1:  # the weight of the expert is always 1
+        if topk == 1:  # the weight of the only expert is always 1
             yield key, f"{wrong}; allowed: 2 or more"
-        # models/router.py computes the softmax over all experts first, without groups
+        # models/router.py first computes the softmax over all experts, and it has no groups of
+        # experts
         wrong = "the softmax router with a bias supports nothing else; allowed"
         if not megatron.get("moe_router_pre_softmax"):
             yield "model.megatron.moe_router_pre_softmax", f"{wrong}: true"
@@ -188,7 +190,7 @@ def dropout_is_off(plan: Plan) -> Problems:
 
 
 # Fields of Megatron-Core that split the layers over pipeline stages. Without them, all stages have
-# equally many layers.
+# the same number of layers.
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 WITH_EMBEDDING = "account_for_embedding_in_pipeline_split"
 WITH_LOSS = "account_for_loss_in_pipeline_split"
@@ -207,7 +209,7 @@ def pipeline_divides(plan: Plan) -> Problems:
 
 
 def stage_problems(layers: int, layout: Layout, megatron: dict[str, Any]) -> Problems:
-    """Check that `layers` fit the stages of `layout`, with the fields in `megatron`."""
+    """Check that `layers` layers fit the stages of `layout`, with the fields in `megatron`."""
     used = [way for way in _WAYS if any(megatron.get(name) for name in way)]
     chunks = layout.pp * (layout.vpp or 1)
     if len(used) > 1:
@@ -229,11 +231,11 @@ def stage_problems(layers: int, layout: Layout, megatron: dict[str, Any]) -> Pro
 
 
 def uneven_stages(layers: int, layout: Layout) -> tuple[int, int] | None:
-    """Return the number of layers of each stage except the last, and of the last stage.
+    """Return the number of layers of each stage before the last one, and that of the last stage.
 
-    The largest stage is as small as possible. If several splits are equal in this, the last stage
-    gets as few layers as possible, because it also computes the loss. Returns None if no such
-    numbers are multiples of vpp.
+    The largest stage is as small as possible. Among several such splits, the one with the fewest
+    layers in the last stage is returned, because this stage also computes the loss. Both numbers
+    are multiples of vpp. Returns None if there is no such split.
     """
     chunks = layout.vpp or 1
     splits = [
@@ -247,7 +249,8 @@ def uneven_stages(layers: int, layout: Layout) -> tuple[int, int] | None:
 def _uneven(layers: int, layout: Layout, replaces: bool) -> str:
     """Suggest the field that splits the layers unevenly.
 
-    replaces: it must replace the fields that count embedding and loss.
+    replaces: the configuration has fields that count embedding and loss, which this field must
+    replace.
     """
     instead = f", without {WITH_EMBEDDING} and {WITH_LOSS}" if replaces else ""
     split = uneven_stages(layers, layout)
@@ -342,8 +345,7 @@ _PRECISION = "training.precision"
 
 
 def precision_is_possible(plan: Plan) -> Problems:
-    """Check everything about the precision that needs no device. models.precision checks the
-    device."""
+    """Check the precision as far as this needs no device. models.precision checks the device."""
     precision, backend = plan.config.training.precision, plan.config.model.backend
     if plan.here and backend == "transformer_engine" and importlib.util.find_spec(backend) is None:
         wrong = "the package transformer_engine is not installed; allowed: torch_native or auto"
@@ -360,7 +362,7 @@ def precision_is_possible(plan: Plan) -> Problems:
     elif plan.here and (lacks := engine_lacks()) is not None:
         yield _PRECISION, f"{lacks}; allowed: fp32 or bf16"
     for name, (size, parts) in _fp8_sides(plan.shape, plan.layout).items():
-        # The rules above report sizes that do not divide.
+        # Other rules report a size that is not divisible by the number of ranks.
         if size % parts == 0 and (size // parts) % fp8.multiple:
             split = f" over {parts} ranks is {size // parts} each" if parts > 1 else f" is {size}"
             wrong = f"{name}{split}; FP8 matrix products take multiples of {fp8.multiple}"
@@ -380,10 +382,10 @@ def precision_is_possible(plan: Plan) -> Problems:
 
 
 def _fp8_sides(shape: ModelShape, layout: Layout) -> dict[str, tuple[int, int]]:
-    """Return the dimensions of the weight matrices in FP8 products, and over how many ranks each is
-    split.
+    """Return the dimensions of the weight matrices in FP8 products. For each dimension, also return
+    the number of ranks over which it is split.
 
-    A dimension is 0 if the model has no such weights.
+    A dimension is 0 if the model has no weights with this dimension.
     """
     tp, groups = layout.tp, shape.num_query_groups
     channels = 0 if shape.has_latent_attention else shape.kv_channels

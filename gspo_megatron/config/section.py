@@ -17,13 +17,16 @@ from gspo_megatron.errors import UnknownValueError
 from gspo_megatron.hub import written
 
 Text = Annotated[str, Field(min_length=1)]
-# A path. If it was downloaded from the Hub, it is written as its name there (config/hub.py).
+# A path. If the path was downloaded from the Hub, it is written as its name in the Hub
+# (config/hub.py).
 HubPath = Annotated[str, Field(min_length=1), PlainSerializer(written)]
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
-# Below 2**31, because Megatron-Core adds rank numbers, and numpy accepts seeds of 32 bits.
+# A seed is below 2**31, because Megatron-Core adds rank numbers to it, and numpy accepts only seeds
+# of 32 bits.
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
-# One path or several, always stored as a list; a single path is written without brackets.
+# One or several paths, always stored as a list. In files, a single path is written without
+# brackets.
 Paths = Annotated[
     list[Text],
     BeforeValidator(lambda given: given if isinstance(given, list) else [given]),
@@ -42,7 +45,8 @@ Weights = list[Annotated[float, Field(gt=0)]]
 def _date(given: Any) -> str:
     """Return a day, month or year as text.
 
-    In YAML a year without quotes is a number, and some readers make a day without quotes a date.
+    In YAML a year without quotes is a number. Some YAML readers turn a day without quotes into a
+    date.
     """
     if isinstance(given, datetime.date):
         given = given.strftime("%Y-%m-%d")
@@ -56,7 +60,7 @@ def _date(given: Any) -> str:
 
 
 Date = Annotated[str, BeforeValidator(_date)]
-# The name is part of the names of metrics, files and keys.
+# A suite's name is a part of the names of metrics, files and keys.
 SuiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 ImportPath = Annotated[str, Field(pattern=r"^\w+(\.\w+)*:\w+$")]
 
@@ -75,17 +79,19 @@ NAME = "NAME"  # in keys: a name that the user gives
 
 # Resume class of a key -> whether the key may change when a run is resumed, in words.
 RESUME = {
-    # the second half of the run would be another experiment than the first
+    # If this key changed, the second half of the run would be a different experiment.
     "shapes": "no",
-    # it changes where and how fast the run computes, or what is logged
+    # The key changes only where and how fast the run computes, or what is logged.
     "harmless": "yes",
-    # it is a path: the path may change, the contents of the file may not
+    # The key is a path. The path may change; the contents of the file may not.
     "contents": "with the same contents",
-    # it is a path whose contents may change too: they are evaluated, not learned
+    # The key is a path. The contents of the file may change, too, because the policy does not learn
+    # from them.
     "shown": "yes",
-    # it may change, unless a learning-rate decay ends at this step
+    # The key may change, unless a learning-rate decay ends at this step.
     "steps": "without decay",
-    # it names a function: the name may not change; changed code is allowed with a warning
+    # The key names a function. The name may not change. Changed code of the function gives a
+    # warning.
     "code": "no; its code may",
 }
 
@@ -94,7 +100,7 @@ class Section(BaseModel):
     # Strict: "5" for 5 and true for 1 are mistakes, and a run must not start with a mistake.
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
-    if not typing.TYPE_CHECKING:  # as in pydantic: else a type checker accepts any name as a key
+    if not typing.TYPE_CHECKING:  # otherwise a type checker would accept any name as a key
 
         def __getattr__(self, name: str) -> Any:
             if name in type(self).model_fields:
@@ -102,7 +108,7 @@ class Section(BaseModel):
             return super().__getattr__(name)
 
     def known(self, name: str) -> Any:
-        """Return the value of a key; None if the user's value is not allowed."""
+        """Return the value of a key, or None if the user's value is not allowed."""
         return vars(self).get(name)
 
     def require_whole(self) -> None:
@@ -138,8 +144,8 @@ def sections_of(schema: type[BaseModel]) -> dict[str, type[BaseModel]]:
 def keys_of(schema: type[BaseModel]) -> dict[str, FieldInfo]:
     """Return every key of a configuration, as section.key, with default, description and limits.
 
-    Keys of a nested section are section.inner.key. If the user names the nested sections, as for
-    suites, keys are section.inner.NAME.key.
+    Keys of a nested section are section.inner.key. If the user gives the nested sections names, as
+    for suites, keys are section.inner.NAME.key.
     """
     return {
         f"{name}.{key}": info

@@ -19,8 +19,9 @@ from gspo_megatron.types import Message
 
 ASSISTANT, USER = "assistant", "user"
 TEMPLATE_FILE = "chat_template.jinja"
-# A turn is enclosed in two symbols; the second one is the end-of-sequence token. The `generation`
-# marks enclose what the assistant writes: its text and the end-of-sequence token.
+# A turn begins with one symbol and ends with another, which is the end-of-sequence token. The
+# `generation` marks enclose what the assistant writes: the assistant's text and the end-of-sequence
+# token.
 CHATML = (
     "{%- for message in messages -%}"
     "{{- '<|im_start|>' ~ message['role'] ~ '\\n' -}}"
@@ -33,10 +34,11 @@ CHATML = (
 )
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
-# Template variables that are not options. (The special tokens come from the tokenizer.)
+# Variables that every template gets, so they are not options. (Special tokens, which come from the
+# tokenizer, are not options either.)
 _GIVEN = {"messages", "add_generation_prompt", "raise_exception", "strftime_now"}
 _SYMBOL = re.compile(r"<\|[^|<>\s]+\|>")
-_WIDE_SYMBOL = re.compile(r"<｜[^｜<>\s]+｜>")  # used by DeepSeek
+_WIDE_SYMBOL = re.compile(r"<｜[^｜<>\s]+｜>")  # DeepSeek's templates have such symbols
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ class Rendered:
 class Encoded:
     """Token ids, each with its range of characters [start, end).
 
-    If several byte tokens spell one character, all of them or only the last may have its range.
+    If several byte tokens spell one character, either all these tokens have the range of this
+    character, or only the last one has it.
     """
 
     ids: list[int]
@@ -114,14 +117,15 @@ def written_symbols(template: str) -> list[str]:
 def written_marks(template: str | None) -> set[str]:
     """Return the symbols <|name|> in the template, also those with wide bars.
 
-    They mark turns even if they are not special tokens. Other symbols ("<think>") are text that a
-    model writes."""
+    These symbols mark turns even if they are not special tokens. Symbols of another form
+    ("<think>") are text that a model writes."""
     text = template or ""
     return {*_SYMBOL.findall(text), *_WIDE_SYMBOL.findall(text)}
 
 
 def template_fault(template: str) -> str | None:
-    """Return line and cause if a template is not valid Jinja for transformers, else None."""
+    """Return the line and the cause of an error if a template is not valid Jinja for transformers,
+    else None."""
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -146,7 +150,7 @@ def render(
 
     symbols: template variables such as eos_token.
     name: the tokenizer's name, for errors.
-    controls: control tokens that text of the messages must not become.
+    controls: control tokens; text of the messages must not become one of them.
 
     Raises DataError if the template is not valid Jinja or refuses the messages.
     """
@@ -174,9 +178,9 @@ def render(
 def check_template(tokenizer: ChatTokenizer, prompt: Sequence[Message] | None = None) -> None:
     """Raise DataError if the tokenizer's chat template is missing or unusable.
 
-    It is unusable if it is not valid Jinja, writes a symbol that the tokenizer lacks, or does not
-    read one of the options. With `prompt`, it must also open an answer to these messages, and only
-    the symbols in the rendered prompt are checked.
+    A template is unusable if it is not valid Jinja, writes a symbol that the tokenizer lacks, or
+    does not read one of the options. With `prompt`, the template must also open an answer to these
+    messages. Then only the symbols in the rendered prompt are checked.
     """
     if tokenizer.chat_template is None:
         tokenizer.render([{"role": USER, "content": ""}])  # raises, with advice
@@ -216,7 +220,8 @@ def _option_faults(tokenizer: ChatTokenizer, template: str) -> list[str]:
     """Return one line for each option that the template never reads."""
     from jinja2 import Environment, meta
 
-    # Same extensions as transformers, except for {% generation %} marks, which read no variable.
+    # The extensions are those of transformers, without {% generation %} marks, which read no
+    # variable.
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     read = meta.find_undeclared_variables(environment.parse(_MARKS.sub("", template))) - _GIVEN
     legal = sorted(name for name in read if not name.endswith("_token"))
@@ -258,11 +263,12 @@ def encode_conversation(
     """Return token ids [length] int32 and a mask [length] bool, True on the assistant's tokens.
 
     If the chat template has {% generation %} marks, they define the mask. Otherwise the
-    conversation is rendered up to each answer, without and with the answer. The difference, up to
-    its last end-of-sequence token, is the answer. This needs a template that renders the first
-    messages in the same way when more messages follow.
+    conversation up to each answer is rendered twice: without the answer, and with it. The
+    difference, up to its last end-of-sequence token, is the answer. The template must then render
+    the first messages in the same way when more messages follow.
 
-    Raises DataError if the template renders them differently or refuses the messages.
+    Raises DataError if the template renders the first messages differently, or refuses the
+    messages.
     """
     rendered = tokenizer.render(messages)
     encoded = tokenizer.encode_rendered(rendered.text, rendered.quoted)
@@ -276,7 +282,8 @@ def encode_conversation(
 def _mask_by_marks(encoded: Encoded, answers: Sequence[tuple[int, int]]) -> np.ndarray:
     """Return a mask that is True on tokens with at least one character of an answer."""
     starts, ends = np.array(encoded.starts, np.int64), np.array(encoded.ends, np.int64)
-    # If byte tokens spell a character, some of them have an empty range of characters.
+    # If several byte tokens spell one character, some of these tokens have an empty range of
+    # characters.
     ends = np.maximum(ends, starts + 1)
     mask = np.zeros(len(encoded.ids), bool)
     for start, end in answers:
@@ -296,7 +303,8 @@ def _mask_by_prefixes(
         answered = tokenizer.render(messages[: number + 1])
         start = _prefix_tokens(opened, text, ids, tokenizer, number)
         end = _prefix_tokens(answered, text, ids, tokenizer, number)
-        # The template may write more after the end-of-sequence token; the model never generates it.
+        # The template may write text after the end-of-sequence token. The model never generates
+        # this text.
         last = [n for n in range(start, end) if ids[n] == tokenizer.eos_id][-1:]
         mask[start : last[0] + 1 if last else end] = True
     return mask
@@ -305,7 +313,8 @@ def _mask_by_prefixes(
 def _prefix_tokens(
     part: Rendered, text: str, ids: list[int], tokenizer: ChatTokenizer, number: int
 ) -> int:
-    """Return the number of tokens in `part`. Raises DataError if `ids` do not begin with them."""
+    """Return the number of tokens in `part`. Raises DataError if `ids` do not begin with these
+    tokens."""
     part_ids = tokenizer.encode_rendered(part.text, part.quoted).ids
     if text.startswith(part.text) and ids[: len(part_ids)] == part_ids:
         return len(part_ids)

@@ -1,6 +1,6 @@
 """Reads rows of input files, JSON Lines or Parquet, one line or one batch of rows at a time.
 
-`Problems` gathers the faults of single rows. A file that cannot be used at all raises DataError at
+`Problems` gathers the faults of single rows. If a whole file cannot be used, DataError is raised at
 once.
 """
 
@@ -16,14 +16,14 @@ from typing import Any
 from gspo_megatron.errors import DataError
 
 PARQUET_MAGIC = b"PAR1"
-SHOWN_ROWS = 5  # a file of the wrong kind has a problem on every line
+SHOWN_ROWS = 5  # few, because a file of the wrong kind has a problem on every line
 
 Row = tuple[str, dict[str, Any]]  # "path:line" (Parquet: row), counted from 1, and the fields
 Choice = tuple[str, str]  # a setting, and the field or column that it names
 
 
 class Problems:
-    """A list of problems: the text of the first `shown` problems, and the number of all."""
+    """The texts of the first `shown` problems, and the number of all problems."""
 
     def __init__(self, shown: int = SHOWN_ROWS) -> None:
         self._shown = shown
@@ -40,7 +40,8 @@ class Problems:
         return self._count > 0
 
     def raise_if_any(self) -> None:
-        """Raise one DataError with the first problems and the number of the others."""
+        """Raise one DataError with the first problems and the number of the remaining ones. Without
+        a problem, do nothing."""
         hidden = self._count - len(self._lines)
         if self._count:
             raise DataError("\n".join(self._lines + ([f"… and {hidden} more"] if hidden else [])))
@@ -54,8 +55,8 @@ def read_rows(
 
     A Parquet file must have all `columns`. The caller checks the fields of JSON rows.
 
-    Raises DataError if there is no such file or it cannot be read. `what` names the kind of file in
-    the message.
+    Raises DataError if the file or folder does not exist or cannot be read. `what` names the kind
+    of file in the message.
     """
     if path.is_dir():
         for file in files_of(path):
@@ -81,7 +82,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def check_rows(path: Path, what: str) -> None:
-    """Raise DataError if there is no such file, or no file in the folder."""
+    """Raise DataError if the file does not exist, or if the folder has no file of rows."""
     for file in files_of(path) if path.is_dir() else [path]:
         is_parquet(file, what)
 
@@ -102,14 +103,15 @@ def _parse_line(where: str, line: bytes, problems: Problems) -> dict[str, Any] |
     """Return the JSON object on a line. Returns None for a blank line, and for a bad line after
     adding a problem."""
     try:
-        # Strip the line feed: Python would report an error there as column 1 of the next line.
+        # The line feed is stripped: Python would report an error at the line feed as column 1 of
+        # the next line.
         text = line.rstrip().decode("utf-8").removeprefix("\ufeff")  # a byte-order mark
         row = _DECODER.decode(text) if text else None
     except UnicodeDecodeError as error:
         problems.add(where, f"not valid UTF-8 at byte {error.start + 1} of the line")
     except json.JSONDecodeError as error:
         problems.add(where, f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}")
-    except (ValueError, RecursionError) as error:  # also numbers or nesting beyond Python's limits
+    except (ValueError, RecursionError) as error:  # numbers or nesting may exceed Python's limits
         problems.add(where, f"JSON that cannot be read: {error}")
     else:
         if not text or isinstance(row, dict):
@@ -158,7 +160,7 @@ def _read_parquet(path: Path, columns: Sequence[Choice], problems: Problems) -> 
 
 
 def find_field(row: Mapping[str, Any], name: str, key: str) -> tuple[Any, str | None]:
-    """Return (value, None) for a field, or (None, fault) if the row does not have it.
+    """Return (value, None) for a field, or (None, fault) if the row does not have this field.
 
     "a.b" is field b of the object in field a, unless a field is called "a.b". `key` is the setting
     that chooses the field."""
@@ -196,7 +198,7 @@ def text_fault(value: object) -> str | None:
 
 
 def json_fault(value: object) -> str | None:
-    """Return why JSON has no such value (such as a date in Parquet), or None. In a message, the
+    """Return why JSON cannot hold a value (such as a date in Parquet), or None. In a message, the
     returned text follows the field's name."""
     if isinstance(value, str):
         return text_fault(value)

@@ -1,9 +1,9 @@
-"""The figures that a run has about its prompts, and the choice of the next prompts by these
+"""The figures that a run keeps about its prompts, and the choice of the next prompts by these
 figures.
 
-Each group of responses is a record of draws.jsonl. The figures of a prompt are a sum over these
-records, so they are the same after a resume: the file is cut at the resumed step. A prompt is
-identified by its contents, so its figures stay when files grow or change their order.
+Each group of responses is a record of draws.jsonl. The figures of a prompt are computed from its
+records. A resumed run cuts the file at the resumed step, so it computes the same figures. A prompt
+is identified by its contents, so it keeps its figures when files grow or change their order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gspo_megatron.config.selection import SelectionSection
 from gspo_megatron.errors import DataError
 from gspo_megatron.types import Prompt
 
-Record = Mapping[str, Any]  # of draws.jsonl
+Record = Mapping[str, Any]  # a line of draws.jsonl
 
 
 def identity(prompt: Prompt) -> str:
@@ -40,11 +40,11 @@ class PromptFigures:
     draws: int = 0  # number of groups of responses
     responses: int = 0  # number of responses with a reward
     solved: int = 0  # number of these responses that are solved
-    reward: float = 0.0  # sum over these responses
-    length: float = 0.0  # sum over draws of the mean length in tokens
+    reward: float = 0.0  # sum of the rewards of the responses
+    length: float = 0.0  # sum of the mean lengths of the groups, in tokens
     last_step: int = 0
-    last_rate: float = math.nan  # pass rate of the last draw; NaN: none yet
-    in_a_row: int = 0  # number of last draws in a row with all responses solved
+    last_rate: float = math.nan  # pass rate of the last group with rewards; NaN: no such group yet
+    in_a_row: int = 0  # how many of the last groups in a row had only solved responses
 
     def add(self, record: Record) -> None:
         """Add a group. A group without rewards changes no rate."""
@@ -61,7 +61,7 @@ class PromptFigures:
 
     @property
     def pass_rate(self) -> float:
-        """The share of all responses that were solved; NaN: there are none."""
+        """The share of all responses that were solved; NaN without responses."""
         return self.solved / self.responses if self.responses else math.nan
 
 
@@ -76,10 +76,9 @@ def figures_of(records: Iterable[Record]) -> dict[str, PromptFigures]:
 class PromptSelection:
     """Chooses the prompts of a step by pass rates. It takes the place of `PromptLoader`.
 
-    A choice depends only on the seed, the number of the draw, and the figures over all steps up to
-    `step - 1 - staleness`. These steps are always finished when the draw may begin. So a draw that
-    is made ahead of its step has the same prompts, whenever it is made. All ranks get the same
-    prompts.
+    A choice for `step` depends only on the seed, the number of the draw, and the figures of all
+    steps up to `step - 1 - staleness`. These steps are always finished when the draw may begin. So
+    the prompts of a draw do not depend on how early it is made. All ranks get the same prompts.
     """
 
     def __init__(
@@ -93,12 +92,13 @@ class PromptSelection:
         staleness: int = 0,
         records: Iterable[Record] = (),
     ) -> None:
-        """prompts: the identity of each row; step: the next step; records: those of earlier
+        """prompts: the identity of each row; step: the next step; records: the records of earlier
         steps."""
         self.section, self._prompts_per_step, self._seed = section, prompts_per_step, seed
         self._prompts, self._staleness = prompts, staleness
-        self._step = self._draw = step  # a run that went back has more draws than steps
-        self._drawn: dict[int, list[int]] = {}  # rows of the last draws and of those ahead
+        self._step = self._draw = step  # after a rollback there are more draws than steps
+        # rows of the last draws and of the draws for later steps
+        self._drawn: dict[int, list[int]] = {}
         self._refills = 0  # number of refills of the last draw
         self._waiting = deque(records)  # records that are not in the figures yet
         self._figures: dict[str, PromptFigures] = defaultdict(PromptFigures)
@@ -128,9 +128,9 @@ class PromptSelection:
         return [self._rows_of(self._draw + ahead) for ahead in range(steps)]
 
     def refill(self, taken: Iterable[int]) -> list[int]:
-        """Return the rows of further prompts for the step of the last `next`. They differ from
-        `taken`, the step's rows so far. They are chosen by the figures of all steps before this
-        one."""
+        """Return the rows of further prompts for the step of the last `next`. These rows differ
+        from `taken`, the step's rows so far. They are chosen by the figures of all earlier
+        steps."""
         self._refills += 1
         self._fold(self._step - 2)
         return self._choose(self._draw - 1, self._refills, {*taken})
@@ -159,7 +159,7 @@ class PromptSelection:
     # The choice
 
     def explored(self, draw: int | None = None) -> int:
-        """Return how many prompts of a draw were chosen at random. They are the first prompts of
+        """Return how many prompts of a draw were chosen at random. These are the first prompts of
         the draw. draw: None for the last one."""
         draw = self._draw - 1 if draw is None else draw
         before, after = (
@@ -189,8 +189,8 @@ class PromptSelection:
         return self._drawn[draw]
 
     def _fold(self, limit: int) -> None:
-        """Add the records up to step `limit` to the figures. `limit` never falls from draw to
-        draw."""
+        """Add the records up to step `limit` to the figures. `limit` must not be smaller than in
+        the last call."""
         while self._waiting and self._waiting[0]["step"] <= limit:
             record = self._waiting.popleft()
             name = record["prompt"]
@@ -203,7 +203,7 @@ class PromptSelection:
 
     def _kinds(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Return which prompts are retired at a step, and which are in the band of pass rates,
-        [prompts] bool each. New prompts and prompts to be revived count as in the band."""
+        [prompts] bool each. New prompts, and prompts to be revived, are also in the band."""
         section, size = self.section, len(self._prompts)
         solved = np.zeros(size, bool)
         if section.retire_after is not None:
@@ -218,15 +218,16 @@ class PromptSelection:
     def _choose(
         self, draw: int, request: int, avoided: set[int], step: int | None = None
     ) -> list[int]:
-        """Choose the prompts of one request (0: the first of its step).
+        """Choose the prompts of one request of a step; `request` is its number, from 0.
 
         Prompts are taken in this order until there are enough: first a share at random, without
         retired prompts; then the prompts of the band, beginning with those that were drawn longest
-        ago; then the other prompts at random; then the retired prompts. The rows in `avoided`
-        follow only if these are too few. If all rows are too few, rows are taken twice.
+        ago; then the other prompts at random; then the retired prompts. The rows in `avoided` are
+        taken only if all other rows are too few. If a step needs more prompts than there are rows,
+        rows are taken several times.
         """
         words = [self._seed % 2**32, self._seed // 2**32, draw, request]
-        # RandomState: its streams are the same in all versions of NumPy.
+        # RandomState is used because its streams are the same in all versions of NumPy.
         order = np.random.RandomState(words).permutation(len(self._prompts))
         retired, band = self._kinds(self._step - 1 if step is None else step)
         by_age = order[np.argsort(self._last_step[order], kind="stable")]

@@ -7,8 +7,8 @@
     mixed     reversal and addition, 3 to 1
 
 One character is one token. `python -m gspo_megatron.data.toy -o DIR` writes a data set and its
-tokenizer. With --documents it writes text instead of the tokenizer: for pre-training, and for
-training a tokenizer.
+tokenizer. With --documents it writes text for pre-training instead of the tokenizer. A tokenizer
+can be trained on this text.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from gspo_megatron.files import write_atomically
 LETTERS = "abcdefgh"
 LENGTHS = range(3, 5)
 NUMBERS = range(10, 50)
-# With the unknown, padding and end-of-sequence tokens there are 48 ids: divisible by every
-# tensor-parallel size of a small run.
+# With the unknown, padding and end-of-sequence tokens there are 48 ids. This number is divisible by
+# every tensor-parallel size of a small run.
 CHARACTERS = string.ascii_lowercase + string.digits + " +-*=<>?."
 VOCAB_SIZE = len(CHARACTERS) + 3
 
@@ -43,14 +43,16 @@ LETTER_TASKS: dict[str, tuple[str, Callable[[str], str]]] = {
 }
 MIXTURES: dict[str, dict[str, int]] = {"mixed": {"reversal": 3, "addition": 1}}
 # A tiny model learns to reverse long before it learns to add. The first constant is the share of
-# additions in the supervised rows of `mixed`. With it, 30 to 40% of the answers to both tasks are
-# right at the start of RL. The second is for models that were pre-trained on text about these rows:
-# such models can add already, and with few letter strings in the rows they know few by heart.
+# additions in the supervised rows of `mixed`. With this share, 30 to 40% of the answers to both
+# tasks are right at the start of RL. The second constant is the share for models that were
+# pre-trained on text about these rows. Such models can add already. If the rows have few letter
+# strings, such models know few of them by heart.
 SUPERVISED_ADDITION_SHARE = 0.85
 TEXT_ADDITION_SHARE = 0.89
 TASKS = (*LETTER_TASKS, "addition", *MIXTURES)
 
-# A third of the sentences in a document express a row in words; the others are prompt and answer.
+# A third of the sentences in a document express a row in words. The other sentences are the row's
+# prompt and answer.
 IN_WORDS = {
     "reversal": "{question} backwards is {answer}",
     "copy": "{question} again is {answer}",
@@ -66,8 +68,8 @@ Row = dict[str, str]  # prompt, answer, task; or a document's text
 def generate(task: str, train: int, test: int, seed: int) -> tuple[list[Row], list[Row]]:
     """Return train and test rows of `task`; all prompts are different.
 
-    Each length has the same number of letter strings, if enough exist. The result depends only on
-    the arguments.
+    There are equally many letter strings of each length, if enough strings exist. The result
+    depends only on the arguments.
 
     Raises DataError for an unknown task, a count below 1, or more rows than the task has prompts.
     """
@@ -98,8 +100,8 @@ def supervised_rows(
 ) -> list[Row]:
     """Return the training rows for supervised fine-tuning, in their order.
 
-    These are all additions and the first rows of the other tasks, so that additions have the given
-    share. If there are no additions, these are all rows."""
+    The result has all additions and so many of the first rows of the other tasks that additions
+    have the given share. If there are no additions, the result has all rows."""
     others = [row for row in train_rows if row["task"] != "addition"]
     additions = len(train_rows) - len(others)
     if not additions:
@@ -147,11 +149,11 @@ def write_toy_dataset(
 ) -> list[Path]:
     """Write train.jsonl, supervised.jsonl, test.jsonl and tokenizer.model; return their paths.
 
-    With `documents`, it writes corpus.jsonl instead of the tokenizer, with that many documents
-    about the supervised rows. The same arguments give the same bytes.
+    If `documents` is given, corpus.jsonl is written instead of the tokenizer. It has this number of
+    documents about the supervised rows. The same arguments give the same bytes.
 
-    Raises DataError like `generate`, for a negative number of documents, or if the folder cannot be
-    written.
+    Raises the errors of `generate`, and DataError for a negative number of documents or if the
+    folder cannot be written.
     """
     if documents < 0:
         raise DataError(f"documents = {documents}: allowed: 0 or more")
@@ -198,7 +200,7 @@ def _rows(task: str, count: int, generator: random.Random) -> list[Row]:
         )
     pairs: list[tuple[str, str]] = []
     for index, pool in enumerate(pools):
-        # If there are too few short strings, take more of the longer ones.
+        # If there are too few short strings, more of the longer strings are taken.
         share = -(-(count - len(pairs)) // (len(pools) - index))
         pairs += generator.sample(pool, min(share, len(pool)))
     if len(pools) > 1:

@@ -44,7 +44,7 @@ FAMILIES: Mapping[str, Family] = {
 _OTHER_NAMES = {name: family for family in FAMILIES.values() for name in family.other_model_types}
 _VISION_MODELS = {each.vision_model_type: each for each in FAMILIES.values()}
 
-# Families that are not supported although users ask for them, with the reason.
+# Families for which users ask, but which are not supported, each with the reason.
 _REFUSED = {
     "nemotron_h": "its Mamba layers (state spaces) belong to another model class of Megatron-Core",
 }
@@ -54,7 +54,7 @@ _PRESET_KEYS = """
     num_experts num_experts_per_tok moe_intermediate_size max_position_embeddings rope_theta
     vocab_size norm_topk_prob
 """
-# The Qwen3 sizes are those of config.json in Qwen/Qwen3-30B-A3B and Qwen/Qwen3-235B-A22B.
+# The Qwen3 presets have the sizes of config.json in Qwen/Qwen3-30B-A3B and Qwen/Qwen3-235B-A22B.
 PRESETS: Mapping[str, ModelPreset] = {
     name: qwen.QWEN3_MOE.preset(dict(zip(_PRESET_KEYS.split(), (*sizes, True))))[0]
     for name, sizes in {
@@ -81,8 +81,8 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
 
 
 def language_model(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of the text model, if this is a vision-language model of a known family. Any other
-    config is returned unchanged."""
+    """The config of the text model, if this is a vision-language model of a known family. A config
+    of any other model is returned unchanged."""
     model_type, text = hf_config.get("model_type"), hf_config.get("text_config")
     family = _VISION_MODELS.get(model_type) if isinstance(model_type, str) else None
     if family is None or not isinstance(text, Mapping):
@@ -98,8 +98,8 @@ _OF_BOTH_MODELS = ("dtype", "torch_dtype", "quantization_config", "tie_word_embe
 
 
 def family_of_shape(shape: ModelShape) -> Family:
-    """Return the first family that has models of this shape. If there is none, raises ConfigError,
-    which says for each family what does not fit."""
+    """Return the first family that has models of this shape. If no family has such models, raises
+    ConfigError, which says for each family what does not fit."""
     for family in FAMILIES.values():
         if family.config(shape, 1) is not None:
             return family
@@ -133,8 +133,8 @@ def preset_of_folder(path: str) -> ModelPreset:
 
 
 def differs_in_folder(path: str) -> str | None:
-    """Return in words what a Hugging Face folder holds, if its model differs from the trained one
-    in more than the dtype; else None."""
+    """Return in words what a Hugging Face folder holds, if its model differs from the model that we
+    train in more than the dtype; else None."""
     with contextlib.suppress(OSError, ValueError):  # other code reports a missing or wrong file
         config = parse_json((Path(path) / "config.json").read_bytes())
         if language_model(config) is not config:
@@ -145,8 +145,8 @@ def differs_in_folder(path: str) -> str | None:
 
 
 def _misfits(family: Family, shape: ModelShape) -> list[str]:
-    """Return the fields of TransformerConfig whose values in this shape no model of the family can
-    have."""
+    """Return the fields of TransformerConfig whose values in this shape are not possible for any
+    model of the family."""
     known = {entry.ours: shape.megatron.get(entry.ours) for entry in family.fields}
     if family.write_pattern is not None and family.write_pattern(experts_in_layers(shape)):
         known["moe_layer_freq"] = [int(flag) for flag in experts_in_layers(shape)]

@@ -1,4 +1,4 @@
-"""GptOssForCausalLM: gpt-oss-20b and 120b. They have sliding windows in every second layer,
+"""GptOssForCausalLM: gpt-oss-20b and 120b. These models have sliding windows in every second layer,
 attention sinks, biases in all linear layers, experts with a clamped activation and an offset, and
 YaRN. Published files have experts in MXFP4, other exports in bf16.
 """
@@ -16,7 +16,7 @@ from gspo_megatron.families.rope import DEFAULT, YARN, RopeKinds
 _ATTENTION = "model.layers.{layer}.self_attn."
 _MLP = "model.layers.{layer}.mlp."
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_WINDOW = 128  # the default of config.json
+_WINDOW = 128  # the window if config.json names none
 
 
 def _check(hf: Mapping[str, Any]) -> list[str]:
@@ -34,9 +34,9 @@ def _check(hf: Mapping[str, Any]) -> list[str]:
 
 
 def _read_windows(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of TransformerConfig for windows. A query sees `sliding_window` keys, its own
-    included; Megatron-Core counts only the keys before it. Without `layer_types`, the layers 2, 4,
-    ... have no window."""
+    """The fields of TransformerConfig for windows. A query sees `sliding_window` keys, including
+    its own key. Megatron-Core counts only the keys before it. If config.json has no `layer_types`,
+    the layers 2, 4, ... have no window."""
     kinds = hf.get("layer_types")
     if _check(hf) or (kinds is not None and _SLIDING not in kinds):
         return {}
@@ -62,7 +62,7 @@ FAMILY = f.Family(
     fields=(
         *f.SIZES[:3],
         f.key_value_heads(8),
-        # all layers have experts, and this is their width
+        # All layers have experts, so this field is the width of an expert.
         f.Field("intermediate_size", "moe_ffn_hidden_size"),
         f.Field("rms_norm_eps", "layernorm_epsilon", 1e-5),
         f.Field("head_dim", "kv_channels", 64),

@@ -15,7 +15,8 @@ from gspo_megatron.models.core_attention import plan_of
 from gspo_megatron.models.delta_rule import delta_rule, delta_step, normalized, widened
 from gspo_megatron.platform.megatron_fixes import has_delta_rule_kernels
 
-# Parameters that stay fp32 in a bf16 model: small errors of the decay grow along a sequence.
+# Parameters that stay fp32 in a bf16 model, because small errors of the decay grow along a
+# sequence.
 _WIDE = ("A_log", "dt_bias")
 
 
@@ -23,10 +24,10 @@ class CachedDeltaNet(GatedDeltaNet):
     """Megatron-Core's GatedDeltaNet, which decodes while a cache is attached.
 
     The stock module needs the package fla, supports packed sequences only from Megatron-Core 0.19
-    on, and keeps no states. If fla can compute packed sequences, the stock forward pass runs.
-    Otherwise the two projections get the packed tokens as they are, and the computation between the
-    projections gets sequences of similar lengths as padded rows. Padding comes after a sequence. It
-    changes no result, because no token sees later ones.
+    on, and keeps no states for decoding. If fla can compute packed sequences, the stock forward
+    pass runs. Otherwise the two projections get the packed tokens as they are, and the computation
+    between the projections gets sequences of similar lengths as padded rows. Padding comes after
+    the tokens of a sequence. So padding changes no result, because no token sees later tokens.
     """
 
     key_value_cache: KeyValueCache | None = None
@@ -38,7 +39,8 @@ class CachedDeltaNet(GatedDeltaNet):
             parameter.data = widened(parameter.data)
 
     def _setup_variant_attrs(self) -> None:
-        """Use `delta_rule` if Megatron-Core 0.19 finds no kernel, because fla is not installed."""
+        """Use `delta_rule` if Megatron-Core 0.19 finds no kernel. This is the case if fla is not
+        installed."""
         super()._setup_variant_attrs()
         self.gated_delta_rule = self.gated_delta_rule or delta_rule
 
@@ -61,7 +63,7 @@ class CachedDeltaNet(GatedDeltaNet):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """[length, sequences, hidden] or packed [tokens, 1, hidden] -> the same shape, and no bias.
-        Under sequence parallelism the tokens are this rank's."""
+        Under sequence parallelism these are only the tokens of this rank."""
         cache, packed = self.key_value_cache, packed_seq_params
         if cache is None and has_delta_rule_kernels(hidden_states, self.config):
             return super().forward(hidden_states, *args, packed_seq_params=packed, **kwargs)
@@ -96,9 +98,9 @@ class CachedDeltaNet(GatedDeltaNet):
 
     def _mix(self, mixed: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Any]:
         """Compute everything between the two projections: [sequences, length, channels] ->
-        [sequences, length, values of all heads]. lengths [sequences]: the sequences' own lengths,
-        if they are padded. If lengths are given, also return the states after the last tokens, in
-        the form that the cache keeps; else None."""
+        [sequences, length, values of all heads]. lengths [sequences]: if the sequences are padded,
+        their lengths without padding. With lengths, also return the states after the last tokens,
+        in the form that the cache keeps; otherwise None."""
         qkv, gate, decay, rate = self._cut(mixed)
         taps = self.conv_kernel_dim - 1
         qkv = F.pad(qkv, (0, 0, taps, 0))  # zeros before each sequence
@@ -124,7 +126,7 @@ class CachedDeltaNet(GatedDeltaNet):
         return qkv, gate, decay, widened(rate).sigmoid()
 
     def _convolved(self, windows: Tensor) -> Tensor:
-        """[..., channels, taps + 1] -> [..., channels]; each channel has weights of its own."""
+        """[..., channels, taps + 1] -> [..., channels]; each channel has its own weights."""
         taps = self.conv1d.weight[:, 0].unbind(-1)
         out = sum(part * weight for part, weight in zip(windows.unbind(-1), taps, strict=True))
         return self.act_fn(out if self.conv1d.bias is None else out + self.conv1d.bias)
@@ -166,5 +168,5 @@ class CachedDeltaNet(GatedDeltaNet):
 
 
 def _rows(states: Tensor, rows: Tensor) -> Tensor:
-    """Same as states[rows], but its backward pass is three times as fast on a CPU."""
+    """Return states[rows], with a backward pass that is three times as fast on a CPU."""
     return states.index_select(0, rows.flatten()).unflatten(0, rows.shape)

@@ -8,9 +8,9 @@ For each token, with its query q, key k [keys], value v [values], decay g <= 0 a
     state = state + b * k (v - k @ state)
     output = q @ state / sqrt(keys)
 
-Megatron-Core also has this rule in torch, but solves the chunks of a sequence row by row. Here each
-chunk is solved as a triangular system, which is several times faster on a CPU. Inputs in fp64 are
-computed in fp64.
+The rule is computed for chunks of a sequence. Megatron-Core's function in torch solves each chunk
+row by row. The function of this file solves each chunk as a triangular system, which is several
+times faster on a CPU. Inputs in fp64 are computed in fp64.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ CHUNK = 64
 
 
 def normalized(heads: Tensor) -> Tensor:
-    """Queries or keys [..., dim], scaled to length 1."""
+    """Queries or keys [..., dim], scaled to vectors of length 1."""
     wide = widened(heads)
     return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def widened(states: Tensor) -> Tensor:
-    """The states in fp32 or wider, which sums over a whole sequence need."""
+    """The states in fp32, or in fp64 if they are fp64. Sums over a whole sequence need this
+    precision."""
     return states.to(torch.promote_types(states.dtype, torch.float32))
 
 
@@ -52,12 +53,13 @@ def delta_rule(
     query = widened(query) * query.shape[-1] ** -0.5
     query, key, value = (_chunks(widened(each)) for each in (query, key, value))
     decay, rate = (_chunks(widened(each).unsqueeze(-1)) for each in (decay, rate))
-    decay = decay.cumsum(dim=-2)  # [sequences, heads, chunks, CHUNK, 1], since the chunk began
-    # decay from each token to each later one of its chunk, [..., later, earlier]
+    # [sequences, heads, chunks, CHUNK, 1]: the decay since the chunk began
+    decay = decay.cumsum(dim=-2)
+    # decay from each token to each later token of its chunk, [..., later, earlier]
     between = (decay - decay.transpose(-1, -2)).tril().exp().tril()
-    # A token's change of the state depends on the changes by earlier tokens of the chunk. This is a
-    # triangular system. It is solved for two right-hand sides: the values, and the factor of the
-    # state before the chunk.
+    # The change of the state at a token depends on the changes at earlier tokens of the chunk.
+    # These equations are a triangular system. It is solved for two right-hand sides: the values,
+    # and the factor of the state before the chunk.
     system = (rate * key @ key.transpose(-1, -2) * between).tril(-1)
     sides = torch.cat((rate * value, rate * key * decay.exp()), dim=-1)
     solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
@@ -78,8 +80,8 @@ def delta_rule(
 
 
 def _chunks(states: Tensor) -> Tensor:
-    """[sequences, length, heads, dim] -> [sequences, heads, chunks, CHUNK, dim], filled up with
-    zeros."""
+    """[sequences, length, heads, dim] -> [sequences, heads, chunks, CHUNK, dim], padded with zeros
+    at the end."""
     states = F.pad(states, (0, 0, 0, 0, 0, -states.shape[1] % CHUNK))
     return states.unflatten(1, (-1, CHUNK)).permute(0, 3, 1, 2, 4)
 
@@ -87,7 +89,7 @@ def _chunks(states: Tensor) -> Tensor:
 def delta_step(
     state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor
 ) -> Tensor:
-    """Apply the rule to one token of each sequence; changes `state` [sequences, heads, keys,
+    """Apply the rule to one token of each sequence. Changes `state` [sequences, heads, keys,
     values] in place.
 
     query, key [sequences, heads, keys], value [.., .., values], decay, rate [sequences, heads].
@@ -101,9 +103,9 @@ def delta_step(
 
 
 class _Kernels(torch.autograd.Function):
-    """Allocates the memory of fla's kernels, on the meta device, where memory is estimated. The
-    kernels save the solved systems of all chunks for the backward pass. Each pass also allocates
-    the states between the chunks for a while."""
+    """Allocates the memory that fla's kernels would take. This is used on the meta device, where
+    memory is estimated. The kernels save the solved systems of all chunks for the backward pass.
+    Each pass also allocates the states between the chunks, and frees them at its end."""
 
     @staticmethod
     def forward(
@@ -120,7 +122,8 @@ class _Kernels(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, ...]:
         inputs = ctx.saved_tensors[:5]
-        states = [gradient.new_empty(ctx.states) for _ in range(2)]  # with their gradients
+        # the states and their gradients
+        states = [gradient.new_empty(ctx.states) for _ in range(2)]
         gradients = tuple(torch.empty_like(each) for each in inputs)
         del states
         return gradients

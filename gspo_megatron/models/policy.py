@@ -24,11 +24,11 @@ class HeadInputs:
     these tokens. Megatron-Core passes this object to the head as `labels`."""
 
     rows: Tensor  # [rows] int64, into the flattened [sequence, batch] of this rank's shard
-    targets: Tensor  # [rows] int64, global vocabulary ids
+    targets: Tensor  # [rows] int64, ids in the whole vocabulary
     temperature: float = 1.0
     entropy_gradient: bool = False
-    # [rows, k] int64: more tokens whose log-probs are computed, with the log-prob of all others
-    # together
+    # [rows, k] int64: candidate tokens. The head also computes their log-probs, and one log-prob
+    # for all tokens that are not candidates.
     candidates: Tensor | None = None
     top_k: int = 0  # if above 0, the head sets `candidates` to the top_k most probable tokens
 
@@ -40,9 +40,10 @@ class HiddenStates(ColumnParallelLinear):
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, **_: Any
     ) -> tuple[Tensor, None]:
-        """[sequence / TP under sequence parallelism, batch, hidden] -> whole sequence."""
+        """Gather [sequence / TP under sequence parallelism, batch, hidden] to [sequence, batch,
+        hidden]."""
         if self.sequence_parallel:
-            # Each TP rank has the gradient from its part of the vocabulary only, so the backward
+            # Each TP rank has only the gradient from its part of the vocabulary, so the backward
             # pass is a reduce-scatter.
             return gather_from_sequence_parallel_region(
                 input_, tensor_parallel_output_grad=True, group=self.tp_group
@@ -56,9 +57,10 @@ class PolicyModel(GPTModel):
     """Stock GPTModel with another last stage.
 
     With `labels=HeadInputs` the last stage returns [2, rows]: the targets' log-probs and the
-    entropies. With candidates, the output has k + 2 more rows. The first is a flag: 1 if the first
-    candidate is the most probable token. The others are log-probs: of the k candidates, and of all
-    other tokens together. Without labels it returns hidden states [batch, sequence, hidden].
+    entropies. With candidates, the output has k + 2 more rows. The first of these is a flag: 1 if
+    the first candidate is the most probable token. The next k are the log-probs of the candidates.
+    The last one is the log-prob of all other tokens together. Without labels the last stage returns
+    hidden states [batch, sequence, hidden].
     """
 
     def __init__(self, *, true_vocab_size: int, **kwargs: Any) -> None:
@@ -68,15 +70,15 @@ class PolicyModel(GPTModel):
         if self.pre_process:
             self.embedding.word_embeddings.register_forward_hook(self._freeze_padding_token)
         if self.post_process:
-            # only `forward` changes; parameters and checkpoint keys stay the same
+            # Only `forward` changes. Parameters and checkpoint keys stay the same.
             assert type(self.output_layer) is ColumnParallelLinear
             self.output_layer.__class__ = HiddenStates
 
     def _freeze_padding_token(
         self, embedding: VocabParallelEmbedding, inputs: tuple[Tensor], output: Tensor
     ) -> None:
-        """Let no gradient of the padding token's hidden states reach the embedding. `output` is
-        [batch, sequence, hidden], or [sequence / TP, batch, hidden] under sequence parallelism."""
+        """Set the gradient of the embedding's output to 0 at padding tokens. `output` is [batch,
+        sequence, hidden], or [sequence / TP, batch, hidden] under sequence parallelism."""
         if self.padding_token is None or not output.requires_grad:
             return
         is_padding = inputs[0] == self.padding_token  # [batch, sequence]
@@ -88,16 +90,16 @@ class PolicyModel(GPTModel):
 
     @property
     def head_weight(self) -> Tensor:
-        """The output layer's weight, [padded vocabulary / TP, hidden]; if it is tied, the
-        embedding's."""
+        """The output layer's weight, [padded vocabulary / TP, hidden]. If the weights are tied,
+        this is the embedding's weight."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
     def head_product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return two matrices, [rows, columns] and [padded vocabulary / TP, columns], whose product
-        is this rank's logits of hidden [rows, hidden]. They include the output layer's adapter, if
-        the layer has one and adapters are on."""
+        is this rank's logits of hidden [rows, hidden]. The matrices include the output layer's
+        adapter, if the layer has one and adapters are on."""
         weight, adapter = self.head_weight, self._head_adapter()
         hidden = hidden.to(weight.dtype)
         return (hidden, weight) if adapter is None else adapter.extended(hidden, weight)
@@ -108,7 +110,7 @@ class PolicyModel(GPTModel):
 
     def compute_language_model_loss(self, labels: HeadInputs, logits: Tensor) -> Tensor:
         """Return the outputs of the last stage. GPTModel passes the result of its output layer as
-        `logits`; here these are hidden states [s, b, hidden]."""
+        `logits`; in this class these are hidden states [s, b, hidden]."""
         group = self.pg_collection.tp
         hidden, weight = self.head_product(logits.flatten(0, 1).index_select(0, labels.rows))
         shard: Any = {
@@ -138,8 +140,8 @@ class PolicyModel(GPTModel):
     @torch.no_grad()
     def next_token_logits(self, hidden: Tensor) -> Tensor:
         """The logits [sequences, vocabulary] of hidden [sequences, hidden], in fp32 and gathered
-        over TP. They take little memory, because decoding needs one position per sequence. As in
-        the log-prob head, the logits are not rounded to the dtype of the weight."""
+        over TP. These logits take little memory, because decoding needs one position per sequence.
+        They are not rounded to the dtype of the weight; nor are those of the log-prob head."""
         group = self.pg_collection.tp
         weight = self.head_weight
         size = (len(hidden), len(weight))

@@ -28,7 +28,7 @@ def gspo(inputs: LossInputs, clip_low: float = 3e-4, clip_high: float = 4e-4) ->
     `gspo`. A custom objective may begin as a copy of this function."""
     log_ratio = parts.token_log_ratio(inputs)  # [tokens], 0 outside the mask
     mean_log_ratio = parts.sequence_log_ratio(inputs, log_ratio)  # [num_sequences]
-    ratio = parts.exponentiate(mean_log_ratio)  # s_i, one for each whole sequence
+    ratio = parts.exponentiate(mean_log_ratio)  # s_i, [num_sequences]
     advantages = inputs.advantages  # [num_sequences]
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     surrogate = torch.minimum(ratio * advantages, clipped * advantages)
@@ -45,7 +45,7 @@ class PolicyLoss:
         aggregation of  weight * rule(ratio, advantage) - kl_coefficient * divergence
         + entropy_coefficient * mean entropy.
 
-    On one rank `loss` is the whole value or this shard's part of it, depending on the recipe; its
+    Depending on the recipe, `loss` is the whole loss or the part of this shard's tokens. The
     gradient is always that of this shard's tokens.
     """
 
@@ -61,7 +61,8 @@ class PolicyLoss:
         # Log-ratios of tokens, and all sums over whole sequences in one collective.
         log_ratio = parts.token_log_ratio(inputs)  # [tokens]
         summed, limited = {"log_ratio": log_ratio}, None
-        if recipe.rule == "geometric_clip":  # limits the tokens' log-ratios before their mean
+        # the tokens' log-ratios are clipped before their mean is taken
+        if recipe.rule == "geometric_clip":
             bound = recipe.parameters["log_clip"]
             limited = parts.clip_log_ratio(log_ratio, spread_advantages, bound)
             summed["limited"] = limited.surrogate
@@ -71,7 +72,7 @@ class PolicyLoss:
         sums = dict(zip(summed, parts.sequence_sums(inputs, *summed.values()), strict=True))
         log_ratio_means = sums["log_ratio"] / inputs.sequence_lengths.clamp_min(1)
 
-        # The terms, one for each ratio: [tokens] or [num_sequences].
+        # One term for each ratio: [tokens] or [num_sequences].
         ratio = self._ratio(inputs, log_ratio, sums)
         advantages = inputs.advantages
         if of_tokens:
@@ -103,8 +104,9 @@ class PolicyLoss:
         else:
             loss, means["loss"] = aggregate_sequences(terms, inputs, recipe.aggregation)
         if section.kl != "none" and section.kl_in == "loss":
-            assert section.kl_coefficient is not None  # a rule of the configuration holds this
-            # Negative, because aggregation returns minus the mean.
+            # the rules of the configuration guarantee this
+            assert section.kl_coefficient is not None
+            # The sign is negative, because aggregation returns minus the mean.
             penalty, means["kl/penalty"] = self._aggregate_tokens(-self._divergence(inputs), inputs)
             loss = loss + section.kl_coefficient * penalty
         if section.entropy_coefficient:
@@ -118,8 +120,8 @@ class PolicyLoss:
         return LossOutputs(loss, means, metrics.ratio_values(inputs, log_ratio, log_ratio_means))
 
     def complete(self, reduced: dict[str, float]) -> dict[str, float]:
-        """The metrics of a step, from means that were reduced over ranks. Adds the whole loss and
-        effective sample sizes."""
+        """The metrics of a step, from means that were reduced over ranks. The result also has the
+        whole loss and effective sample sizes."""
         completed = dict(reduced)
         if "kl/penalty" in completed:
             assert self.section.kl_coefficient is not None
@@ -149,8 +151,8 @@ class PolicyLoss:
         return parts.exponentiate(whole)
 
     def _summed_for_corrections(self, log_k: Tensor) -> dict[str, Tensor]:
-        """Return by name the values [tokens] of which corrections of whole sequences need the
-        sums."""
+        """Return values [tokens] by name. The corrections of whole sequences need the sums of these
+        values over each sequence."""
         summed = {}
         for name, bounds in self.recipe.corrections.items():
             correction = CORRECTIONS[name]
@@ -163,9 +165,9 @@ class PolicyLoss:
     def _correction(
         self, inputs: LossInputs, log_k: Tensor, sums: dict[str, Tensor]
     ) -> tuple[Literal["token", "sequence"], Tensor, dict[str, Tensor]]:
-        """Return the level of the weights (token or sequence), the product of all weights, [tokens]
-        or [num_sequences], and their metrics. If there are several weights, each has metrics of its
-        own."""
+        """Return the level of the weights (token or sequence), the product of all corrections'
+        weights, [tokens] or [num_sequences], and metrics. Metrics of single corrections are
+        returned only if there are several corrections."""
         weights: list[Tensor] = []
         means: dict[str, Tensor] = {}
         level = "token" if self.recipe.corrects_tokens else "sequence"
@@ -188,7 +190,7 @@ class PolicyLoss:
 
     def _weighted(self, terms: Tensor, weights: Tensor, level: str, inputs: LossInputs) -> Tensor:
         """Return terms times weights. The weight of a sequence applies to each of its tokens. A
-        term of weight 0 is left out, even if it is NaN."""
+        term of weight 0 becomes 0, even if it is NaN."""
         if level != self.recipe.terms:
             assert level == "sequence", "token weights of a sequence"
             weights = weights[inputs.sequence_index]
@@ -212,8 +214,8 @@ class PolicyLoss:
 # --- From terms to one loss ----------------------------------------------------------------------
 #
 # The denominators are counts of the whole mini-batch. Each function returns the loss, which is
-# minimised, and the pair [numerator, denominator] of its mean. Both are summed over all ranks and
-# micro-batches of the mini-batch; then their quotient is the loss to report.
+# minimised, and the pair [numerator, denominator] of its mean. The pairs are summed over all ranks
+# and micro-batches of the mini-batch. The quotient of the sums is the reported loss.
 
 
 def aggregate_sequences(
@@ -222,14 +224,14 @@ def aggregate_sequences(
     """Aggregate `terms` [num_sequences], which are the same on every shard.
 
     sequence_mean: -(1/N) sum_i terms_i; token_sum: -(1/N) sum_i |y_i| terms_i (LUSPO). A sequence
-    without tokens in the mask counts in N and adds nothing.
+    without tokens in the mask counts in N, but adds nothing to the sum.
     """
     assert terms.shape == inputs.advantages.shape, f"terms {tuple(terms.shape)}"
     assert aggregation in ("sequence_mean", "token_sum"), aggregation
     if aggregation == "token_sum":
         terms = terms * inputs.sequence_lengths
     total = terms.where(inputs.sequence_lengths > 0, 0.0).sum()
-    # all shards hold the same value, so only one of them may report it
+    # All shards have the same value, so only one shard may report it.
     numerator = -total if inputs.is_primary_shard else total.new_zeros(())
     return -total / inputs.global_num_sequences, metrics.pair(numerator, _num_sequences(inputs))
 
@@ -240,7 +242,7 @@ def aggregate_tokens(
     """Aggregate this shard's `terms` [tokens]; the mini-batch has N sequences and T tokens.
 
     sequence_mean: -(1/N) sum_i (1/|y_i|) sum_t terms_it. |y_i| is the length of the whole sequence,
-    so the parts of its shards add up to its mean.
+    so the parts of all shards add up to the sequence's mean.
     token_mean: -(1/T) sum_it terms_it.
     token_sum: -(1/N) sum_it terms_it.
     constant_length: token_sum divided by max_response_tokens (Dr. GRPO).
@@ -250,7 +252,7 @@ def aggregate_tokens(
         terms = terms / inputs.sequence_lengths.clamp_min(1)[inputs.sequence_index]
     total = terms.where(inputs.mask > 0, 0.0).sum()
     if aggregation == "token_mean":
-        # a mini-batch without tokens in the mask has a loss of 0, not of 0/0
+        # The loss of a mini-batch without tokens in the mask is 0, not 0/0.
         return -total / max(inputs.global_num_tokens, 1), metrics.pair(
             -total, (inputs.mask > 0).sum()
         )
@@ -275,12 +277,13 @@ class Objective:
     name: str
     function: Callable[[LossInputs], LossOutputs]
     advantages: AdvantageEstimator
-    complete: Callable[[dict[str, float]], dict[str, float]]  # called with a step's reduced metrics
+    # completes the reduced metrics of a step
+    complete: Callable[[dict[str, float]], dict[str, float]]
     needs_reference: bool
     needs_entropy_gradient: bool
     of_tokens: bool  # whether the function may read an advantage for each token
-    # Turns further terms [tokens] into a loss and the pair of its mean, as `aggregate_tokens` does.
-    # With a custom objective, it aggregates by sequence_mean.
+    # Turns the terms [tokens] of a distillation loss into a loss and the pair of its mean, as
+    # `aggregate_tokens` does. With a custom objective, the aggregation is sequence_mean.
     aggregate: Callable[[Tensor, LossInputs], tuple[Tensor, Tensor]]
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
@@ -288,8 +291,8 @@ class Objective:
 
 
 def build_objective(section: ObjectiveSection, max_response_tokens: int) -> Objective:
-    """Return the objective of a checked configuration. Raises UserError if a custom one cannot be
-    loaded."""
+    """Return the objective of a checked configuration. Raises UserError if a custom objective
+    cannot be loaded."""
     advantages = build_advantages(section)
     recipe = resolve_objective(section)
     aggregation = "sequence_mean" if section.import_path is not None else recipe.aggregation
@@ -303,7 +306,7 @@ def build_objective(section: ObjectiveSection, max_response_tokens: int) -> Obje
             function=checked,
             advantages=advantages,
             complete=dict,
-            # a divergence in the reward needs the reference, whatever the function declares
+            # A KL term of the configuration needs the reference, even if the function does not.
             needs_reference=section.kl != "none" or getattr(function, "needs_reference", False),
             needs_entropy_gradient=getattr(function, "needs_entropy_gradient", False),
             of_tokens=True,

@@ -1,9 +1,9 @@
-"""Metrics of a micro-batch, as sums that add up over ranks to the same value on every layout. All
-are detached.
+"""Metrics of a micro-batch, as sums. Added up over the ranks, they have the same value on every
+layout. All metrics are detached.
 
 A mean is a pair [numerator, denominator] in float64, in which counts stay exact. Metrics of whole
-sequences are zero except on the primary shard. Metrics of tokens are sums over the shard's own
-tokens.
+sequences are zero on all shards except the primary one. Metrics of tokens are sums over the shard's
+own tokens.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from gspo_megatron.types import LossInputs
 
 
 def pair(numerator: Tensor, denominator: Tensor | float) -> Tensor:
-    """[2] float64 on the device of `numerator`, detached."""
-    if not isinstance(denominator, Tensor):  # full_like does not wait for the GPU
+    """Return [numerator, denominator]: [2] float64 on the device of `numerator`, detached."""
+    if not isinstance(denominator, Tensor):  # full_like does not make the host wait for the GPU
         denominator = torch.full_like(numerator, denominator, dtype=torch.float64)
     return torch.stack([numerator.detach().double(), denominator.double()])
 
 
 def policy_metrics(inputs: LossInputs, log_ratio: Tensor) -> dict[str, Tensor]:
-    """Means over the tokens in the mask: the entropy if given, two estimates of KL(old, current),
-    and two of KL(current, reference) if there is a reference.
+    """Means over the tokens in the mask: two estimates of KL(old, current); the entropy, if the
+    inputs have it; and two estimates of KL(current, reference), if there is a reference.
 
     With D = log p - log q of a token sampled from q, k1 is -D and k3 is exp(D) - 1 - D.
     """
@@ -45,8 +45,8 @@ def policy_metrics(inputs: LossInputs, log_ratio: Tensor) -> dict[str, Tensor]:
 
 
 def _mean(values: Tensor, chosen: Tensor) -> Tensor:
-    """The pair of the mean of `values` over those that are `chosen`; both are [tokens] or both
-    [num_sequences]."""
+    """The pair of the mean of `values` over the elements at which `chosen` is set. Both tensors are
+    [tokens], or both are [num_sequences]."""
     return pair(values.detach().double().where(chosen, 0.0).sum(), chosen.sum())
 
 
@@ -70,7 +70,7 @@ def weight_metrics(
     prefix: str, level: Literal["token", "sequence"], weights: Tensor, inputs: LossInputs
 ) -> dict[str, Tensor]:
     """The mean of `weights` and of their squares, over the tokens in the mask or over the sequences
-    with such tokens. For weights of a correction, also the share of weights that are 0."""
+    with tokens in the mask. For weights of a correction, also the share of weights that are 0."""
     chosen = inputs.mask > 0 if level == "token" else _present(inputs)
     weights = weights.detach().double()
     means = {
@@ -95,10 +95,10 @@ def sequence_clip_metrics(clipped: Clipped, inputs: LossInputs) -> dict[str, Ten
     "clip/sequence/...": the share of clipped sequences among those with tokens in the mask.
     "clip/token/...": the share of tokens in clipped sequences among the tokens in the mask, as the
     GSPO paper counts.
-    Both exist in two kinds. Binding: the clip changes the surrogate and cuts the gradient off, at
-    the lower bound (low) or the upper one (high). Outside: the ratio is out of the range, for any
-    sign of the advantage. Sequences with an advantage of 0 count in the denominators and are never
-    binding.
+    Both shares are measured in two ways. Binding: the clip changes the surrogate and cuts the
+    gradient off, at the lower bound (low) or at the upper bound (high). Outside: the ratio is out
+    of the range, for any sign of the advantage. Sequences with an advantage of 0 count in the
+    denominators, but a clip of them is never binding.
     """
     flags = torch.stack([clipped.outside, clipped.low, clipped.high])
     lengths = inputs.sequence_lengths.double() * inputs.is_primary_shard
@@ -112,7 +112,7 @@ def token_clip_metrics(clipped: Clipped, inputs: LossInputs) -> dict[str, Tensor
 
     "clip/token/...": the share of clipped tokens among the tokens in the mask. "clip/sequence/...":
     the share of sequences with at least one clipped token, among those with tokens in the mask. So
-    a sequence may count in both low and high. Binding and outside are explained at
+    a sequence may count in low and in high. Binding and outside are explained at
     `sequence_clip_metrics`.
     """
     masked = inputs.mask > 0
@@ -136,6 +136,6 @@ def _fractions(prefix: str, flags: Tensor, counted: Tensor) -> dict[str, Tensor]
 
 
 def _present(inputs: LossInputs) -> Tensor:
-    """[num_sequences] bool: whether a sequence has tokens in the mask and is counted on this
+    """Return [num_sequences] bool: whether a sequence has tokens in the mask and is counted on this
     shard."""
     return (inputs.sequence_lengths > 0) & inputs.is_primary_shard

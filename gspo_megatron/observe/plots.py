@@ -1,7 +1,8 @@
-"""Plots of one run and comparison plots of several runs; reads only metrics.jsonl.
+"""Plots of one run, and comparison plots of several runs. They are made from metrics.jsonl alone.
 
-First the panels (which metrics are plotted, and how), then the drawing. This file does not use
-pyplot, which keeps figures in memory and changes matplotlib's global state.
+The first part of this file defines the panels (which metrics are plotted, and how), the second part
+draws them. This file does not use pyplot, which keeps figures in memory and changes matplotlib's
+global state.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ INK = "#22303c"
 MUTED = "#66727f"
 _RED = "#b3261e"
 
-_PANEL_WIDTH = 4.2  # inches
+_PANEL_WIDTH = 4.2  # in inches
 _PANEL_HEIGHT = 2.75
 _DPI = 140
-_SMOOTH_FROM = 40  # points; shorter curves are not smoothed
+_SMOOTH_FROM = 40  # curves of fewer points are not smoothed
 
 _TICKS = {"color": MUTED, "labelsize": 8, "major.size": 0}
 STYLE: Any = {
-    "font.family": "DejaVu Sans",  # comes with matplotlib, so pictures are the same everywhere
+    "font.family": "DejaVu Sans",  # comes with matplotlib, so all machines have it
     "font.size": 9,
     "text.color": INK,
     "axes.edgecolor": "#c5ccd3",
@@ -80,8 +81,9 @@ class Panel:
     """One small plot.
 
     A key that ends in "/" stands for every metric below it. A comparison of runs draws only the
-    first key that is present. Kind "fan" has one key: it shows the quantiles below the key, minus
-    one, as bands around the median. Kind "stack" shows its keys as layers, with `total` as a line.
+    first key that is present. Kind "fan" has one key, below which the quantiles of a ratio are. It
+    shows the quantiles minus one, as bands around the median. Kind "stack" shows its keys as
+    layers, with `total` as a line.
     """
 
     title: str
@@ -92,7 +94,7 @@ class Panel:
     floor: str = ""  # key of the noise floor: dashed lines at ± its value
     percent: bool = False
     log: bool = False
-    noisy: bool = True  # drawn with a moving average
+    noisy: bool = True  # whether a moving average is drawn
     scale: float = 1.0
 
 
@@ -104,7 +106,7 @@ class Page:
     title: str
     panels: tuple[Panel, ...]
     phase: str = RL
-    needs: str = ""  # runs without this metric do not get the page
+    needs: str = ""  # the page is made only for runs with this metric
 
 
 def _clip_panel(unit: str) -> Panel:
@@ -298,8 +300,8 @@ def plot_run(run_dir: str | Path, out_dir: str | Path | None = None) -> list[Pat
     """Write plots/*.png, one picture for each subject, into `out_dir` or the run's folder.
 
     Returns their paths. Subjects and panels without metrics in this run are left out. Dotted lines
-    mark the steps from which other values of the configuration held. Raises DataError if the folder
-    holds no run or a damaged one.
+    mark the steps at which values of the configuration changed. Raises DataError if the folder
+    holds no run, or a damaged run.
     """
     run = load_runs([run_dir])[0]
     changes = run.path / CHANGES_FILE
@@ -383,7 +385,8 @@ def _draw_fan(axes: Axes, run: Run, panel: Panel, phase: str) -> str:
     """Draw the median and the bands p01 to p99 and min to max, all minus one."""
     names = ("min", "p01", "p50", "p99", "max")
     steps, values = _aligned([run.series(f"{panel.keys[0]}{name}", phase) for name in names])
-    # Two fans on a page share one scale, see _share_scale. A single fan has its own unit.
+    # Two fans on a page share one scale (see _share_scale). The unit of a single fan is chosen for
+    # this fan.
     lone = not (_has_fan(run, "sequence", phase) and _has_fan(run, "token", phase))
     scale, unit = small_unit((values - 1.0).ravel().tolist()) if lone else (1.0, "")
     lowest, low, median, high, highest = (values - 1.0) * scale
@@ -406,7 +409,7 @@ def _has_fan(run: Run, unit: str, phase: str) -> bool:
 def _share_scale(all_axes: Sequence[Axes]) -> None:
     """Give all fans the same vertical scale, so that their widths can be compared.
 
-    It is linear around 0, as far as the narrowest fan reaches, and logarithmic beyond."""
+    The scale is linear around 0, as far as the narrowest fan reaches, and logarithmic beyond."""
     widths = [max(map(abs, axes.dataLim.intervaly)) for axes in all_axes]
     widths = [width for width in widths if math.isfinite(width) and width > 0]
     if not widths:
@@ -539,7 +542,8 @@ def smoothed(values: Sequence[float] | np.ndarray) -> np.ndarray:
         return data
     finite = np.isfinite(data)
     window = np.ones(2 * max(1, len(values) // 30) + 1)
-    # Dividing by the number of values shortens the window at both ends instead of padding it.
+    # The sum is divided by the number of values in the window, because the window is shorter at
+    # both ends of the curve.
     counts = np.convolve(finite, window, "same")
     sums = np.convolve(np.where(finite, data, 0.0), window, "same")
     return np.where(counts > 0.5, sums / np.maximum(counts, 1.0), np.nan)

@@ -40,7 +40,8 @@ _COLORS = {
 
 
 class Span(NamedTuple):
-    """One bar of the timeline: what trainer or servers did. Seconds since the first step shown."""
+    """One bar of the timeline: what the trainer or the servers did. Times are seconds since the
+    first step that is shown."""
 
     who: str
     what: str
@@ -49,13 +50,14 @@ class Span(NamedTuple):
 
 
 def timeline(run: Run) -> tuple[list[Span], dict[int, float]]:
-    """Return the spans and the start times of the last steps; both are empty without servers.
+    """Return the spans and the start times of the last steps. Both are empty for a run without
+    servers.
 
     The phases of a step are shown end to end; time between phases is added at the end of the step.
     Evaluations and checkpoints are left out, as in perf/step_seconds. The servers generate while
-    the trainer waits for responses. If engine/busy_share says that the servers were busy for
-    longer, they have generated the rest ahead. This rest is shown directly after the wait: its
-    length is measured, but its position is not.
+    the trainer waits for responses. If engine/busy_share says that the servers were busy for longer
+    than this wait, then they generated responses of later steps in the rest of the busy time. This
+    rest is shown directly after the wait. Its length is measured; its position is not.
     """
     by_step = {r["step"]: r for r in run.records if phase_of(r) == RL and r.get("sync/seconds")}
     spans: list[Span] = []
@@ -85,7 +87,7 @@ def _seconds(record: Mapping[str, Any]) -> float:
 
 
 def plot_timeline(run: Run, path: Path) -> Path | None:
-    """Draw the timeline of a run into `path`. Returns None if there is nothing to draw."""
+    """Draw the timeline of a run into `path`. Returns None if the run has no timeline."""
     spans, starts = timeline(run)
     if not spans:
         return None

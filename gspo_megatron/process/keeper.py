@@ -1,9 +1,9 @@
 """Keeps a process, and all that it starts, from outliving its owner.
 
 `keep` forks. The child continues. The parent becomes the keeper and runs no other code. The keeper
-ends all descendants of the child, also those in sessions of their own: when the child has ended,
-when the owner closes its end of a pipe, and when the owner dies for any reason. Linux only. Call
-`keep` first in a fresh interpreter, because a fork copies no threads.
+ends all descendants of the child, including descendants in other sessions, in these cases: the
+child has ended, the owner closes its end of a pipe, or the owner dies for any reason. Linux only.
+Call `keep` first in a fresh interpreter, because a fork copies no threads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
-SIGNALLED = 128  # a keeper whose child was ended by signal n exits with this plus n
+SIGNALLED = 128  # if signal n ended the child, the keeper's exit code is this plus n
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _OWNER_DIED = signal.SIGRTMIN
@@ -30,7 +30,8 @@ def kept(lifeline: int, command: Sequence[str]) -> list[str]:
 
 def program_under_keeper(lifeline: int, then: str) -> str:
     """Return a program for `python -c` that calls `keep` and then runs the statements `then`."""
-    # It sets the paths first, because the current directory may have other modules of these names.
+    # The program sets the paths first, because the current directory may have modules of the same
+    # names.
     return (
         f"import sys; sys.path[:] = {sys.path!r}; "
         f"from gspo_megatron.process.keeper import keep; keep({lifeline}); {then}"
@@ -38,18 +39,18 @@ def program_under_keeper(lifeline: int, then: str) -> str:
 
 
 def keep(lifeline: int) -> None:
-    """Fork, and return in the child only. `lifeline` is the reading end of a pipe. At its end of
-    file the keeper ends everything."""
+    """Fork, and return only in the child. `lifeline` is the reading end of a pipe. When the pipe is
+    closed, the keeper ends the child and all its descendants."""
     # Slurm and terminals send signals to whole jobs, but only the owner decides when this process
-    # ends. So these signals get a handler that does nothing. They are not ignored, because programs
-    # that the child starts would inherit that, but they do not inherit handlers.
+    # ends. So these signals get a handler that does nothing. The signals are not ignored, because
+    # programs that the child starts would inherit this. Handlers are not inherited.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda *_: None)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans become the keeper's children
     child = os.fork()
     if child == 0:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        os.setpgid(0, 0)  # kill(0, ...) of the child does not reach the keeper
+        os.setpgid(0, 0)  # so kill(0, ...) in the child does not reach the keeper
         os.close(lifeline)
         return
 
@@ -61,8 +62,8 @@ def keep(lifeline: int) -> None:
         os.read(lifeline, 1)
         end()
 
-    # A process that the owner forked may hold the lifeline open. Then only the signal shows that
-    # the owner has died.
+    # Another process that the owner has forked may hold the pipe open. Then only the signal shows
+    # that the owner has died.
     signal.signal(_OWNER_DIED, end)
     _prctl(_PR_SET_PDEATHSIG, _OWNER_DIED)
     threading.Thread(target=watch, daemon=True).start()
@@ -74,8 +75,8 @@ def keep(lifeline: int) -> None:
 
 
 def _end_descendants() -> None:
-    """End descendants until none is left. Orphans become children of this process, which reaps
-    them."""
+    """End descendants until no descendant is left. Orphans become children of this process, which
+    reaps them."""
     import psutil  # not at the top: the child does not need it
 
     me = psutil.Process()

@@ -1,8 +1,8 @@
 """Starts all ranks of a run on this machine, and ends them together. Standard library only.
 
 The first rank of the machine writes straight to the terminal. The launcher keeps the last lines of
-every other rank. After a failure it shows only those of the rank that caused it, because the others
-just lose their connections.
+every other rank. After a failure the launcher shows only the lines of the rank that caused it,
+because the other ranks only report lost connections.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from gspo_megatron.process.ranks import FAILURE_DESCRIPTOR, LAUNCHER_PID
 from gspo_megatron.process.signals import SAVES
 
 LOOPBACK = "127.0.0.1"
-_LINES_KEPT = 200  # the last lines of a rank's output
-_LONGEST_LINE = 8192  # bytes, for a rank that writes no line breaks
+_LINES_KEPT = 200  # number of last lines of a rank's output that are kept
+_LONGEST_LINE = 8192  # in bytes; a rank may write no line breaks
 _DRAIN_SECONDS = 1.0
 _POLL_SECONDS = 0.02
 _SAVED_AT = (signal.SIGTERM, signal.SIGINT)
@@ -52,27 +52,27 @@ def launch(
     node: Node | None = None,
 ) -> int:
     """Run `command` as ranks 0 to world_size - 1 on this machine, and wait for all of them. If the
-    job has several machines, `node` is the place of this one: then only the ranks of this machine
-    are started, and launchers on the other machines start theirs.
+    job has several machines, `node` is the place of this machine among them. Then only the ranks of
+    this machine are started. Launchers on the other machines start the ranks there.
 
-    Returns 0 if all ranks end with 0, and STOPPED if some end with STOPPED. After a failure,
-    returns the exit code of the rank that caused it (128 + n if signal n killed it). After SIGINT,
-    SIGTERM or SIGHUP to the launcher, returns 128 + n. SIGUSR1 is passed on to the ranks. No rank
-    outlives the call. Raises UserError if MASTER_PORT is set and cannot be used.
+    Returns 0 if all ranks end with code 0, and STOPPED if all end with 0 or STOPPED. After a
+    failure, returns the exit code of the rank that caused it (128 + n if signal n killed it). After
+    SIGINT, SIGTERM or SIGHUP to the launcher, returns 128 + n. SIGUSR1 is passed on to the ranks.
+    No rank outlives the call. Raises UserError if MASTER_PORT is set and cannot be used.
 
-    `grace_seconds`: time from the request to end until SIGKILL. `settle_seconds`: after a failure,
-    the other ranks have this long to fail, too, because the first rank that dies may not be the
-    cause. `saves_on_signals`: after SIGTERM and SIGINT the ranks save the run, and take the time
-    that they need. A second signal ends them. If a rank cannot save yet, the first signal ends it,
-    and then all others.
+    `grace_seconds`: the time from the request to end until SIGKILL. `settle_seconds`: after a
+    failure, the launcher waits this long for failures of other ranks, because the first rank that
+    dies may not be the cause. `saves_on_signals`: after SIGTERM and SIGINT the ranks save the run,
+    without a time limit. A second signal ends them. If a rank cannot save yet, the first signal
+    ends this rank, and then the launcher ends all other ranks.
     """
-    # Linux ends a rank when the thread that started it ends, and signals arrive in the main thread.
+    # Linux ends a rank when the thread that started it ends. Signals arrive in the main thread.
     assert threading.current_thread() is threading.main_thread(), "launched off the main thread"
     job = _Job(grace_seconds, settle_seconds, saves_on_signals)
     if node is not None and node.count == 1:
         node = None
-    # With several machines, rank 0 opens the socket itself, at an address that other machines
-    # reach.
+    # With several machines, rank 0 opens the socket itself, at an address that the other machines
+    # can reach.
     store = store_socket(os.environ) if node is None else contextlib.nullcontext()
     with store as listener, _signals_to(job.signals) as pass_on_from_now:
         try:
@@ -104,9 +104,9 @@ def rank_environment(
     environ: Mapping[str, str], number: int, world_size: int, port: int
 ) -> dict[str, str]:
     """Return the variables that make a process rank `number` of `world_size` on this machine. If
-    `environ` sets the number of threads or gloo's network interface, that setting stays."""
+    `environ` sets the number of threads or gloo's network interface, this setting is kept."""
     defaults = {
-        # otherwise every rank would use all cores
+        # Otherwise every rank would use all cores.
         "OMP_NUM_THREADS": str(max(1, usable_cores() // world_size)),
         # Gloo looks up the address of the host's name, which many laptops cannot resolve.
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
@@ -172,10 +172,11 @@ class _Rank:
         environ: Mapping[str, str],
         of_store: int | None = None,
     ) -> None:
-        """of_store: the descriptor of the socket on which rank 0 listens; other ranks have none."""
+        """of_store: the descriptor of the socket on which rank 0 listens; None for all other
+        ranks."""
         self.number = int(environ["RANK"])
         self.is_shown = environ["LOCAL_RANK"] == "0"
-        self.failure: Failure | None = None  # its own report, once it has ended
+        self.failure: Failure | None = None  # the rank's own report, known after its end
         self._tail: deque[str] = deque(maxlen=_LINES_KEPT)
         # A file without a name leaves nothing behind, however this program ends.
         self._failure_file = tempfile.TemporaryFile()  # noqa: SIM115 (closed at the end)
@@ -193,7 +194,7 @@ class _Rank:
             stdout=subprocess.PIPE if is_captured else None,
             stderr=subprocess.STDOUT if is_captured else None,
             # The rank gets its own session. Then Ctrl-C reaches only the launcher, which passes it
-            # on once, and the rank's children can be ended with the rank.
+            # on once. And the rank's children can be ended with the rank.
             start_new_session=True,
             pass_fds=[descriptor] if of_store is None else [descriptor, of_store],
         )
@@ -202,10 +203,11 @@ class _Rank:
             self._drain.start()
 
     def has_ended(self) -> bool:
-        """Return whether the process has ended. Do not call it again once it has."""
+        """Return whether the process has ended. Do not call this again after it has returned
+        True."""
         if self._process.poll() is None:
             return False
-        if self._process.returncode != 0:  # children of a rank that ended well may go on
+        if self._process.returncode != 0:  # children of a rank with exit code 0 may continue
             self.kill_group()
             if self._drain.is_alive():
                 self._drain.join(_DRAIN_SECONDS)
@@ -216,7 +218,7 @@ class _Rank:
 
     @property
     def code(self) -> int:
-        """The exit code as a shell shows it. Valid only after the end."""
+        """The exit code as a shell shows it. It is valid only after the process has ended."""
         code = self._process.returncode
         return code if code >= 0 else 128 - code
 
@@ -241,8 +243,8 @@ class _Rank:
         return self.failure.is_user_error if self.failure else self.code == USER_ERROR
 
     def obscurity(self) -> int:
-        """Return how little this rank's end explains, from 0 on. The failure with the lowest number
-        counts as the cause."""
+        """Return a number from 0 to 2: the lower it is, the better this rank's end explains the
+        failure. The rank with the lowest number counts as the cause."""
         if self.is_user_error():
             return 0
         return 2 if is_lost_connection("\n".join(self.output())) else 1
@@ -272,12 +274,13 @@ class _Job:
     saves_on_signals: bool
     ranks: list[_Rank] = field(default_factory=list)
     signals: deque[signal.Signals] = field(default_factory=deque)  # not handled yet
-    failed: list[_Rank] = field(default_factory=list)  # ranks that failed by themselves, in order
-    interrupted_by: signal.Signals | None = None  # the launcher's signal before any failure
+    # ranks that failed by themselves, in the order of their ends
+    failed: list[_Rank] = field(default_factory=list)
+    interrupted_by: signal.Signals | None = None  # a signal to the launcher before any rank failed
     saving_by: signal.Signals | None = None  # the signal at which the ranks save the run
     is_stopping: bool = False
     is_killed: bool = False
-    deadline: float = float("inf")  # for the ranks to settle, to end, or to be killed
+    deadline: float = float("inf")  # time at which the next step of ending the ranks is due
 
     def supervise(self) -> None:
         """Wait until every rank has ended."""
@@ -290,7 +293,7 @@ class _Job:
                 self.on_signal(self.signals.popleft())
             if time.monotonic() > self.deadline:
                 if self.is_killed:
-                    return  # stuck in the kernel, where nothing can end it
+                    return  # the rank is stuck in the kernel, where nothing can end it
                 self.end_by(signal.SIGKILL if self.is_stopping else signal.SIGTERM)
             time.sleep(_POLL_SECONDS)
 
@@ -300,7 +303,7 @@ class _Job:
         elif rank.code in (0, STOPPED):
             pass
         elif self.saving_by is not None and rank.code == 128 + self.saving_by:
-            # The signal came before the rank could handle it: there is nothing to save.
+            # The signal came before the rank could handle it, so there is nothing to save.
             self.interrupted_by = self.saving_by
             self.end_by(self.saving_by)
         else:
@@ -346,7 +349,8 @@ def _signals_to(received: deque[signal.Signals]) -> Generator[Callable[[], objec
         received.append(signal.Signals(signum))
 
     handlers = {signal.SIGINT: handle, signal.SIGTERM: handle, signal.SIGUSR1: signal.SIG_IGN}
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup SIGHUP must not end it
+    # under nohup SIGHUP must not end the run
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         handlers[signal.SIGHUP] = handle
     before = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
     try:
@@ -358,10 +362,10 @@ def _signals_to(received: deque[signal.Signals]) -> Generator[Callable[[], objec
 
 def _report(failed: Sequence[_Rank], world_size: int) -> int:
     """Print why the run failed, the cause last, and return its exit code."""
-    cause = min(failed, key=_Rank.obscurity)  # the first if several are equal
+    cause = min(failed, key=_Rank.obscurity)  # if several are equal, the first one that failed
     failure = cause.failure
     if cause.is_user_error():
-        # Rank 0 without a report has printed its message already.
+        # If rank 0 has no report, it has already printed its message.
         lines = failure.text.splitlines() if failure else cause.output()
     else:
         prefix = "" if cause.is_shown else f"[rank {cause.number}] "

@@ -1,10 +1,10 @@
 """Runs untrusted programs in a bubblewrap sandbox.
 
-A program has namespaces of its own (user, process ids, network, mounts, IPC, host name), an empty
-environment, and a read-only root that holds no more than Python needs. Its own /tmp and a small
-/dev/shm are in memory. A filter denies some system calls (sandbox_filter). Time, memory, processes,
-files and output are limited. All processes of a program end with it. If the machine allows it, a
-cgroup limits the memory of all of them together (sandbox_memory).
+Each program has its own namespaces (user, process ids, network, mounts, IPC, host name), an empty
+environment, and a read-only root that holds no more than Python needs. It has its own /tmp and a
+small /dev/shm, both in memory. A filter denies some system calls (sandbox_filter). Time, memory,
+processes, files and output are limited. When the program ends, all its processes end. If the
+machine allows it, a cgroup limits the memory of all its processes together (sandbox_memory).
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ from gspo_megatron.process.sandbox_harness import LOST, READY, REQUEST, SOLUTION
 _PYTHON = "/python"  # the interpreter's folder in the sandbox, unless it is below /usr
 _HARNESS = "/harness.py"
 _NOBODY = 65534
-_START_SECONDS = 60.0  # limit for a sandbox to start its program
-_TAIL = 2000  # characters of stderr that are kept for the reason
-_SHARED_BYTES = 1 << 20  # size of /dev/shm; a semaphore takes one page
+_START_SECONDS = 60.0  # a sandbox must have started its program after this time
+_TAIL = 2000  # how many characters of stderr the reason of a failure may use
+_SHARED_BYTES = 1 << 20  # size of /dev/shm; a semaphore takes one page of it
 _OVERHEAD_MB = 64  # memory for the sandbox itself and for buffers of the kernel
-# oom_score_adj lets the kernel end the sandbox first if memory gets scarce. It is set before bwrap
-# starts, because a process can undo a value that it has set itself, but not one that it has
-# inherited. The program can read bwrap's environment in /proc/1, so bwrap gets an empty one.
+# oom_score_adj lets the kernel end the sandbox first if memory gets scarce. The value is set before
+# bwrap starts, because a process can undo a value that it has set itself, but not a value that it
+# has inherited. The program can read bwrap's environment in /proc/1, so bwrap gets an empty
+# environment.
 _ENTER = """
 echo 1000 > /proc/self/oom_score_adj || exit 1
 if [ -n "$1" ]; then echo 0 > "$1" || exit 1; fi
@@ -57,10 +58,11 @@ class Limits:
     """What one program may use."""
 
     seconds: float = 10.0  # CPU time; the limit of wall time is twice as long
-    memory_mb: int = 1024  # address space of each process; with a cgroup, memory of all together
-    processes: int = 32  # processes and threads together
-    disk_mb: int = 64  # in /tmp
-    output_bytes: int = 1 << 22  # to stdout, stderr and as a result, each
+    # address space of each process; with a cgroup also all memory of the program
+    memory_mb: int = 1024
+    processes: int = 32  # largest number of processes and threads together
+    disk_mb: int = 64  # largest size of /tmp
+    output_bytes: int = 1 << 22  # largest size of stdout, of stderr and of the result
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Outcome:
 
     failure: str | None
     stdout: bytes
-    result: bytes  # only from `call` and `judge`
+    result: bytes  # `run` returns no result
 
 
 @functools.cache
@@ -108,7 +110,8 @@ def find_bubblewrap() -> str | None:
 
 
 def run(program: bytes, stdin: bytes, limits: Limits) -> Outcome:
-    """Run a Python program with this input. Raises SandboxError, like `call` and `judge`."""
+    """Run a Python program with `stdin` as its input. Raises SandboxError, as `call` and `judge`
+    do."""
     with _Sandbox("run", program, limits, stdin=stdin) as sandbox:
         return sandbox.finish()
 
@@ -128,11 +131,12 @@ def judge(
     tests: Sequence[str],
     limits: Limits,
 ) -> Outcome:
-    """Run tests against a program, both in sandboxes of their own.
+    """Run tests against a program. The tests and the program are in two sandboxes.
 
     The names `candidates` come from the program, and its functions are called in its sandbox. All
-    other names must be defined in `setup` or `tests`. Without candidates, all names that these do
-    not define come from the program. The tests have passed if the result is b"passed".
+    other names must be defined in `setup` or `tests`. If `candidates` is empty, all names that
+    `setup` and `tests` do not define come from the program. The tests have passed if the result is
+    b"passed".
     """
     request = {"setup": list(setup), "candidates": list(candidates), "tests": list(tests)}
     ours, theirs = socket.socketpair()
@@ -150,7 +154,7 @@ def judge(
 
 
 class _Sandbox:
-    """A program in its sandbox, which is gone at the end of the context."""
+    """A program in its sandbox. The sandbox is removed at the end of the context."""
 
     def __init__(
         self,
@@ -166,7 +170,8 @@ class _Sandbox:
         with ExitStack() as ours:
             told, status = os.pipe()
             ours.callback(os.close, status)
-            # closed at once if the sandbox cannot start, else when it ends
+            # If the sandbox cannot start, this stack is closed at once, otherwise when the sandbox
+            # ends.
             unstarted = ours.enter_context(ExitStack())
             unstarted.callback(os.close, told)
             files = {
@@ -209,8 +214,8 @@ class _Sandbox:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()  # bwrap; all processes in its namespaces end with it
-        self._process.communicate()  # waits for all of them, because they hold the pipes
+        self._process.kill()  # When bwrap ends, all processes in its namespaces end.
+        self._process.communicate()  # waits for all these processes, because they hold the pipes
         os.close(self._pipes["status"])
         if self._group is not None:
             self._group.close()
@@ -220,8 +225,8 @@ class _Sandbox:
         return len(self._found["status"]) >= len(READY)
 
     def finish(self, beside: _Sandbox | None = None) -> Outcome:
-        """Wait for the program's end, or for the first limit. The limits also hold for the sandbox
-        `beside`. Raises SandboxError."""
+        """Wait until the program ends or reaches a limit. The limits also hold for the program in
+        the sandbox `beside`. Raises SandboxError."""
         sandboxes = [self] if beside is None else [self, beside]
         failure, is_started, full = None, False, None
         deadline, num_open = time.monotonic() + _START_SECONDS, len(self._pipes)
@@ -229,7 +234,7 @@ class _Sandbox:
             for each in sandboxes:
                 for name, pipe in each._pipes.items():
                     selector.register(pipe, selectors.EVENT_READ, (each, name))
-            # bwrap holds the pipes, too, so they are open until it ends
+            # bwrap holds the pipes, too, so they are open until bwrap ends.
             while failure is None and num_open:
                 for key, _ in selector.select(max(deadline - time.monotonic(), 0)):
                     each, name = key.data
@@ -245,7 +250,8 @@ class _Sandbox:
                     is_started, deadline = True, time.monotonic() + 2 * self._limits.seconds
                 if time.monotonic() > deadline:
                     failure = self._time_limit
-        # A program that has reached its limit has started, even if the other one has not.
+        # A program that has reached the limit of output has surely started. The other program may
+        # not have.
         started = [each._is_started for each in (sandboxes if full is None else [full])]
         if not all(started):
             texts = [each._found["stderr"].decode(errors="replace").strip() for each in sandboxes]
@@ -267,8 +273,8 @@ class _Sandbox:
         if code == 128 + signal.SIGXCPU:
             return self._time_limit
         text = self._found["stderr"].decode(errors="replace").strip()[-_TAIL:]
-        # Headings of tracebacks are left out, too: if processes fail at the same time, their lines
-        # mix, and a heading may be the last line.
+        # Indented lines are left out. Headings of tracebacks are left out, too: if several
+        # processes fail at the same time, their lines mix, and a heading may be the last line.
         told = [
             line
             for line in text.splitlines()
@@ -309,7 +315,8 @@ def _harness() -> bytes:
 
 
 def _is_root() -> bool:
-    """Whether this process is root of the machine, not of a user namespace like a container's."""
+    """Whether this process is root of the machine, and not only root of a user namespace, as in a
+    container."""
     whole = ["0", "0", str(2**32 - 1)]
     return os.geteuid() == 0 and Path("/proc/self/uid_map").read_text().split() == whole
 
@@ -344,7 +351,8 @@ def _words(limits: Limits) -> list[str]:
     if not _is_below_usr():
         words += ["--ro-bind", sys.base_prefix, _PYTHON]
     words += ["--proc", "/proc"]
-    for name in ("/proc/keys", "/proc/key-users"):  # they show keys of the user's other processes
+    # these files show keys of the user's other processes
+    for name in ("/proc/keys", "/proc/key-users"):
         if os.path.exists(name):
             words += ["--ro-bind", "/dev/null", name]
     words += ["--remount-ro", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
@@ -373,17 +381,18 @@ def _resource_limits(limits: Limits) -> dict[str, tuple[int, int]]:
         "RLIMIT_AS": limits.memory_mb << 20,
         "RLIMIT_NPROC": limits.processes,
         "RLIMIT_FSIZE": limits.disk_mb << 20,
-        "RLIMIT_NOFILE": 64,  # each may be a socket, whose buffer is memory of the kernel
+        "RLIMIT_NOFILE": 64,  # each may be a socket, whose buffer takes memory of the kernel
         "RLIMIT_MSGQUEUE": 0,
         "RLIMIT_CORE": 0,
     }
-    # SIGXCPU at the soft limit, and SIGKILL at the hard one for programs that ignore it
+    # SIGXCPU comes at the soft limit; a program that ignores it gets SIGKILL at the hard limit
     return {"RLIMIT_CPU": (seconds, seconds + 1)} | {k: (v, v) for k, v in single.items()}
 
 
 @contextmanager
 def _in_memory(content: bytes) -> Generator[int]:
-    """Yield the descriptor of a file without a name, to be read from its start."""
+    """Yield the descriptor of a file without a name that holds `content`, positioned at its
+    start."""
     descriptor = os.memfd_create("sandbox")
     try:
         with open(descriptor, "wb", closefd=False) as file:
@@ -426,8 +435,9 @@ def _start(
         finally:
             os.close(told_facts)
             os.close(blocked)
-        # The limit of processes does not hold for the machine's root, so the program must become
-        # nobody. bwrap maps only one user, but root may map two.
+        # The limit of the number of processes does not hold for the machine's root, so the program
+        # must become nobody. bwrap itself maps only one user. Root may map two users, and does it
+        # here.
         text = b""
         while b"}" not in text and (chunk := os.read(facts, 4096)):
             text += chunk

@@ -1,7 +1,7 @@
-"""Handles Ctrl-C in a run that saves itself: the first asks for a checkpoint, the second ends the
-run.
+"""Handles Ctrl-C in a run that saves itself: the first Ctrl-C asks for a checkpoint, the second one
+ends the run.
 
-Standard library only: the launcher imports it.
+This file imports only the standard library, because the launcher imports it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ import threading
 from collections.abc import Callable, Generator
 from types import FrameType
 
-# This variable is set for ranks that save the run at Ctrl-C: those that `train`, `pretrain` and
-# `sft` have started. Ctrl-C ends the ranks of torchrun, srun and `ablate`.
+# This variable is set for ranks that save the run at Ctrl-C. These are the ranks that `train`,
+# `pretrain` and `sft` have started. Ranks that torchrun, srun or `ablate` has started just end at
+# Ctrl-C.
 SAVES = "GSPO_INTERRUPT_SAVES"
 _TEXT = "interrupted: saving at the end of the step; press Ctrl-C again to end at once"
 
 
 @contextlib.contextmanager
 def saved_at_interrupt(request: Callable[[], None], *, tells: bool) -> Generator[None]:
-    """Let the first SIGINT call `request` while the context lasts, and the second one raise
-    KeyboardInterrupt. If `tells`, the first also prints a line. Does nothing without SAVES in the
-    environment, outside the main thread, or if SIGINT is ignored or has another handler."""
+    """While the context lasts, let the first SIGINT call `request`, and the second SIGINT raise
+    KeyboardInterrupt. If `tells` is set, the first SIGINT also prints a line. Does nothing without
+    SAVES in the environment, outside the main thread, or if SIGINT is ignored or has another
+    handler."""
     is_main_thread = threading.current_thread() is threading.main_thread()
     usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not (SAVES in os.environ and is_main_thread and usual):
@@ -34,7 +36,7 @@ def saved_at_interrupt(request: Callable[[], None], *, tells: bool) -> Generator
     def first(_number: int, _frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         request()
-        if tells:  # in a new thread: this thread may be inside a print, which cannot be nested
+        if tells:  # in a new thread, because this one may be inside a print
             printing = {"file": sys.stderr, "flush": True}
             threading.Thread(target=print, args=(_TEXT,), kwargs=printing).start()
 

@@ -1,8 +1,9 @@
 """Decides, for each name in assert tests, whether the solution or the tester defines it.
 
-If a solution could define the names that judge it (`math`, a comparison helper), it could pass with
-any result. So the solution may define only the names that the row of the prompt file asks for. All
-other names come from the tests, from the row's own code, or from Python's library.
+If a solution could define the names by which the tests judge it (`math`, a comparison helper), it
+could pass with any result. So the solution may define only the names that the row of the prompt
+file asks for. All other names come from the tests, from the row's own code, or from Python's
+library.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class NamesError(ValueError):
 
 @dataclass(frozen=True)
 class Names:
-    setup: tuple[str, ...]  # code that the tester runs before the tests' own setup
+    setup: tuple[str, ...]  # code that runs before the setup of the tests themselves
     asked: tuple[str, ...]  # names that the solution must define
 
 
@@ -41,13 +42,13 @@ def resolve(
 ) -> Names:
     """Decide where the names in the tests come from.
 
-    reference: a right solution or other code of the row, if there is any.
+    reference: a right solution or other code of the row, if the row has such code.
     entry: the name that the solution must define, if the row gives it.
 
     Raises NamesError.
     """
     trees, told = _parsed([*setup, *tests]), _Reference(reference)
-    if trees is None:  # invalid code; running the tests will report the error
+    if trees is None:  # The code is invalid. Running the tests will report the error.
         return Names((), () if entry is None else (entry,))
     free = _free(trees)
     if entry is not None:
@@ -57,7 +58,8 @@ def resolve(
     for name, uses in free.items():
         if name == entry or (entry is None and name in told.defined):
             asked.append(name)
-        elif name in told.defined:  # a helper, even if it has the name of a library function
+        elif name in told.defined:
+            # a helper of the row, even if a library function has the same name
             theirs.append(name)
         elif hasattr(builtins, name):
             continue
@@ -70,7 +72,8 @@ def resolve(
     if entry is None:
         asked += others
         others = []
-        if not asked:  # the asked function may have the name of a library function, such as gcd
+        # the row may ask for a function with the name of a library function, such as gcd
+        if not asked:
             asked = _innermost(trees, known)
     before.update((_library()[name], None) for name in known if name not in asked)
     judges = [name for name in _judges(trees[len(setup) :], asked) if name != entry]
@@ -85,7 +88,8 @@ def resolve(
 
 
 def names_in(text: str) -> set[str]:
-    """Return the names that a row's own code defines and imports; empty if it is not code."""
+    """Return the names that the code of a row defines and imports. Returns an empty set if the text
+    is not valid code."""
     told = _Reference(text)
     return told.defined | told.imports.keys()
 
@@ -123,7 +127,8 @@ def _nodes(trees: Sequence[ast.AST]) -> Iterator[ast.AST]:
 
 
 def _free(trees: Sequence[ast.AST]) -> dict[str, list[ast.AST | None]]:
-    """Return the names that no text defines, each with the parent nodes of its uses."""
+    """Return the names that are used but not defined in these trees. Each name has the parent nodes
+    of its uses."""
     bound: set[str] = set()
     used: dict[str, list[ast.AST | None]] = {}
     parents = {child: node for node in _nodes(trees) for child in ast.iter_child_nodes(node)}
@@ -145,8 +150,8 @@ def _free(trees: Sequence[ast.AST]) -> dict[str, list[ast.AST | None]]:
 
 @functools.cache
 def _public(module: str) -> frozenset[str]:
-    """Return the public names of a module of Python's library. Other modules are not imported, and
-    give no names."""
+    """Return the public names of a module of Python's library. Modules outside of the library are
+    not imported. For them the result is empty."""
     if module.partition(".")[0] not in sys.stdlib_module_names:
         return frozenset()
     names = vars(importlib.import_module(module))
@@ -165,7 +170,8 @@ def _library() -> dict[str, str]:
 
 
 def _module_import(name: str, uses: Sequence[ast.AST | None]) -> str | None:
-    """Return the import of the module `name`; None if not all uses are attributes of a module."""
+    """Return the import statement for the module `name`. Returns None if a use of the name is not
+    the access to an attribute."""
     if not all(isinstance(use, ast.Attribute) for use in uses):
         return None
     if name in _ALIASES:
@@ -174,14 +180,14 @@ def _module_import(name: str, uses: Sequence[ast.AST | None]) -> str | None:
 
 
 def _called(node: ast.AST, names: Sequence[str]) -> set[str]:
-    """Return which of `names` are called below a node."""
+    """Return those of `names` that are called in the tree below a node."""
     calls = (each.func for each in ast.walk(node) if isinstance(each, ast.Call))
     return {func.id for func in calls if isinstance(func, ast.Name)} & set(names)
 
 
 def _innermost(trees: Sequence[ast.AST], names: Sequence[str]) -> list[str]:
-    """Return the names of functions that never get the result of another of these functions as an
-    argument; all names if there is none."""
+    """Return the functions among `names` that are called, and never with the result of another
+    function among `names` as an argument. If no function is like this, return all names."""
     outer: set[str] = set()
     inner: set[str] = set()
     for node in _nodes(trees):
@@ -196,9 +202,10 @@ def _innermost(trees: Sequence[ast.AST], names: Sequence[str]) -> list[str]:
 def _judges(trees: Sequence[ast.AST], asked: Sequence[str]) -> list[str]:
     """Return the functions of the solution that would decide an assert themselves.
 
-    They get the result of another function of the solution, or return the value that such a result
-    is compared with."""
-    functions = [name for name in asked if not name[:1].isupper()]  # a class only makes arguments
+    An example is `is_sorted` in `assert is_sorted(f(x))`, or `g` in `assert f(x) == g(x)`, if the
+    solution defines both functions of the assert."""
+    # a class is only called to make arguments
+    functions = [name for name in asked if not name[:1].isupper()]
     found: dict[str, None] = {}
     for node in _nodes(trees):
         if isinstance(node, ast.Assert):
@@ -217,7 +224,7 @@ def _deciding(node: ast.AST, functions: Sequence[str]) -> Iterator[str]:
     elif isinstance(node, ast.Compare):
         sides = [node.left, *node.comparators]
         values = [s for s in sides if not (isinstance(s, ast.Constant) and _is_truth(s.value))]
-        if len(values) < len(sides):  # `f(x) == True` is the same as `f(x)`
+        if len(values) < len(sides):  # `f(x) == True` means the same as `f(x)`
             for value in values:
                 yield from _deciding(value, functions)
             return

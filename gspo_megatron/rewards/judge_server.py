@@ -20,7 +20,8 @@ from gspo_megatron.types import Sample
 
 _T = TypeVar("_T")
 
-# in each process: enough to keep a server busy, and below the limit of open files
+# Number of questions in progress in each process. It is large enough to keep a server busy, and
+# below the limit of open files.
 CONCURRENT_QUESTIONS = 64
 
 _PLACE = re.compile(r"\{(\w+)\}")
@@ -31,9 +32,9 @@ _CONTROL = re.compile(
     r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_RESULTS|TOOL_CALLS|TOOL_CONTENT|THINK)\])"
 )
 _BREAK = "\u200b"  # zero-width space
-# HTTP statuses that every question would get. The statuses 400, 413 and 422 are not among them:
-# they may concern a single response, for example if it is too long for the judge or has characters
-# that the server refuses.
+# With these HTTP statuses, every question would fail. The statuses 400, 413 and 422 are not in this
+# list, because they may concern a single response, for example if it is too long for the judge or
+# has characters that the server refuses.
 _USERS_MISTAKES = (401, 403, 404, 405)
 
 _SLOTS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
@@ -46,7 +47,7 @@ class Question:
     """A question to the judge, and where its answer is kept."""
 
     request: dict[str, Any]
-    name: str  # the same for the same question to the same server
+    name: str  # equal for equal questions to the same server
     path: Path | None  # the answer's file in the cache; None: no cache
 
 
@@ -56,7 +57,7 @@ class JudgeServer:
     model: str
     max_tokens: int
     seconds: float  # limit for one request
-    cache: str  # a folder; "": none
+    cache: str  # the folder of the cache; empty: no cache
     key_variable: str
 
     def question(self, text: str) -> Question:
@@ -96,7 +97,8 @@ class JudgeServer:
 
 
 def cached(question: Question, read: Callable[[str], _T | None]) -> _T | None:
-    """Return what `read` finds in the cached answer; None if the answer is missing or damaged."""
+    """Return what `read` finds in the cached answer, or None if the answer is missing or
+    damaged."""
     if question.path is None:
         return None
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -105,7 +107,8 @@ def cached(question: Question, read: Callable[[str], _T | None]) -> _T | None:
 
 
 def keep(question: Question, said: str, **others: Any) -> None:
-    """Write an answer into the cache, if there is one. others: more fields, for people to read."""
+    """Write an answer into the cache, if there is a cache. others: additional fields, for people to
+    read."""
     if question.path is not None:
         write_atomically(question.path, json.dumps({"said": said, **others}).encode())
 
@@ -117,11 +120,12 @@ def slots() -> asyncio.Semaphore:
 
 
 def filled(template: str, sample: Sample, texts: Mapping[str, str]) -> str:
-    """Fill the fields into the template. texts: the responses, by their names in the template.
+    """Put the fields of a sample and the responses into the template. texts: the responses, by
+    their names in the template.
 
     Fields are filled in one pass, so "{answer}" inside a response stays unchanged. A zero-width
-    space breaks control tokens in the texts. So a response cannot end its part of the conversation
-    and write the judge's answer."""
+    space breaks control tokens in the texts. So a response cannot end its own message and write the
+    judge's answer."""
     known = {**sample.fields, "prompt": sample.prompt, "answer": sample.answer, **texts}
 
     def text_of(place: re.Match[str]) -> str:

@@ -18,17 +18,20 @@ from gspo_megatron.types import Sample
 _NUMBER = re.compile(r"-?\d+(,\d{3})*(\.\d+)?")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _COMMAND = re.compile(r"\\(?!boxed|text)[A-Za-z]")
-# Limit of CPU time for each response, because power towers and factorials may be impossible to
-# compute. math-verify limits wall time, which would punish right answers on a busy machine.
+# Limit of CPU time in seconds for each response, because power towers and factorials may be
+# impossible to compute. A limit of wall time, as math-verify has it, would punish right answers on
+# a busy machine. The second number is the period at which the error is raised again.
 _SECONDS, _AGAIN_SECONDS = 1.0, 0.1
 
 
 class _TooLongError(BaseException):
-    """Raised when the time is over. Not an Exception, because sympy catches those."""
+    """Raised when the time is over. It is not an Exception, because sympy catches every
+    Exception."""
 
 
 def answer_fault(answer: str) -> str | None:
-    """Return why `math` cannot compare with an answer, or None. Fast for most answers."""
+    """Return why `math` cannot compare responses with an answer, or None. For most answers this is
+    fast."""
     if _is_surely_readable(answer) or _parse_answer(answer):
         return None
     return "is not a mathematical expression"
@@ -55,17 +58,17 @@ def read_answer(sample: Sample) -> str | None:
     answers=(str, int, float),
     requires="math-verify",
     answer_fault=answer_fault,
-    workers=1,  # math-verify has hung on odd LaTeX, and the time limit needs a main thread
+    workers=1,  # math-verify has hung on malformed LaTeX, and the time limit needs a main thread
     read_answer=read_answer,
 )
 def math(sample: Sample) -> float:
     r"""Return 1.0 if the response's final expression equals the answer, else 0.0.
 
     math-verify finds the expression (\boxed{...} first, then other LaTeX, then plain numbers) and
-    compares by value: 1/2, 0.5 and \frac{1}{2} are the same. If there are several \boxed{...}, all
-    of them together may be the answer (a set), or the last one. The answer may be plain text, or
-    LaTeX with or without $...$ or \boxed{...}. A response scores 0.0 if it has no expression, or if
-    its value takes more than a second to compute.
+    compares by value: 1/2, 0.5 and \frac{1}{2} are the same. If a response has several \boxed{...},
+    it is right if the last one is the answer, or if all of them together are the answer (a set).
+    The answer may be plain text, or LaTeX with or without $...$ or \boxed{...}. A response scores
+    0.0 if it has no expression, or if its value takes more than a second to compute.
 
     Raises RewardError if the answer is not a mathematical expression.
     """
@@ -106,7 +109,7 @@ def _limited() -> Generator[None]:
 
     before = signal.signal(signal.SIGPROF, stop)
     try:
-        # The timer repeats, in case a library catches the first error.
+        # The timer repeats, because a library may catch the first error.
         signal.setitimer(signal.ITIMER_PROF, _SECONDS, _AGAIN_SECONDS)
         yield
         is_over = True
@@ -124,8 +127,8 @@ def _with_boxes(response: str) -> str:
 def _is_surely_readable(answer: str) -> bool:
     """Whether math-verify can surely read an answer: a number, or LaTeX.
 
-    This is faster than math-verify, which takes milliseconds. For such LaTeX, math-verify always
-    returns at least the text."""
+    This check is faster than math-verify, which takes milliseconds. For LaTeX that passes this
+    check, math-verify always returns at least the text."""
     if _NUMBER.fullmatch(answer):
         return True
     if not _COMMAND.search(answer):
@@ -135,17 +138,18 @@ def _is_surely_readable(answer: str) -> bool:
     depth = 0
     for character in answer:
         depth += {"{": 1, "}": -1}.get(character, 0)
-        if depth < 0:  # would close the \boxed{...} that _parse_answer adds
+        if depth < 0:  # this brace would close the \boxed{...} that _parse_answer adds
             return False
     return True
 
 
 @lru_cache(maxsize=1024)  # all responses in a group have the same answer
 def _parse_answer(answer: str) -> list[Any]:
-    r"""Return the forms to which math-verify parses an answer; empty if it cannot read the answer.
+    r"""Return the forms to which math-verify parses an answer. Returns an empty list if it cannot
+    read the answer.
 
-    LaTeX that math-verify cannot evaluate (A \cup B) is compared as text. Other text that it cannot
-    evaluate is not an expression.
+    LaTeX that math-verify cannot evaluate (A \cup B) is compared as text. Text without LaTeX that
+    it cannot evaluate is not an expression.
     """
     from math_verify import parse
 

@@ -13,10 +13,10 @@ import numpy as np
 
 from gspo_megatron.types import Reasoned, TurnRewards
 
-SHOWN_REASON = 2000  # characters; longer reasons lose their middle
+SHOWN_REASON = 2000  # number of characters; longer reasons lose their middle
 SHOWN_CHARACTERS = 200  # a value, prompt or response in an error message is cut to this length
 
-# A part is logged as reward/NAME. These names belong to other metrics, or are reserved.
+# A part is logged as reward/NAME. The names in this list belong to other metrics, or are reserved.
 _TAKEN = ("mean", "std", "shaped_mean", "zero_spread_groups", "errors", "failed_groups", "timeouts")
 _PART = re.compile(r"[A-Za-z0-9_.-]+")
 
@@ -29,16 +29,17 @@ class Score:
 
     rewards: np.ndarray  # float64 [turns], or [1] for a reward of the whole response
     ends: np.ndarray | None = None  # int64 [turns], see TurnRewards; None for the whole response
-    parts: Mapping[str, float] = field(default_factory=dict)  # by name, sorted
+    # the parts' values by name, in sorted order
+    parts: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""  # the function's reason for this reward
-    figures: Mapping[str, float] = field(default_factory=dict)  # by name
+    figures: Mapping[str, float] = field(default_factory=dict)  # figures for metrics, by name
 
 
 def checked(value: object, num_tokens: int, refuse: Refuse) -> Score:
     """Check a function's result for a response of `num_tokens` tokens.
 
-    If the function returned parts, `rewards` is empty: Scorer adds them up with their weights.
-    Calls `refuse` for an invalid result."""
+    If the function returned parts, `rewards` is empty. Scorer later adds the parts up with their
+    weights. Calls `refuse` for an invalid result."""
     if isinstance(value, TurnRewards):
         return _checked_turns(value, num_tokens, refuse)
     if isinstance(value, Mapping):
@@ -68,14 +69,14 @@ def is_free_name(name: object) -> bool:
 
 
 def _reason_of(value: object) -> str:
-    """Return the reason in a reward, if it has one; a long reason loses its middle."""
+    """Return the reason in a reward, if it has one. The middle of a long reason is left out."""
     reason = value.reason if isinstance(value, Reasoned) else ""
     half = SHOWN_REASON // 2
     return reason if len(reason) <= SHOWN_REASON else f"{reason[:half]} … {reason[-half:]}"
 
 
 def _finite(value: Real | np.bool_) -> float | None:
-    """Convert a value to float (a boolean to 0 or 1); None if it is not finite."""
+    """Convert a value to float (a boolean to 0 or 1). Returns None if it is not finite."""
     try:
         number = float(value)
     except OverflowError:  # an integer beyond the range of a float

@@ -40,14 +40,15 @@ class Suites:
 
         The metrics are evaluation/SUITE/FIGURE, see `suite_figures`. version: the number of steps
         that the policy has been trained for. Raises, on all ranks, the errors of
-        `Collector.sample`; also EpisodeError or RewardError if no problem of a suite has all its
+        `Collector.sample`; also EpisodeError or RewardError if a suite has no problem with all
         rewards.
         """
         metrics: dict[str, float] = {}
         everything: list[Record] = []
         for name in self.scorers:
             request = self._request(name, version)
-            # router noise belongs to the rollouts of a step, not to the policy
+            # Router noise imitates the rollout engine. It is no part of the policy, so an
+            # evaluation has none.
             share = self.collector.sample(request, self.scorers[name], router_noise=False)
             records = self._records(name, request, share.group)
             figures = on_main(lambda name=name, records=records: self._figures(name, records))
@@ -86,7 +87,8 @@ class Suites:
         ]
 
     def _figures(self, name: str, records: Sequence[Record]) -> dict[str, float] | None:
-        """Compute the figures of a suite; None if no problem has all its rewards."""
+        """Compute the figures of a suite. Returns None if the suite has no problem with all
+        rewards."""
         suite, seed = self.config.evaluation.suites[name], self.config.training.seed
         try:
             return figures_of_records(records, suite, seed)
@@ -103,7 +105,7 @@ def accuracy_text(metrics: Mapping[str, float], correct_at: float) -> str:
 
 
 def lines_of(config: Config, metrics: Mapping[str, float]) -> Iterator[str]:
-    """Yield a line for people about each suite in these metrics."""
+    """Yield a line for people to read about each suite in these metrics."""
     for name in config.evaluation.suites:
         prefix = f"evaluation/{name}/"
         figures = {k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix)}

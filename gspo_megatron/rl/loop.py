@@ -56,7 +56,7 @@ from gspo_megatron.rl.step_inputs import KeptSteps, read_experience, write_rollo
 from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 from gspo_megatron.rollout.types import RolloutGroup
 
-# Warnings that are shown once in a run, even if the run is resumed
+# Names of warnings that are shown once in a run, even if the run is resumed.
 NOISE_WARNING = "ratio/noise_floor"
 COLLAPSE_WARNING = "training.on_collapse"
 
@@ -75,8 +75,9 @@ class RunComponents:
     checkpoints: Checkpoints
 
 
-# Errors of rollouts that all ranks raise together. The policy is intact, so the run is saved in its
-# state after the last step. A DataError means that the store cannot be written or is damaged.
+# Errors of rollouts that all ranks raise together. The policy is intact, so the run is saved as it
+# was after the last complete step. A DataError means that the store cannot be written or is
+# damaged.
 _ENDS_BETWEEN_STEPS = (DataError, EpisodeError, RewardError, RolloutError)
 
 
@@ -112,7 +113,8 @@ class ReinforcementLoop:
         start = run.checkpoints.start
         self.restored: Experience | None = None
         saved = start.state.rollouts if start.state else None
-        # Responses from before `train --change` are not used: they depend on the old values.
+        # After `train --change`, saved responses are not used, because they depend on the old
+        # values of the changed keys.
         if start.checkpoint is not None and saved is not None and not start.begins_phase:
             self.restored = read_experience(start.checkpoint, saved, run.policy)
         self.loader = order_of_prompts(run, step + 1 + (self.restored is not None))
@@ -124,7 +126,7 @@ class ReinforcementLoop:
         self.kept_steps = KeptSteps(self.config, run.policy, run.logger)
 
     def step(self, step: int) -> dict[str, float]:
-        """Run one RL step. Returns its metrics, the same on every rank."""
+        """Run one RL step. Returns the step's metrics, which are the same on every rank."""
         timer = PhaseTimer(self.device)
         experience = self.roll_out(step)
         self.kept_steps.write(step, experience)
@@ -158,11 +160,12 @@ class ReinforcementLoop:
         sync = self.collector.source.take_weights(version=self.done)
         title = run.objective.name if steps else "evaluation"
         progress_of_run = run.logger.progress(steps, title, self.done)
-        alarm = run.checkpoints.watch.alarm  # of a collapse that ended an earlier start of the run
+        # the collapse that ended an earlier start of the run, if there was one
+        alarm = run.checkpoints.watch.alarm
         with contextlib.closing(self.suites), progress_of_run as progress:
             self.collector.source.report = progress.doing
             if self.unevaluated is not None:
-                # if no server took that step's weights before, the call above has sent them
+                # If no server had taken the weights of that step, the call above has sent them.
                 sync = {name: value for name, value in sync.items() if name.startswith("sync/")}
                 self._end_step(self.done, sync | self.unevaluated, progress)
             elif self.restored is None and run.checkpoints.is_new(RL):
@@ -182,8 +185,8 @@ class ReinforcementLoop:
                     self._whole_step(step, progress)
 
     def _whole_step(self, step: int, progress: Progress) -> None:
-        """Run one step to its end. If the update makes the weights non-finite, this is a collapse,
-        too. The run can then only roll back, because no usable weights are left to save."""
+        """Run one step to its end. An update that makes the weights non-finite is a collapse, too.
+        After it the run can only roll back, because no usable weights are left to save."""
         try:
             metrics = self.step(step)
         except FloatingPointError as error:
@@ -196,8 +199,8 @@ class ReinforcementLoop:
             self._end_step(step, metrics, progress)
 
     def _end_step(self, step: int, metrics: dict[str, float], progress: Progress) -> None:
-        """Evaluate and save if due, and log the metrics. After a collapse, end the run or go back;
-        see `_goes_on_after`."""
+        """Evaluate and save if due, and log the metrics. After a collapse, end the run or roll back
+        (see `_goes_on_after`)."""
         run, steps = self.run_components, self.config.training.steps
         intervals = (self.config.training.evaluation_interval, self.config.evaluation.interval)
         due = [step == steps or (every > 0 and step % every == 0) for every in intervals]
@@ -215,7 +218,8 @@ class ReinforcementLoop:
         ends = alarm is not None and not self._goes_on_after(alarm, step, progress)
         if run.checkpoints.back is not None:
             return
-        # A step whose evaluation succeeded only after a resume is saved again, as evaluated.
+        # If the evaluation of this step succeeded only after a resume, the step is saved again,
+        # without the mark that its evaluation is missing.
         is_last, self.unevaluated = step == steps or self.unevaluated is not None, None
         run.checkpoints.end_of_step(
             RL,
@@ -231,13 +235,14 @@ class ReinforcementLoop:
             raise UserError(run.checkpoints.collapsed_text(step))
 
     def _end_or_go_on(self, alarm: Alarm, step: int, progress: Progress) -> None:
-        """Handle, once more, a collapse that ended the run before: on_collapse may have changed."""
+        """Handle again a collapse that ended an earlier start of the run, because
+        training.on_collapse may have changed."""
         if not self._goes_on_after(alarm, step, progress):
             raise UserError(self.run_components.checkpoints.collapsed_text(step))
 
     def _goes_on_after(self, alarm: Alarm, step: int, progress: Progress) -> bool:
-        """Do what training.on_collapse says. Returns whether the run goes on: from here, or after a
-        rollback from `Checkpoints.back`."""
+        """Do what training.on_collapse says. Returns whether the run continues: from this step, or
+        after a rollback from the checkpoint `Checkpoints.back`."""
         checkpoints, training = self.run_components.checkpoints, self.config.training
         if training.on_collapse == "warn":
             if COLLAPSE_WARNING not in checkpoints.warned:
@@ -256,7 +261,8 @@ class ReinforcementLoop:
     # The parts of a step, in order
 
     def roll_out(self, step: int) -> Experience:
-        """Return the step's scored responses: saved by an earlier start of the run, or new."""
+        """Return the step's scored responses: new ones, or those that an earlier start of the run
+        saved."""
         restored, self.restored = self.restored, None
         if restored is None:
             run, rows = self.run_components, self._rows(step)
@@ -287,7 +293,7 @@ class ReinforcementLoop:
         return experience
 
     def _request(self, step: int) -> RolloutRequest:
-        """Make a step's request without its prompts.
+        """Make the request of a step, without the prompts.
 
         Servers may generate with weights that are up to `rollout.staleness` steps old.
         """
@@ -304,8 +310,8 @@ class ReinforcementLoop:
         )
 
     def _draw_number(self, step: int) -> int:
-        """Return the number that decides the step's random numbers. A rollback changes it, so that
-        the samples that led to a collapse are not generated again."""
+        """Return the number that decides the step's random numbers. A rollback changes this number,
+        so that the samples that led to a collapse are not generated again."""
         return step + (self.run_components.checkpoints.rollbacks << STEP_BITS)
 
     def _begin_requests(self, step: int, first: int) -> None:
@@ -316,7 +322,8 @@ class ReinforcementLoop:
         """
         if not self.config.rollout.staleness:
             return  # each step generates its own responses
-        # not beyond this phase: the next one generates its responses with its own configuration
+        # Requests end at the last step of this phase, because the next phase has its own
+        # configuration.
         last = min(step + self.config.rollout.staleness, self.last)
         ahead = range(first, last + 1)
         for number, rows in zip(ahead, self.loader.peek(len(ahead)), strict=True):
@@ -340,14 +347,15 @@ class ReinforcementLoop:
             yield refills.next()
 
     def _tell_selection(self, experience: Experience) -> None:
-        """Add the metrics of data.selection to the step's, and mark the prompts drawn at random."""
+        """Add the metrics of data.selection to those of the step, and mark the prompts that were
+        drawn at random."""
         if isinstance(self.loader, PromptSelection):
             experience.metrics |= self.loader.metrics()
             for record in experience.draws[: self.loader.explored()]:
                 record["explored"] = True
 
     def evaluate(self, step: int, prompts: bool = True, suites: bool = True) -> dict[str, float]:
-        """Evaluate data.eval_prompts and the suites, if there are any. Returns the metrics."""
+        """Evaluate data.eval_prompts and the suites, if the run has them. Returns the metrics."""
         run, metrics, responses = self.run_components, {}, []
         for evaluator in [self.collector] * prompts + [self.suites] * suites:
             figures, records = evaluator.evaluate(step)
@@ -377,8 +385,8 @@ class ReinforcementLoop:
     def _noise_warning(self, metrics: dict[str, float]) -> str | None:
         """Return a warning if the clip range of sequence ratios is narrower than their noise.
 
-        The clip then cuts noise instead of learning. The warning is shown once in a run. Metrics of
-        stale responses do not show this noise.
+        With such a range, the clip cuts noise instead of learning. The warning is shown once in a
+        run. Stale responses give no warning, because their metrics do not show this noise.
         """
         section, warned = self.config.objective, self.run_components.checkpoints.warned
         if NOISE_WARNING in warned or section.import_path is not None:
@@ -432,11 +440,11 @@ def collect(
 ) -> Experience:
     """Collect this rank's share of the step's responses. This is the first half of a step.
 
-    next_rows: each call returns the numbers of the next `rollout.prompts_per_step` prompts, the
-    same on every rank; of_step: the rest of the request. Dynamic sampling may need several
-    requests, and may leave ranks with different numbers of groups. Raises, on all ranks, the errors
-    of `RolloutSource.take`, and an EpisodeError or RewardError if only some responses have rewards
-    of turns, or if no group has rewards.
+    next_rows: a function that returns the numbers of the next `rollout.prompts_per_step` prompts,
+    which are the same on every rank. of_step: the request without its prompts. Dynamic sampling may
+    need several requests, and may leave ranks with different numbers of groups. Raises, on all
+    ranks, the errors of `RolloutSource.take`. Also raises an EpisodeError or RewardError if only
+    some responses have rewards of turns, or if no group has rewards.
     """
     start, config, metrics = time.perf_counter(), collector.config, RolloutMetrics(collector)
     kept, samples, draws = [], [], []
@@ -480,7 +488,7 @@ def part_of(
 ) -> RolloutRequest:
     """Make the step's first request (number 0) or a refill.
 
-    first: the number of its first prompt in the step.
+    first: the number of the request's first prompt within the step.
     """
     return replace(of_step, name=f"{of_step.name}_{number}", rows=rows, first=first)
 
@@ -490,8 +498,8 @@ def compute_advantages(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the advantages of all sequences of the step, [num_sequences] float32.
 
-    If turns have rewards, also returns the advantages of tokens, [response tokens] float32 for this
-    rank's responses; else None.
+    If turns have rewards, also returns the advantages of the tokens of this rank's responses,
+    [response tokens] float32; otherwise None.
     """
     scores, batch = experience.scores, experience.batch
     of_sequences = estimator.of_sequences(index.rewards, torch.tensor(index.groups))
@@ -513,7 +521,8 @@ def update_policy(
 ) -> dict[str, float]:
     """Update the policy on this rank's `sequences`. This is the second half of a step.
 
-    advantages: [num_sequences], of the whole step. Returns metrics, the same on every rank.
+    advantages: [num_sequences], for all sequences of the step. Returns metrics, which are the same
+    on every rank.
     """
     timer = timer or PhaseTimer(updater.device)
     with timer("logprob"):
@@ -528,7 +537,8 @@ def update_policy(
 
 
 class PhaseTimer:
-    """Measures a step, beginning now, and its phases, for the metrics perf/PHASE_seconds."""
+    """Measures the time of a step, which begins with this object, and of its phases, for the
+    metrics perf/PHASE_seconds."""
 
     def __init__(self, device: torch.device) -> None:
         self._start = time.perf_counter()
@@ -549,7 +559,7 @@ class PhaseTimer:
         With servers, the trainer is idle during the rollout.
         """
         seconds, idle = time.perf_counter() - self._start, {}
-        if has_servers:  # restored responses: their rollout time is not in `seconds`
+        if has_servers:  # The rollout time of restored responses is not in `seconds`.
             idle["perf/trainer_idle_share"] = min(1.0, experience.rollout_seconds / seconds)
         return {
             "perf/step_seconds": seconds,

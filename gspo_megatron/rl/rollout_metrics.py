@@ -28,15 +28,16 @@ class RolloutMetrics:
     def __init__(self, collector: Collector) -> None:
         self.collector, self._metrics = collector, StepMetrics(collector.device)
         self._lengths: list[np.ndarray] = []  # response lengths [num_sequences] of each request
-        self.failed: list[FailedCalls] = []  # one for each request
+        self.failed: list[FailedCalls] = []  # the failed calls of each request
         self.reward_seconds = 0.0
-        self.has_turns = False  # the reward function rewards turns; known after `reduce`
+        self.has_turns = False  # whether turns have rewards; known after `reduce`
         self.model_seconds = 0.0  # wall seconds of a reward model on this rank or its server
         self.model_running: tuple[float, float] | None = None  # see ModelWork
 
     def add(self, share: RolloutShare) -> None:
         """Add the responses of one more request of the step."""
-        group = dataclasses.replace(share.group, routes=None)  # large, and not needed here
+        # routes are large and not needed for metrics
+        group = dataclasses.replace(share.group, routes=None)
         device = self.collector.device
         batch, scores = group.to_batch(device), group.to_scores(device)
         scored, whole = ~scores.rewards.isnan(), ~scores.shaped.isnan()
@@ -44,7 +45,8 @@ class RolloutMetrics:
         means = {
             "reward/mean": mean_pair(rewards),
             "reward/squared": mean_pair(rewards**2),
-            # with shaped rewards: a group whose shaped rewards are all equal has no gradient
+            # computed from shaped rewards, because a group whose shaped rewards are all equal has
+            # no gradient
             "reward/zero_spread_groups": zero_spread_groups(shaped, batch.group_index[whole]),
             "response/length_mean": mean_pair(batch.response_lengths),
             "response/truncated": mean_pair(batch.truncated),
@@ -100,7 +102,7 @@ class RolloutMetrics:
         }
 
     def reduce(self) -> dict[str, float]:
-        """Return the metrics, the same on all ranks.
+        """Return the metrics, which are the same on all ranks.
 
         Raises RewardError or EpisodeError on all ranks if only some responses have rewards of
         turns.

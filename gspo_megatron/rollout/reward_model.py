@@ -1,8 +1,8 @@
 """Makes the conversations that a reward model scores, and asks a server for the scores.
 
-The model has its own tokenizer and chat template. They are applied here: a server gets token ids.
-The server is vLLM with `--runner pooling --convert classify`, or another server with the same
-/classify, /tokenize and /v1/models.
+The model has its own tokenizer and chat template. This module applies both, so a server gets token
+ids. The server is vLLM with `--runner pooling --convert classify`, or another server with the same
+routes /classify, /tokenize and /v1/models.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Conversations(NamedTuple):
     """Conversations as token ids of a reward model."""
 
     ids: list[list[int]]
-    cut: np.ndarray  # [conversations] bool: too long, so its first tokens were removed
+    cut: np.ndarray  # [conversations] bool: whether it was too long and lost its first tokens
 
     @property
     def tokens(self) -> np.ndarray:
-        """Numbers of tokens, [conversations] int64."""
+        """The number of tokens of each conversation, [conversations] int64."""
         return np.array([len(each) for each in self.ids], np.int64)
 
 
@@ -56,7 +56,8 @@ class ModelTexts:
 
     def __init__(self, section: RewardSection) -> None:
         self.section, self.name = section.model, section.model.source
-        self.longest = section.model.max_tokens  # if None: set to the server's limit when known
+        # None: replaced by the server's limit when this is known
+        self.longest = section.model.max_tokens
         self._tokenizer: Tokenizer | None = None
 
     @property
@@ -84,10 +85,10 @@ class ModelTexts:
     def ids_of(self, sample: Sample) -> list[int]:
         """Return a prompt and its response as tokens of the model.
 
-        The chat template renders the prompt's messages and the response; a prompt without messages
-        is one user message. Without a template, prompt and response are one text, followed by the
-        end-of-sequence token. Text that spells a control token is encoded as text, so a response
-        cannot end its part of the conversation. Raises DataError.
+        The chat template renders the prompt's messages and the response. If the prompt is a text,
+        it becomes one user message. Without a chat template, prompt and response are one text,
+        followed by the end-of-sequence token. Text that spells a control token is encoded as text,
+        so a response cannot end its own message. Raises DataError.
         """
         tokenizer, renders = self.tokenizer, self.section.chat_template
         if renders is None:
@@ -113,7 +114,7 @@ def tokenizer_of(section: RewardModelSection) -> Tokenizer:
     """Load a reward model's own tokenizer. Raises DataError."""
     folder = Path(section.tokenizer_folder)
     is_plain = any((folder / name).exists() for name in HUGGING_FACE_FILES)
-    inside = folder / "tokenizer.model"  # a folder may hold only the file of sentencepiece
+    inside = folder / "tokenizer.model"  # the folder may hold only a sentencepiece file
     path = inside if inside.is_file() and not is_plain else folder
     return load_tokenizer(path, section.chat_template_options)
 
@@ -124,14 +125,14 @@ class ModelScores:
 
     scores: np.ndarray  # [num_sequences] float64; NaN: the call failed for good
     tokens: np.ndarray  # [num_sequences] int64: tokens of the conversation
-    cut: np.ndarray  # [num_sequences] bool: the conversation was too long
-    seconds: float  # wall seconds; time that several groups share is counted for one of them only
-    failures: int = 0  # number of failed calls, including those that were repeated later
+    cut: np.ndarray  # [num_sequences] bool: whether the conversation was too long
+    seconds: float  # wall time; time that groups share counts for only one of them
+    failures: int = 0  # number of failed calls, including calls that later succeeded
 
 
 class ModelServer(Asker):
-    """The server of a reward model. The section `reward` gives the deadline of a call, the number
-    of repetitions and the consequence of a failure."""
+    """The server of a reward model. The section `reward` of the configuration sets the deadline of
+    a call, the number of repetitions and the consequence of a failure."""
 
     def __init__(self, section: RewardSection) -> None:
         assert section.model.url is not None
@@ -153,8 +154,8 @@ class ModelServer(Asker):
     async def score_async(self, samples: Sequence[Sample]) -> ModelScores:
         """Ask the server for the scores of these responses, in their order.
 
-        Raises RewardError for mistakes of the user, and for a call that failed for good if
-        `reward.on_failure` is `stop`.
+        Raises RewardError for mistakes of the user. If `reward.on_failure` is `stop`, also raises
+        it for a call that fails after all repetitions.
         """
         import aiohttp  # not at the top: most runs have no reward model
 
@@ -166,18 +167,18 @@ class ModelServer(Asker):
                 timeout=timeout, headers=headers, trust_env=True
             ) as session:
                 failures = await self._introduce(session)
-                # in a thread, so that a rollout service can do other work meanwhile
+                # done in a thread, so that a rollout service can do other work at the same time
                 given = await asyncio.to_thread(self.texts.conversations, samples)
                 scores, failed = await self._ask(session, given.ids)
         seconds = self._busy.take()
         return ModelScores(scores, given.tokens, given.cut, seconds, failures + failed)
 
     async def _introduce(self, session: ClientSession) -> int:
-        """Ask for the served model's name, unless it is known. Returns the number of failed
+        """Ask for the served model's name, unless the name is known. Returns the number of failed
         calls."""
         if self._introducing is None:
             self._introducing = asyncio.Lock()
-        async with self._introducing:  # groups of a rollout service ask at the same time
+        async with self._introducing:  # in a rollout service, several groups ask at the same time
             if self._model:
                 return 0
             found, failures = await self.repeated(lambda: self._agreed_model(session))
@@ -204,7 +205,7 @@ class ModelServer(Asker):
     ) -> tuple[np.ndarray, int]:
         """Return the scores, and the number of failed calls."""
         scores, failures = np.full(len(ids), np.nan), 0
-        if not self._model:  # the call for the name failed for good
+        if not self._model:  # the call for the name failed after all repetitions
             return scores, failures
         slots = asyncio.Semaphore(CONCURRENT_CALLS)
         starts = range(0, len(ids), self.batch_size)
@@ -218,7 +219,7 @@ class ModelServer(Asker):
         try:
             answers = await asyncio.gather(*tasks)
         finally:
-            for task in tasks:  # if one has failed for good, the others still run
+            for task in tasks:  # if one task has raised an error, the remaining tasks still run
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         for start, batch, (found, failed) in zip(starts, batches, answers, strict=True):
@@ -230,8 +231,8 @@ class ModelServer(Asker):
     async def _scores(self, session: ClientSession, batch: list[list[int]]) -> list[float]:
         """Return the scores of a batch.
 
-        Raises ValueError if a conversation has no score or one that is not finite, and RewardError
-        if the model does not give exactly one number for each conversation.
+        Raises ValueError if a conversation has no score or a score that is not finite, and
+        RewardError if the model does not give exactly one number for each conversation.
         """
         given = {"model": self._model, "input": batch, "use_activation": False}
         answer = (await self.asked(session, "POST", f"{self.url}/classify", given))["data"]
@@ -266,9 +267,10 @@ class ModelServer(Asker):
 def with_model(
     section: RewardSection, samples: Sequence[Sample], scores: Sequence[Score | None]
 ) -> list[Score | None]:
-    """Add the scores of a reward model behind a URL, if there is one, to those of a function.
+    """If the configuration has a reward model behind a URL, add its scores to the scores of a
+    reward function.
 
-    Used for responses outside of a run. Raises the errors of `ModelServer.score`.
+    This function is for responses outside of a run. Raises the errors of `ModelServer.score`.
     """
     if section.model.url is None:
         return [*scores]

@@ -1,7 +1,8 @@
 """Adds noise to the routers' scores during rollouts, to imitate a separate rollout engine.
 
-A separate engine sends some tokens to other experts than the trainer does. The in-process engine
-agrees with the trainer up to rounding. Noise makes them differ by a known amount.
+A separate engine chooses other experts than the trainer for some tokens. The engine that is the
+trained model itself agrees with the trainer up to rounding. With noise, this engine differs from
+the trainer by a known amount.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Numbers = Callable[[int, int], Tensor]
 def noisy_routers(std: float, numbers: Numbers, *, record: bool) -> Generator[dict[int, Tensor]]:
     """Add noise to the scores of forward passes in this context.
 
-    Yields the chosen experts [tokens, k] by layer number; an empty dict unless `record`.
+    Yields the chosen experts [tokens, k] by layer number, or an empty dict if `record` is not set.
     """
     recording = Recording() if record else None
     with routed(_Noisy(std, numbers, recording)):
@@ -34,7 +35,8 @@ def noisy_routers(std: float, numbers: Numbers, *, record: bool) -> Generator[di
 
 
 class _Noisy:
-    """Adds Gaussian noise to the scores; then `inner`, or else the router, chooses the experts."""
+    """Adds Gaussian noise to the scores. Then `inner` chooses the experts, or the router if there
+    is no `inner`."""
 
     def __init__(self, std: float, numbers: Numbers, inner: Routes | None) -> None:
         self._std, self._numbers, self._inner = std, numbers, inner
@@ -43,7 +45,7 @@ class _Noisy:
         """See Routes.choose."""
         assert not torch.is_grad_enabled(), "router noise is for rollouts alone"
         noise = self._std * normal(self._numbers(layer, scores.shape[-1]))
-        # In place, because `native` reads the same tensor.
+        # The noise is added in place, because `native` reads the same tensor.
         scores.add_(noise.to(scores.dtype))
         return native() if self._inner is None else self._inner.choose(layer, scores, native)
 

@@ -1,4 +1,4 @@
-"""Training of a preference model: batches of preferences, their updates, and evaluations."""
+"""The training of a preference model: batches of preferences, updates, and evaluations."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from gspo_megatron.supervised.batches import ExampleBatches
 class ScoredRows:
     """The preferences of a micro-batch or of a file: pairs of branches, or ratings of branches."""
 
-    chosen: Tensor  # [pairs] int64, the number of the branch
-    rejected: Tensor  # [pairs] int64
-    values: Tensor  # [pairs] float64: margins; or [branches]: ratings
+    chosen: Tensor  # [pairs] int64, the number of the chosen branch
+    rejected: Tensor  # [pairs] int64, the number of the rejected branch
+    values: Tensor  # [pairs] float64, margins; or [branches] float64, ratings
     weights: Tensor  # [pairs] float64, 1 / number of rejected responses to the prompt
 
     @classmethod
@@ -64,11 +64,11 @@ class PreferenceBatch:
     """The data of one optimizer update."""
 
     micro_batches: list[MicroBatch]  # the micro-batches of this rank
-    rows: list[ScoredRows]  # of each micro-batch
-    # of each micro-batch: the numbers of its branches in the batch, [branches] int64
+    rows: list[ScoredRows]  # the preferences of each micro-batch
+    # For each micro-batch, the numbers of its branches within the batch, [branches] int64.
     branches: list[Tensor]
-    num_micro_batches: int  # over all ranks, without empty ones
-    num_preferences: int  # over all ranks
+    num_micro_batches: int  # on all ranks together, without empty micro-batches
+    num_preferences: int  # on all ranks together
     num_pairs: int
     num_branches: int
     num_tokens: int
@@ -145,7 +145,7 @@ class PreferenceUpdater:
         self.is_primary = parallel_state.get_context_parallel_rank() == 0
 
     def update(self, batch: PreferenceBatch) -> dict[str, float]:
-        """Do one update. Returns its metrics, which are the same on every rank."""
+        """Do one update. Returns the metrics of the update, which are the same on every rank."""
         zero_gradients(self.policy.chunks, self.trainer.optimizer)
         metrics = self.accumulate(batch)
         norm, rate = self.trainer.update()
@@ -157,9 +157,10 @@ class PreferenceUpdater:
         }
 
     def accumulate(self, batch: PreferenceBatch) -> StepMetrics:
-        """Add the gradients of a batch to those in the buffers, and return its figures."""
+        """Add the gradients of a batch to the gradient buffers, and return the figures of the
+        batch."""
         metrics = StepMetrics(self.device)
-        # by micro-batch: its rows, and the number of its branches
+        # for each micro-batch: its rows, and the numbers of its branches
         named = zip(batch.micro_batches, batch.rows, batch.branches, strict=True)
         found = {id(each): (own, len(numbers)) for each, own, numbers in named}
 
@@ -179,8 +180,9 @@ class PreferenceUpdater:
     def _loss(
         self, scores: Tensor, rows: ScoredRows, count: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return this rank's part of the loss, which ranks add up, and [numerator, denominator] of
-        each metric. count: number of preferences in the batch, over all ranks."""
+        """Return this rank's part of the loss, and the pair [numerator, denominator] of each
+        metric. The parts of all ranks add up to the loss. count: number of preferences in the
+        batch, on all ranks together."""
         values = rows.values.to(scores.dtype)
         if self.section.loss == "regression":
             total, pairs = regression(scores, values), torch.ones_like(scores)
@@ -205,7 +207,8 @@ class PreferenceUpdater:
         return total / max(count, 1), means
 
     def evaluate(self, batches: Iterable[PreferenceBatch]) -> dict[str, float]:
-        """Return the figures of the evaluation data, as evaluation/NAME; empty without batches."""
+        """Return the figures of the evaluation data, as evaluation/NAME. Returns an empty dict
+        without batches."""
         data = self.evaluation
         if data is None:
             return {}

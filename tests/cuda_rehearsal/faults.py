@@ -1,5 +1,5 @@
-"""Faults that only a GPU shows. They are planted into functions of the package and of
-Megatron-Core."""
+"""Faults in functions of the package and of Megatron-Core. Only a run on a GPU, or on the rehearsed
+device, shows them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of a function: in its source, `old` is replaced by `new`."""
+    """A fault of a function. In the function's source, `old` is replaced by `new`."""
 
     function: str  # module:name, or module:class.name for a method
     old: str
@@ -23,7 +23,8 @@ class Fault:
 
     @contextlib.contextmanager
     def planted(self) -> Iterator[None]:
-        """A context in which the function has the fault, in every module that has imported it."""
+        """A context in which the function has the fault in every module that has imported the
+        function."""
         function = self._find()
         source = textwrap.dedent(inspect.getsource(function))
         assert source.count(self.old) == 1, f"{self.old!r} is not one place of {self.function}"
@@ -43,7 +44,8 @@ class Fault:
 
 
 def _code_of(source: str, original: CodeType) -> CodeType:
-    """The code of the function in the changed source. It keeps the original's place in its file."""
+    """The code of the function, compiled from the changed source. Its line numbers are those of the
+    original function."""
     lines = "from __future__ import annotations\n" + source
     names = " ".join(f"{name} = None;" for name in original.co_freevars)
     if names:  # the function uses names of an enclosing scope

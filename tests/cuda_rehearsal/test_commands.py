@@ -1,4 +1,5 @@
-"""The commands of a user with GPUs, run as programs. Each rank finds its own device."""
+"""Commands as a user with GPUs runs them, in processes of their own. Each rank finds its own
+device."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def test_train_resume_evaluate_convert_and_verify(tmp_path: Path) -> None:
     (waits := tmp_path / "waits").mkdir()
     words = ("--reference", "tp=2", "--reference-on-cpu", "--layouts", "tp=1")
     told = gspo("verify", config, *words, **environ, **{runtime.WAITS: str(waits)}).stdout
-    # The reference is on CPUs, so its processes waited for no device.
+    # The reference was computed on CPUs, so its processes waited for no device.
     assert [file.name for file in waits.iterdir()] == ["rank_0.json"]
     errors = [float(text) for text in re.findall(r"error\S*=(\S+)", told.splitlines()[-1])]
     assert errors and max(errors) < 1e-4, told
@@ -59,8 +60,8 @@ def test_train_resume_evaluate_convert_and_verify(tmp_path: Path) -> None:
 
 
 def test_tests_of_gpus_run() -> None:
-    """The tests in tests/gpu need a GPU and are usually skipped. Here, the short ones run on the
-    rehearsed device."""
+    """The tests in tests/gpu need a GPU and are usually skipped. This test runs the short ones on
+    the rehearsed device."""
     chosen = "routes or not_rounded or fp32-torch_native"
     words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", "-k", chosen, "tests/gpu")
     told = run_program(sys.executable, *words, environ=rehearsal(1), cwd=ROOT).stdout

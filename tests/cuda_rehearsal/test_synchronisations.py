@@ -1,6 +1,6 @@
-"""The number of times that the host waits for the device. After each wait, a GPU's queue of kernels
-is empty. That costs 10 to 50 microseconds, and more if the kernels are small. The budget allows
-only the waits that are needed."""
+"""The number of times that the host waits for the device. After each wait the queue of a GPU's
+kernels is empty, so the GPU is idle for 10 to 50 microseconds, and longer if the kernels are small.
+The budget allows only the waits that are needed."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from tests.cuda_rehearsal.conftest import MakeConfig
 from tests.cuda_rehearsal.host import Host
 from tests.cuda_rehearsal.tasks import Figures, measure
 
-# The waits for each sampled token, sequence, micro-batch of a pass, or step. The first number
-# counts those in the package's own lines. The second also counts those in Megatron-Core, with four
-# layers, each of which waits seven times without Transformer Engine.
+# The allowed numbers of waits: for each sampled token, sequence, micro-batch of a pass, or step.
+# The first number of a pair counts the waits in the package's own lines. The second number also
+# counts the waits in Megatron-Core, for four layers. Without Transformer Engine each layer waits
+# seven times.
 BUDGET = {
-    # 0.31 of these are for tokens. The rest are for the call, divided by its 16 tokens.
+    # 0.31 of the waits belong to the token. The rest belong to the call, and are divided by its 16
+    # tokens.
     "generation": (0.95, 0.95),
     "packing": (0.0, 0.0),
     "scoring": (0.6, 16.0),
     "training": (3.0, 36.0),
     "metrics": (11.0, 11.0),
 }
-# The number of float64 elements. They are probabilities from which tokens are sampled (64 rows of
-# 48 tokens), sums of losses and metrics, and sketches of the ratios.
+# The allowed numbers of float64 elements. Such elements are the probabilities from which tokens are
+# sampled (64 rows of 48 tokens), sums of losses and metrics, and sketches of the ratios.
 MOST_DOUBLES = {
     "generation": 3500,
     "packing": 30,
@@ -31,7 +33,8 @@ MOST_DOUBLES = {
     "metrics": 1600,
 }
 RUN = {
-    # The precision of GPUs. In fp32, the grouped product would need the counts on the host.
+    # Runs on GPUs use bf16. In fp32, the grouped product would need the counts of tokens on the
+    # host.
     "training__precision": "bf16",
     "training__micro_batch_tokens": 64,
     "rollout__max_response_tokens": 16,

@@ -1,4 +1,5 @@
-"""Suites in a run, and `gspo-megatron evaluate` on the run, on its checkpoint and on its export."""
+"""Evaluation suites in a run, and `gspo-megatron evaluate` on the run's folder, its checkpoint and
+its export."""
 
 from __future__ import annotations
 
@@ -78,7 +79,7 @@ def test_a_run_evaluates_its_suites(finished: Path) -> None:
             groups = [correct[n : n + samples] for n in range(0, len(correct), samples)]
             assert found[f"pass_at_{samples}"] == sum(map(any, groups)) / problems
             assert found["problems"] == problems
-    # the samples of a problem differ
+    # the samples of a problem are not all equal
     assert len({r["response"] for r in responses(finished, "exact", 0)}) > 8
 
 
@@ -86,7 +87,7 @@ def test_one_rank_evaluates_a_run_and_its_checkpoint_as_two_did_in_training(
     finished: Path, gspo: Command, tmp_path: Path
 ) -> None:
     last = records(finished)[-1]
-    # Python finds the reward of data.eval_prompts there
+    # Python finds the reward function of data.eval_prompts in these folders
     own_reward = f"{finished.parent}{os.pathsep}{ROOT}"
     told = gspo("evaluate", finished, "-o", tmp_path / "last", PYTHONPATH=own_reward)
     (record,) = records(tmp_path / "last")
@@ -145,7 +146,7 @@ def test_a_source_must_be_one(gspo: Command, tmp_path: Path) -> None:
 def test_a_fine_tuned_model_is_evaluated_as_it_is(
     finished: Path, toy: Path, gspo: Command, tmp_path: Path
 ) -> None:
-    """The newest checkpoint of the run and its export have equal figures in a suite."""
+    """The newest checkpoint of the run and the run's export have equal figures in a suite."""
     path, run, suite = tmp_path / "sft.yaml", tmp_path / "sft", finished.parent / "near.yaml"
     tokenizer = str(toy / "tokenizer.model")
     config = {

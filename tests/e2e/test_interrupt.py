@@ -1,4 +1,4 @@
-"""Ctrl-C in a terminal. The first one saves the run, and the second one ends it immediately."""
+"""Ctrl-C in a terminal. The first Ctrl-C saves the run, and the second one ends it immediately."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Terminal:
 
         def take_terminal() -> None:
             fcntl.ioctl(screen, termios.TIOCSCTTY, 0)
-            # pytest may run in the background of a shell, which ignores SIGINT
+            # pytest may run in the background of a shell, and then it ignores SIGINT
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
         self.process = subprocess.Popen(
@@ -120,7 +120,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         return terminals[-1]
 
     def left() -> list[psutil.Process]:
-        """The processes that have a path in the test's folder among their arguments."""
+        """The processes that have an argument with a path in the test's folder."""
         found = psutil.process_iter(["cmdline", "status"])
         mine = [p for p in found if str(tmp_path) in " ".join(p.info["cmdline"] or ())]
         return [p for p in mine if p.info["status"] != psutil.STATUS_ZOMBIE]
@@ -142,7 +142,7 @@ def config(toy: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def held(config: Path, start: Start) -> Callable[..., Terminal]:
-    """A function that starts a run and waits until it is held in the rollouts of its second
+    """A function that starts a run and waits until the run is held in the rollout of its second
     step."""
 
     def begin(*words: str, kind: str = "dumb", what: str = "train") -> Terminal:
@@ -206,7 +206,7 @@ def test_above_a_progress_bar_the_line_stays_whole(held: Callable[..., Terminal]
     terminal.await_text(SAVING)
     terminal.press_ctrl_c()
     terminal.end(130)
-    # the cursor is shown again
+    # The cursor is shown again.
     assert terminal.output.rfind(b"\x1b[?25h") > terminal.output.rfind(b"\x1b[?25l")
 
 
@@ -231,7 +231,7 @@ def test_a_stage_is_saved_too(toy: Path, tmp_path: Path, start: Start) -> None:
 
 
 def test_an_ablation_ends_its_run_at_once(config: Path, held: Callable[..., Terminal]) -> None:
-    """The ablation ends the run immediately, although the run could save itself."""
+    """At Ctrl-C an ablation ends its run immediately, although the run could save itself."""
     terminal = held("--variants=gspo", "--seeds=1", what="ablate")
     terminal.press_ctrl_c()
     lines = terminal.end(130)

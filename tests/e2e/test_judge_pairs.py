@@ -26,7 +26,8 @@ def value(response: str) -> int:
 
 
 def right(question: str) -> str:
-    """A judge that slightly prefers the first response, and gives no verdict about some pairs."""
+    """The answer of a judge that slightly prefers the response that is shown first, and that gives
+    no verdict about some pairs."""
     [(first, second)] = QUESTION.findall(question)
     difference = value(first) + 20 - value(second)
     said = "A" if difference > 0 else "B"
@@ -68,7 +69,8 @@ def test_win_rates_are_rewards_and_figures_are_metrics(undisturbed: Path) -> Non
     steps = records(undisturbed)
     assert [record["step"] for record in steps] == [*range(1, STEPS + 1)]
     for record in steps:
-        assert record["reward/mean"] == pytest.approx(0.5)  # for each winner there is a loser
+        # the two win rates of a pair add up to 1
+        assert record["reward/mean"] == pytest.approx(0.5)
         assert 0 < record["reward/consistent"] <= 1
         assert 0 <= record["reward/ties"] < 1 and 0 <= record["reward/unreadable"] < 0.5
     assert any(record["reward/unreadable"] > 0 for record in steps)

@@ -20,7 +20,8 @@ import pytest
 
 from tests.programs import ROOT, wait_until
 
-PATIENCE = 30.0  # seconds until a test gives up; long, because the machine may have much other work
+# seconds until a test gives up; long, because other programs may keep the machine busy
+PATIENCE = 30.0
 
 LAUNCHER = """
 import sys
@@ -34,8 +35,8 @@ except Exception as error:
     sys.exit(tell_failure(error))
 """
 
-# The first part of the ranks' scripts. With `say`, a rank tells the test how far it is. `block`
-# never returns.
+# The first part of the ranks' scripts. With `say`, a rank tells the test which point it has
+# reached. `block` never returns.
 PREAMBLE = """
 import os, signal, sys, threading
 from pathlib import Path
@@ -55,7 +56,8 @@ def await_word(word, of):
 
 @dataclass
 class Launch:
-    """A running launcher. The folder is an argument of its ranks, so that they can be found."""
+    """A running launcher. The folder is an argument of the ranks, so that a test can find their
+    processes."""
 
     folder: Path
     process: subprocess.Popen[str]
@@ -67,7 +69,8 @@ class Launch:
         (self.folder / f"{word}-{rank}").touch()
 
     def ask(self, signum: signal.Signals) -> None:
-        """Send a signal to the launcher of two ranks, and wait until the ranks have received it."""
+        """Send a signal to the launcher of two ranks, and wait until both ranks have received
+        it."""
         self.await_word("ready", 0, 1)
         self.process.send_signal(signum)
         self.await_word("asked", 0, 1)
@@ -122,10 +125,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     yield begin
     for launch in launched:
-        launch.process.send_signal(signal.SIGTERM)  # harmless if the launcher has ended
+        launch.process.send_signal(signal.SIGTERM)  # the launcher may have ended already
         try:
             launch.process.communicate(timeout=PATIENCE)
-        except subprocess.TimeoutExpired:  # the ranks should save themselves but do not
+        except subprocess.TimeoutExpired:
+            # the launcher still waits for ranks that should save the run
             launch.process.kill()
             launch.process.communicate()
 
@@ -262,7 +266,7 @@ def test_a_lost_connection_is_not_taken_for_the_cause(start: Start) -> None:
         except ValueError as error:
             sys.exit(tell_failure(error))
         """,
-        settle=PATIENCE,  # not needed, because both ranks end by themselves
+        settle=PATIENCE,  # this time never passes, because both ranks end by themselves
     )
     code, out, err = launch.end()
     lines = err.splitlines()
@@ -305,7 +309,7 @@ def test_only_the_last_lines_of_a_rank_are_kept(start: Start) -> None:
     code, out, err = launch.end()
     lines = err.splitlines()
     assert (code, out) == (5, "")
-    assert len(lines) == 201  # 200 lines of rank 1, and the launcher's own line
+    assert len(lines) == 201  # the last 200 lines of rank 1, and a line of the launcher
     assert "[rank 1] line 9999" in lines
     assert max(map(len, lines)) < 10_000
 
@@ -414,7 +418,7 @@ def test_a_port_in_use_is_named(start: Start) -> None:
     assert "Traceback" not in err
 
 
-# A rank that notes the signal, and ends later, when the test allows it.
+# The script of a rank that records the signal, and ends when the test allows it.
 SAVES = """
 asked = []
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -429,8 +433,8 @@ await_word("go", 0)
 
 @pytest.fixture
 def start_saving(start: Start) -> Start:
-    """A function that starts ranks which save themselves when told to stop. Ranks that do not save
-    get hardly any time."""
+    """A function that starts ranks which save the run when they are told to stop. Ranks that do not
+    save have hardly any time to end."""
     return partial(start, grace=0.1, settle=0.1, saves_on_signals=True)
 
 
@@ -442,9 +446,10 @@ SAVES_IN_VAIN = SAVES + 'join_launcher()\nsys.exit(tell_failure(UserError("the d
     ("script", "number", "code", "told"),
     [
         (SAVES_LONG, signal.SIGTERM, 75, r"told to end[^\n]*\n"),
-        (SAVES_LONG, signal.SIGINT, 75, ""),  # in a real run, rank 0 reports it
+        # the launcher prints nothing; in a real run, rank 0 prints a line
+        (SAVES_LONG, signal.SIGINT, 75, ""),
         (SAVES_LONG, signal.SIGUSR1, 75, ""),
-        (SAVES, signal.SIGTERM, 0, ".*"),  # a run that ends by itself meanwhile is finished
+        (SAVES, signal.SIGTERM, 0, ".*"),  # a run that ends by itself during the save is finished
         (SAVES_IN_VAIN, signal.SIGTERM, 2, r".*\nthe disk is full\n"),
     ],
 )

@@ -1,5 +1,5 @@
-"""Training of adapters with the real command: the contents of a checkpoint, resumed and killed
-runs, and exports as merged models and as PEFT folders."""
+"""Adapters are trained with the real command. The tests check the contents of a checkpoint, resumed
+and killed runs, and exports as merged models and as PEFT folders."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def lora_config(toy: Path, folder: Path, source: Path, **lora: Any) -> Path:
             "lora": {"rank": 4, "alpha": 8.0, **lora},
         },
         objective={"kl": "k3", "kl_coefficient": 0.1, "mini_batches": 1},
-        # Without evaluations, because a run in several parts would have one at the end of each
-        # part.
+        # There are no evaluations, because a run in several parts would have an evaluation at the
+        # end of each part.
         data={"eval_prompts": None},
         training={"steps": STEPS},
     )
@@ -78,8 +78,8 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def published(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("lora")
-    # PEFT also adapts the MLPs of dense layers, because their matrices have the names of experts'
-    # matrices. So all layers have experts here.
+    # All layers of this model have experts. PEFT would also adapt the MLPs of dense layers, because
+    # their matrices have the same names as the experts' matrices.
     source = write_model(
         folder / "source", "qwen3_moe", seed=9, vocab_size=VOCABULARY, mlp_only_layers=[]
     )
@@ -99,7 +99,7 @@ def test_a_checkpoint_holds_adapters_and_their_optimizer(published: Trained) -> 
     records = steps_of(published.run)
     assert records[0]["kl/reference_k3"] == pytest.approx(0.0, abs=1e-7)
     assert records[-1]["kl/reference_k3"] > 1e-5
-    for record in records:  # the policy wrote the responses with its adapters
+    for record in records:  # the policy with its adapters generated the responses
         assert record["mismatch/abs_mean"] <= 1e-5
 
 
@@ -140,8 +140,8 @@ def test_another_layout_goes_on(toy: Path, tmp_path: Path, published: Trained) -
 def test_what_leaves_computes_the_same(
     tmp_path: Path, published: Trained, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """transformers with the merged weights, and PEFT with the adapter, compute the same as the
-    policy. The adapter can be loaded again, and keeps every bit."""
+    """transformers with the merged weights, and PEFT with the exported adapter, compute the same as
+    the policy. An import of the exported adapter keeps every bit."""
     merged, adapter, again = (tmp_path / name for name in ("merged", "adapter", "again"))
     run = str(published.run)
     assert main(["convert", "megatron-to-hf", run, str(merged)]) == 0
@@ -175,8 +175,8 @@ def test_what_leaves_computes_the_same(
 def test_a_new_run_begins_with_adapters_from_outside(
     toy: Path, tmp_path: Path, published: Trained
 ) -> None:
-    """The adapters come from a PEFT folder or from a run. The reference policy is the policy at the
-    start of RL."""
+    """The adapters come from a PEFT folder or from another run. The reference policy is the policy
+    at the start of RL."""
     adapter = tmp_path / "adapter"
     arguments = [str(published.run), str(adapter), "--adapter"]
     assert main(["convert", "megatron-to-hf", *arguments]) == 0

@@ -1,5 +1,5 @@
-"""The same command continues a run: on another layout, after damage to files, and after a request
-to stop. It refuses if the run would become a different one."""
+"""A run is continued by the same command: on another layout, after damage to files, and after a
+request to stop. The command refuses changes that would make it a different run."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ LAST = f"rl_{STEPS:08d}"
 
 @pytest.fixture(scope="module")
 def base(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A configuration. The folder `run` beside it has the finished run on one rank, with all its
-    checkpoints."""
+    """A configuration. The folder `run` beside it has a finished run on one rank, with all
+    checkpoints of the run."""
     folder = tmp_path_factory.mktemp("base")
     path = make_small(
         write_config(toy, folder),
@@ -54,7 +54,7 @@ def base(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def again(base: Path, tmp_path: Path) -> Path:
-    """A copy of this configuration and its run, which a test may damage."""
+    """A copy of the configuration `base` and of its run. A test may damage the copy."""
     shutil.copytree(base.parent, tmp_path / "again")
     path = tmp_path / "again" / "config.yaml"
     config = yaml.safe_load(path.read_text())
@@ -71,12 +71,12 @@ def run(again: Path) -> Path:
 
 
 def sampled(config: Path) -> int:
-    """The number of responses that were rewarded so far."""
+    """The number of responses that the reward function has got so far."""
     return (config.parent / "calls").stat().st_size
 
 
 def stop_in_call(config: Path, number: int) -> None:
-    """Let a rank get SIGTERM in this call of the reward."""
+    """Let a rank get SIGTERM in the call of the reward with this number."""
     (config.parent / "signal_at").write_text(str(number))
 
 
@@ -92,7 +92,7 @@ def test_a_run_goes_on_over_many_layouts_and_does_not_sample_twice(
     """
     shutil.rmtree(run)
     evaluated, responses = 8, 16
-    # The calls are those of the evaluation, of step 1, and of some responses of step 2.
+    # The reward is called for the evaluation, for step 1, and for some responses of step 2.
     stop_in_call(again, evaluated + responses + 5)
     train(again, "parallel.layout=tp=2,pp=2,ep=2", expect=75)
     names = checkpoint_names(run)
@@ -105,7 +105,8 @@ def test_a_run_goes_on_over_many_layouts_and_does_not_sample_twice(
     train(again, "training.steps=4", "parallel.layout=dp=2,ep=2")
     train(again, "parallel.layout=cp=2")
 
-    # Each response was rewarded once. Each shorter run had an evaluation at its end.
+    # Each response was rewarded once. There are more calls for evaluations, because each shorter
+    # run had one at its end.
     assert sampled(again) == evaluated + STEPS * responses + 3 * evaluated
     mine = {(r["phase"], r["step"]): r for r in records(run)}
     theirs = {(r["phase"], r["step"]): r for r in records(base.parent / "run")}
@@ -159,7 +160,7 @@ def test_damaged_checkpoints_are_named_and_the_newest_whole_one_is_used(
     ]
     for step, name, spoil, _ in damage:
         spoil(run / "checkpoints" / f"rl_{step:08d}" / name)
-    (run / "checkpoints" / ".partial-rl_00000007-0badcafe").mkdir()  # left by a killed run
+    (run / "checkpoints" / ".partial-rl_00000007-0badcafe").mkdir()  # as a killed run leaves it
     result = train(again)
     lines = result.stderr.splitlines()
     for step, name, _, what in damage:
@@ -254,11 +255,11 @@ def test_a_new_run_starts_from_given_weights(again: Path, run: Path) -> None:
 def test_one_rank_that_cannot_write_costs_a_checkpoint_and_not_the_run(
     again: Path, run: Path, asynchronous: str
 ) -> None:
-    """Rank 1 cannot write. All ranks learn of it, so none waits for rank 1, and none uses the
-    checkpoint. With an asynchronous save, the previous checkpoint may still be on its way to the
-    disk."""
+    """Rank 1 cannot write. All ranks learn of this, so no rank waits for rank 1, and no rank uses
+    the checkpoint. With an asynchronous save, the previous checkpoint may not be complete at this
+    time."""
     shutil.rmtree(run)
-    evaluated, responses = 4, 8  # the calls on one of two ranks
+    evaluated, responses = 4, 8  # numbers of calls on one of two ranks
     second = evaluated + responses + 1
     (again.parent / "full_disk").write_text(f"{second} {second + responses - 1}")
     how = ("parallel.layout=dp=2", f"checkpoint.asynchronous={asynchronous}", "training.steps=4")
@@ -278,8 +279,8 @@ def test_a_disk_that_is_full_does_not_end_training_and_leaves_nothing_half_writt
     again: Path, run: Path
 ) -> None:
     """The run is on a small tmpfs, if the user may mount one. The first three checkpoints fit on
-    it. The next one does not, and training continues with a warning. The state at the end must be
-    saved, so the run then ends with an error."""
+    it. The fourth does not, and training continues with a warning. The last checkpoint must be
+    saved, so without space for it the run ends with an error."""
     small = again.parent / "small"
     small.mkdir()
     files = filter(Path.is_file, (run / "checkpoints" / LAST).rglob("*"))
@@ -298,8 +299,8 @@ def test_a_disk_that_is_full_does_not_end_training_and_leaves_nothing_half_writt
     assert lines[lines.index("exit 2") + 1 :] == ["latest", *(f"rl_0000000{n}" for n in (1, 2, 3))]
 
 
-# Once the file `full_disk` exists and a step has been recorded, rank 0 cannot write files that are
-# larger than its metrics at that time.
+# When the file `full_disk` exists and a step has been recorded, rank 0 can no longer write files
+# that are larger than its file of metrics at that time.
 REWARD_ON_A_FULL_DISK = """
 import os, resource, zlib
 from pathlib import Path

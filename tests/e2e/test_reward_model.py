@@ -26,8 +26,8 @@ PAIR = {"prompt": "2+3=", "chosen": "5", "rejected": ["6", "2"], "kind": "odd"}
 
 
 def write_pairs(path: Path, count: int, seed: int) -> Path:
-    """Write pairs about sums. The right answer is preferred to one or two that end in an operator,
-    which is easy to learn."""
+    """Write pairs about sums. The chosen answer is right. One or two rejected answers end in an
+    operator, so the task is easy to learn."""
     draw, lines = random.Random(seed), []
     for _ in range(count):
         a, b = draw.randrange(1, 5), draw.randrange(1, 5)
@@ -41,7 +41,8 @@ def write_pairs(path: Path, count: int, seed: int) -> Path:
 
 @pytest.fixture(scope="module")
 def base(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `rm.yaml`, a complete run of it on one rank (`run`), and its export (`hf`)."""
+    """A folder with the configuration `rm.yaml`, a complete run of it on one rank (`run`), and the
+    export of this run (`hf`)."""
     folder = tmp_path_factory.mktemp("reward-model")
     config = {
         "model": {"megatron": dict(TINY_MODEL)},
@@ -111,8 +112,9 @@ def test_a_resumed_run_is_the_same_bit_for_bit(base: Path, tmp_path: Path) -> No
 
 
 def test_the_export_is_a_folder_of_transformers(base: Path, tmp_path: Path) -> None:
-    """With the export, transformers computes the scores of the run. A conversion of the checkpoint
-    has the same bits, and so has an import that is exported again."""
+    """With the export, transformers computes the same scores as the run. A conversion of the
+    checkpoint has the same bits as the export, and so has an import of the export that is exported
+    again."""
     config = json.loads((base / "hf" / "config.json").read_text())
     assert config["architectures"] == ["Qwen3MoeForSequenceClassification"]
     assert config["id2label"] == {"0": "score"} and config["problem_type"] == "regression"
@@ -154,7 +156,8 @@ def test_the_export_is_a_folder_of_transformers(base: Path, tmp_path: Path) -> N
 
 
 def test_it_starts_from_checkpoints_and_folders(base: Path, tmp_path: Path) -> None:
-    """A new run starts from the export, with its head. `check` says where weights come from."""
+    """A new run starts from the export, with its head. `check` says where the weights of the run
+    come from."""
     words = [f"model.hf_path={base / 'hf'}", "model.megatron={}", "training.steps=1"]
     words += [f"logging.dir={tmp_path / 'run'}", "export.hf_path="]
     gspo("reward-model", base / "rm.yaml", *words)

@@ -73,13 +73,13 @@ def test_the_reward_is_the_share_of_instructions(
     prompt = row.pop("prompt")
     word = prompt.rstrip(".").split()[-1]
     assert reward(Sample(prompt, None, response.format(word=word), False, row)) == share
-    # the response is cut off
+    # the fourth argument says that the response is truncated
     assert reward(Sample(prompt, None, response.format(word=word), True, row)) == 0
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2-135M-Instruct, cut to two layers by the code of the example."""
+    """A folder with SmolLM2-135M-Instruct, which the code of the example has cut to two layers."""
     if importlib.util.find_spec("gguf") is None:
         pytest.skip("needs the package gguf: pip install -r examples/smollm2_moe/requirements.txt")
     folder = tmp_path_factory.mktemp("model")
@@ -109,7 +109,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "moe"
 
 
-@pytest.mark.timeout(900)  # long, because a machine may have much other work
+@pytest.mark.timeout(900)  # long, because other programs may keep the machine busy
 def test_a_prompt_is_what_transformers_makes_of_a_message(data: Path, model: Path) -> None:
     fields = field_map(load_config(EXAMPLE / "config.yaml").data)
     prompts = load_prompts(data / "test.jsonl", fields, chat_template=True)
@@ -121,7 +121,7 @@ def test_a_prompt_is_what_transformers_makes_of_a_message(data: Path, model: Pat
         assert [*prompt.token_ids] == theirs.encode(text, add_special_tokens=False)
 
 
-@pytest.mark.timeout(900)  # long, because a machine may have much other work
+@pytest.mark.timeout(900)  # long, because other programs may keep the machine busy
 def test_two_steps_with_the_real_tokenizer(data: Path, model: Path, tmp_path: Path) -> None:
     changes = {
         "model.hf_path": model,
@@ -132,7 +132,7 @@ def test_two_steps_with_the_real_tokenizer(data: Path, model: Path, tmp_path: Pa
         "rollout.group_size": 2,
         "rollout.max_response_tokens": 8,
         "training.steps": 2,
-        "training.precision": "fp32",  # allows a tight bound for the mismatch
+        "training.precision": "fp32",  # fp32 allows a small bound for the mismatch
         "training.evaluation_prompts": 2,
         "checkpoint.interval": 0,
         "logging.plots": "false",

@@ -1,4 +1,4 @@
-"""The real command on real ranks, from a file of prompts to a run folder."""
+"""The command `train` with real ranks, from a file of prompts to a run folder."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ KEYS = [
 
 
 def test_a_run_leaves_the_whole_run_folder_and_warns_once(config_file: Path) -> None:
-    """With the same weights, rollout and trainer differ by fp32 rounding of about 1e-7. A clip
-    range as small as this noise gives a warning."""
+    """With the same weights, rollout and trainer differ by fp32 rounding of about 1e-7. If the clip
+    range is as small as this noise, the run gives a warning."""
     clip = ("objective.clip_low=1e-10", "objective.clip_high=1e-10")
     result = gspo("train", config_file, *clip, "logging.plots=true")
     run = config_file.parent / "run"
@@ -68,6 +68,6 @@ def test_one_key_changes_the_layout_and_not_the_first_step(config_file: Path) ->
     for layout, sharded in found.items():
         for key in ("reward/mean", "grad_norm", "policy/entropy", "response/length_mean"):
             assert sharded[key] == pytest.approx(one[key], rel=1e-5), (layout, key)
-        # On-policy, the loss is minus the mean advantage, which is nearly 0. So its tolerance is
-        # absolute.
+        # The first update is on-policy, so the loss is minus the mean advantage, which is nearly 0.
+        # So the tolerance of the loss is absolute.
         assert sharded["loss"] == pytest.approx(one["loss"], abs=1e-6), layout

@@ -1,7 +1,8 @@
-"""One small model on one device, with the code of a run: `python -m tests.gpu.one_step TASK ...`.
+"""Tasks with one small model on one device, computed by the code of a run: `python -m
+tests.gpu.one_step TASK ...`.
 
-Each task is a process. If CUDA is hidden from the process, the same code computes the reference on
-the CPU. This cannot be done in a process that uses CUDA.
+Each task runs in its own process. In a process from which CUDA is hidden, the same code computes
+the reference on the CPU. A process that already uses CUDA cannot do this.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ SIZES = {
     "kv_channels": 32,
     "moe_ffn_hidden_size": 64,
     # Every token goes to every expert. Otherwise rounding could change the expert of a token, and
-    # the results would differ much.
+    # then the results would differ much.
     "num_moe_experts": 4,
     "moe_router_topk": 4,
     "init_method_std": 0.1,
 }
-# (prompt, response) tokens. Their sum is 83, a prime number.
+# Pairs (prompt tokens, response tokens). The sum of all numbers is 83, a prime number.
 LENGTHS = [(5, 20), (3, 1), (17, 9), (2, 26)]
 RATE = 1e-3
 
@@ -77,7 +78,7 @@ def policy_of(config: Config) -> tuple[Policy, Trainer]:
 
 
 def batch_of(policy: Policy) -> MicroBatch:
-    """One packed micro-batch of random sequences, which are always the same."""
+    """One packed micro-batch of random sequences. Every call returns the same sequences."""
     generator = torch.Generator().manual_seed(1)
     tokens = [torch.randint(1, VOCABULARY, (sum(n),), generator=generator) for n in LENGTHS]
     return packed(policy, tokens, [response for _, response in LENGTHS])
@@ -109,8 +110,9 @@ def logprobs_of(policy: Policy, batch: MicroBatch) -> Tensor:
 
 @torch.no_grad()
 def gradients_of(policy: Policy) -> dict[str, Tensor]:
-    """The gradients, by the names of Hugging Face's model, which both backends can produce. The
-    gradients are written over the weights, because the conversion works for weights only."""
+    """The gradients, by the names of Hugging Face's model, because these names are the same for
+    both backends. The gradients are written over the weights, because the conversion of names works
+    only for weights."""
     for parameter in policy.models[0].parameters():
         parameter.copy_(parameter.main_grad)
     family = family_of_shape(policy.shape)
@@ -119,7 +121,7 @@ def gradients_of(policy: Policy) -> dict[str, Tensor]:
 
 
 def step(folder: Path, precision: str, backend: str) -> dict[str, Any]:
-    """The loss and gradients of the folder's model, its dtypes, and the difference between its
+    """The loss, gradients and dtypes of the folder's model, and the difference between its
     log-probs in training and in the rollout engine."""
     policy, trainer = policy_of(config_of(precision, backend, folder))
     batch = batch_of(policy)
@@ -137,7 +139,7 @@ def step(folder: Path, precision: str, backend: str) -> dict[str, Any]:
 
 
 def mismatch(policy: Policy) -> float:
-    """The mean |log-prob of training - log-prob of the rollout| over sampled tokens."""
+    """The mean of |log-prob of training - log-prob of the rollout| over sampled tokens."""
     engine = MegatronEngine(policy, pad_id=PAD, eos_id=NO_TOKEN)
     requests = Requests([(1, 2, 3), (4, 5), (6,)], [0, 1, 2], responses_per_prompt=5)
     rollout = engine.generate(requests, Sampling(max_tokens=16), seed=1)
@@ -158,8 +160,9 @@ def learn(folder: Path, precision: str, backend: str, updates: int = 8) -> list[
 
 
 def resume(folder: Path, precision: str, backend: str, checkpoint: str) -> dict[str, Any]:
-    """The log-probs after an update that follows a save, and after the same update that follows a
-    load. Also FP8's scales at the save and after the load."""
+    """The log-probs after an update that follows the saving of a checkpoint, and after the same
+    update that follows its loading. The result also has FP8's scales at the saving and after the
+    loading."""
     results: dict[str, Any] = {}
     for name in ("saved", "loaded"):
         policy, trainer = policy_of(config_of(precision, backend, folder))
@@ -187,7 +190,7 @@ def make(folder: Path) -> None:
 
 
 def main(task: str, folder: str, out: str, options: str) -> None:
-    """Run a task. `options` are JSON. The result is written to a file for torch.load."""
+    """Run a task. `options` is JSON. The result is written to the file `out`, for torch.load."""
     start_processes(timeout_minutes=5.0)
     try:
         set_up_model_parallel(resolve_parallel(config_of("fp32", "torch_native"), 1), seed=1)

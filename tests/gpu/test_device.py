@@ -1,5 +1,5 @@
-"""Facts that only a GPU can show: the support for FP8, the needs of the log-prob head, and the
-memory in which routes wait."""
+"""Facts that only a GPU can show: its support for FP8, the time and memory of the log-prob head,
+and the kind of memory in which routes are kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gspo_megatron.routing.replay import RouteTable
 from tests.gpu.conftest import need
 
 pytestmark = pytest.mark.gpu
-ROWS, HIDDEN, VOCABULARY = 4096, 2048, 151_936  # Qwen3-30B-A3B's head
+ROWS, HIDDEN, VOCABULARY = 4096, 2048, 151_936  # the sizes of Qwen3-30B-A3B's head
 
 
 def test_transformer_engine_says_the_same_of_this_gpu() -> None:
@@ -59,8 +59,8 @@ def naive(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def cost(work: Callable[[], Tensor]) -> tuple[float, float]:
-    """The seconds of a forward and a backward pass, and the additional memory in GiB."""
-    work().sum().backward()  # loads the kernels
+    """The seconds that a forward and a backward pass take, and the additional memory in GiB."""
+    work().sum().backward()  # the first pass also loads the kernels, so it is not measured
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before, start = torch.cuda.memory_allocated(), time.perf_counter()
@@ -97,12 +97,14 @@ def test_the_head_needs_less_memory_than_all_logits(
 def test_logits_of_bf16_are_not_rounded_to_bf16() -> None:
     generator = torch.Generator("cuda").manual_seed(2)
     kind = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
-    # The sizes are odd, the logits have a standard deviation of 5.7, and there are several tiles.
+    # The sizes are not multiples of a power of two, the logits have a standard deviation of 5.7,
+    # and the head needs several tiles.
     hidden, weight = torch.randn(701, 1024, **kind), torch.randn(20_011, 1024, **kind) * 0.178
     targets = torch.randint(20_011, (701,), device="cuda", generator=generator)
     logits = hidden.double() @ weight.double().t()
     product = multiply(hidden, weight, torch.empty(701, 20_011, device="cuda"))
-    # For sums of 1,024 terms in fp32. Rounding to bf16 would change them by up to 0.06.
+    # The tolerance is for sums of 1,024 terms in fp32. Rounding to bf16 would change the sums by up
+    # to 0.06.
     torch.testing.assert_close(product.double(), logits, atol=1e-3, rtol=0.0)
     rows = torch.log_softmax(logits, dim=-1)
     expected = rows.gather(1, targets[:, None])[:, 0], -(rows.exp() * rows).sum(-1)

@@ -1,5 +1,5 @@
-"""Loss, gradients, learning and resuming on a GPU, in every precision that it supports, compared
-with fp32 on the CPU. Parts that need no GPU run on the CPU."""
+"""Loss, gradients, learning and resuming on a GPU, in every precision that the GPU supports,
+compared with fp32 on the CPU. The tests without the mark `gpu` use only the CPU."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from gspo_megatron.config.precision import FP8
 from tests.gpu.conftest import Task, need
 
 ENGINE = "transformer_engine"
-# Relative to the whole gradient, which passes through two layers. bf16 keeps 8 bits, e4m3 keeps 4,
-# and e5m2 keeps 3.
+# The allowed error relative to the whole gradient, which passes through two layers. bf16 keeps 8
+# bits, e4m3 keeps 4, and e5m2 keeps 3.
 TOLERANCE = {"fp32": 1e-3, "bf16": 0.05, **dict.fromkeys(FP8, 0.3)}
-MISMATCH = {"fp32": 1e-3, "bf16": 0.05, **dict.fromkeys(FP8, 0.2)}  # of log-probs, in nats
+# allowed difference of log-probs, in nats
+MISMATCH = {"fp32": 1e-3, "bf16": 0.05, **dict.fromkeys(FP8, 0.2)}
 ON_A_GPU = [
     ("fp32", "torch_native"),
     ("bf16", "torch_native"),
@@ -93,7 +94,7 @@ def test_resuming_restores_what_fp8_scales_by(task: Task, precision: str) -> Non
     assert saved.keys() == loaded.keys()
     assert all(torch.equal(saved[key], loaded[key]) for key in saved)
     histories = [tensor for key, tensor in saved.items() if key.startswith("fp8.amax_history_fwd")]
-    # the history is not the empty one of a new model
+    # The saved history is not the empty history of a new model.
     assert all(history.max() > 0 for history in histories)
-    # Both made the same update, but a GPU may add numbers in any order.
+    # Both models made the same update, but a GPU may add numbers in any order.
     torch.testing.assert_close(found["saved"], found["loaded"], atol=1e-3, rtol=1e-3)

@@ -1,4 +1,5 @@
-"""Episodes in which the history was rewritten, so their sequences have several branches."""
+"""Episodes in which the history was rewritten. So the sequence of such an episode has several
+branches."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import torch
 from gspo_megatron.verify.synthetic import SyntheticBatch
 from tests.parallel.models import VOCAB_SIZE
 
-# The numbers of prompt and response tokens of each branch. The token budget is 20 a rank and 40 in
-# total, so some episodes exceed it.
+# The numbers of prompt and response tokens of each branch. The token budget is 20 tokens for each
+# rank and 40 in total, and some episodes exceed it.
 BRANCHES: tuple[list[tuple[int, int]], ...] = (
     [(5, 3), (9, 1), (2, 6)],
     [(4, 9)],
@@ -23,7 +24,7 @@ BRANCHES: tuple[list[tuple[int, int]], ...] = (
 
 
 def branched_batch(turn_rewards: bool = False) -> SyntheticBatch:
-    """Episodes of one to five branches. Some of their tokens are not learnt from."""
+    """Episodes of one to five branches. The policy does not learn from some of their tokens."""
     generator = torch.Generator().manual_seed(11)
     batch = SyntheticBatch([], [], [], [], masks=[], branches=list(BRANCHES))
     batch = replace(batch, token_advantages=[] if turn_rewards else None)

@@ -1,9 +1,10 @@
 """A policy update by the formulas alone. This reference shares no code with the trainer.
 
 It runs in one process and computes one sequence at a time, without padding. It uses whole logits,
-torch's log-softmax, plain autograd in float64, and each objective as its paper writes it. From the
+torch's log-softmax, plain autograd in float64, and the formula of each objective's paper. From the
 package it uses only the model, which other tests compare with transformers. The routers' auxiliary
-losses are left out. They are means over micro-batches, which do not exist here.
+losses are left out, because they are means over micro-batches, and this reference has no
+micro-batches.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ def explicit_update(config: Config, vocab_size: int, batch: SyntheticBatch) -> S
     """Loss, gradient norm and gradients. The configuration must ask for float64."""
     assert config.training.precision == "fp64" and dist.get_world_size() == 1
     policy = build_on_ranks(config, vocab_size)
-    policy.eval()  # without auxiliary losses
+    policy.eval()  # so the routers compute no auxiliary losses
     [model] = policy.models
 
     name = config.objective.name
     loss, count = torch.zeros((), dtype=torch.float64), sum(batch.masked_lengths())
     sequences, longest = len(batch.tokens), config.rollout.max_response_tokens
     masks = batch.masks or [torch.ones(n, dtype=torch.bool) for n in batch.response_lengths]
-    # Advantages are float32, as the trainer sends them.
+    # Advantages are float32, because the trainer sends them to the ranks in float32.
     of_tokens = batch.token_advantages or [
         torch.full((n,), advantage, dtype=torch.float32)
         for n, advantage in zip(batch.response_lengths, batch.advantages, strict=True)
@@ -84,7 +85,7 @@ def explicit_update(config: Config, vocab_size: int, batch: SyntheticBatch) -> S
         logprobs, old = logprobs[mask], old[mask]
         weights = advantages[mask].double()
         weight = weights if batch.token_advantages else weights[0]
-        terms = surrogate(name, logprobs, old, weight).expand(len(old))  # one for each token
+        terms = surrogate(name, logprobs, old, weight).expand(len(old))  # one term for each token
         if name in SUMS:
             loss = loss - terms.sum() / SUMS[name](sequences, count, longest)
         else:
@@ -93,7 +94,7 @@ def explicit_update(config: Config, vocab_size: int, batch: SyntheticBatch) -> S
     parameters = list(model.parameters())
     of_parameters = dict(zip(parameters, torch.autograd.grad(loss, parameters), strict=True))
     gradients: dict[str, Tensor] = {}
-    # a weight may consist of several tensors, such as gate and up projection
+    # A parameter may consist of several tensors, such as gate and up projection.
     for shard in parameter_shards(model):
         whole = gradients.setdefault(shard.name, loss.new_zeros(shard.global_shape))
         whole[shard.slices] = shard.view(of_parameters[shard.parameter])
@@ -106,7 +107,8 @@ def explicit_update(config: Config, vocab_size: int, batch: SyntheticBatch) -> S
 
 
 def surrogate(name: str, logprobs: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
-    """The terms of one sequence: one for each token [tokens], or one for the whole sequence."""
+    """The terms of one sequence: one term for each token [tokens], or one term for the whole
+    sequence."""
     log_ratios = logprobs - old
     ratios = log_ratios.exp()
     if name == "cispo":  # arXiv 2506.13585, eqs. 4-5, with a cap of 5
@@ -125,7 +127,8 @@ def surrogate(name: str, logprobs: Tensor, old: Tensor, advantage: Tensor) -> Te
         k, fall = (2.0, 3.0) if advantage >= 0 else (3.0, 2.0)
         return product**k * torch.exp(fall * (1 - product)) * advantage * logprobs
     low, high = CLIP[name]
-    if name == "minirl":  # arXiv 2512.01374; the rollout's log-probs are the old ones here
+    # arXiv 2512.01374; in these tests the rollout's log-probs are the old log-probs
+    if name == "minirl":
         cut = ((advantage > 0) & (ratios > 1 + high)) | ((advantage < 0) & (ratios < 1 - low))
         return torch.where(cut, 0.0, ratios.detach()) * advantage * logprobs
     if name in ("gspo", "luspo"):  # arXiv 2507.18071, eqs. 5 and 7
@@ -138,8 +141,8 @@ def surrogate(name: str, logprobs: Tensor, old: Tensor, advantage: Tensor) -> Te
 
 
 def within_trust_region(name: str, logprobs: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
-    """The terms of objectives that mask tokens by a divergence: arXiv 2602.04879, and the IPO loss
-    of prime-rl."""
+    """The terms of the objectives that mask tokens by a divergence: those of arXiv 2602.04879, and
+    the IPO loss of prime-rl."""
     ratios, p, q = (logprobs - old).exp(), old.exp(), logprobs.detach().exp()
     if name == "ipo":
         near = (q - p).abs() <= 0.1

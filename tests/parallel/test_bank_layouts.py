@@ -1,8 +1,8 @@
-"""An asynchronous run depends only on its store. With the same files, one rank and every layout
-compute the same losses and gradients.
+"""What an asynchronous run computes depends only on its store. With the same files, one rank and
+every layout compute the same losses and gradients.
 
-The service's own code writes the files here. Their responses have routes, and tokens of several
-versions. The ranks read them as in a run with servers.
+In these tests the service's own code writes the files of the store. The responses have routes, and
+tokens of several weights versions. The ranks read the files as in a run with servers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ TOLERANCE = 1e-5  # for fp32, after several optimizer updates
 
 
 class Tokenizer:
-    """A tokenizer whose text is the token ids."""
+    """A tokenizer whose texts are lists of token ids."""
 
     pad_id, eos_ids = 0, (2,)
 
@@ -75,7 +75,7 @@ def config_of(layout: str, folder: Path, old_logprobs: str, bound: int | None) -
         "group_size": GROUP,
     }
     logging = config.logging.model_copy(update={"dir": str(folder)})
-    # With a tiny epsilon, Adam would make a full step from the rounding of a gradient near 0.
+    # With a tiny epsilon, Adam would make a full step from the rounding error of a gradient near 0.
     optimizer = config.optimizer.model_copy(update={"epsilon": 1e-3})
     changed = {"logging": logging, "optimizer": optimizer}
     changed["rollout"] = config.rollout.model_copy(update=rollout)
@@ -98,13 +98,13 @@ PROMPT_IDS = [
 
 
 def write_bank(folder: Path, has_turns: bool) -> None:
-    """Write the groups of all steps, as a service does. `has_turns`: responses have several turns,
-    with tokens between them that the policy did not write."""
+    """Write the groups of all steps, as a service does. `has_turns`: responses have several turns.
+    Between the turns are tokens that the policy did not write."""
     random = np.random.default_rng(11)
     for step in range(1, STEPS + 1):
         draw = draw_of(step)
         file = RequestFile(folder / FOLDER / f"{draw.name}{SUFFIX}", {"step": step})
-        # in the order in which they were finished
+        # the groups are finished in a random order
         for number in random.permutation(PROMPTS).tolist():
             prompt = PROMPT_IDS[draw.rows[number]]
             samples = range(number * GROUP, (number + 1) * GROUP)
@@ -123,9 +123,9 @@ def write_bank(folder: Path, has_turns: bool) -> None:
 
 
 def in_two_branches(group: RolloutGroup) -> np.ndarray:
-    """[tokens] bool: which tokens belong to a response. If prompt and response are long enough, the
-    last token of the prompt becomes the response of a first branch, and the first token of the
-    response becomes the prompt of a second branch."""
+    """Return [tokens] bool: which tokens belong to a response. If prompt and response are long
+    enough, the last token of the prompt becomes the response of a first branch, and the first token
+    of the response becomes the prompt of a second branch."""
     kinds = []
     for prompt, length in zip(group.prompt_lengths, group.response_lengths, strict=True):
         kind = np.arange(prompt + length) >= prompt
@@ -136,7 +136,7 @@ def in_two_branches(group: RolloutGroup) -> np.ndarray:
 
 
 def response(random: np.random.Generator, prompt: int, oldest: int, newest: int) -> Response:
-    """A response of random tokens with experts. The versions of its tokens rise."""
+    """A response of random tokens with experts. The weights versions of its tokens rise."""
     count = int(random.integers(1, 20))
     versions = np.sort(random.integers(oldest, newest + 1, count)).astype(np.int32)
     routes = random.permuted(
@@ -214,7 +214,7 @@ def test_every_layout_computes_the_same_from_the_bank(
         name, error = compare(on_one[1].gradients, result.gradients)[0]
         assert error <= TOLERANCE, f"{layout}: {name} is off by {error:.1e}"
     last = on_one[0][-1]
-    assert last["old"] > 0  # some tokens are more than one version old
+    assert last["old"] > 0  # some tokens are older than one version
     groups = written(tmp_path, STEPS)
     tokens = sum(group.response_lengths.sum() for group in groups)
     if bound is None:
@@ -233,7 +233,8 @@ def a_group(number: int) -> RolloutGroup:
 
 
 def reading(path: Path) -> str:
-    """The error of a rank when each rank reads the group of its own number."""
+    """The error that a rank gets when each rank reads the group whose number is the rank's
+    number."""
     try:
         ServedRollouts._read(path, [dist.get_rank()], dist.get_rank())
     except DataError as error:
@@ -277,7 +278,7 @@ def test_a_group_with_too_few_columns_is_told_on_all_ranks(
         return save(columns)
 
     monkeypatch.setattr(RolloutGroup, "save", without_tokens)
-    file.append(a_group(1))  # of two records with one number, the later one counts
+    file.append(a_group(1))  # if two records have the same number, the later one counts
     file.close()
     assert pool.run(2, reading, path=path) == [
         f"{path}: another rank cannot read its groups",

@@ -1,4 +1,5 @@
-"""Collectives through shared memory give the same results as gloo's, and end in the same way."""
+"""Collectives through shared memory give the same results as gloo's collectives, and end in the
+same way."""
 
 from __future__ import annotations
 
@@ -29,13 +30,13 @@ from gspo_megatron.platform.cpu import host_collectives, windows
 from gspo_megatron.platform.cpu.host_collectives import COLLECTIVES
 from tests.parallel.pool import Pool, RankError
 
-SMALL_WINDOW = 2**11  # so few bytes that a tensor needs several turns, of which the last is shorter
+SMALL_WINDOW = 2**11  # few bytes, so that a tensor needs several turns and the last turn is shorter
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
-WIDTH = 3  # the width of the rows that ranks send each other
+WIDTH = 3  # the number of elements in a row that a rank sends to another one
 
 
 def pair(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """gloo's collective, and the one through shared memory."""
+    """The collective of gloo, and the collective through shared memory."""
     installed = getattr(dist, name)
     return installed.__wrapped__, installed
 
@@ -49,8 +50,8 @@ class Drawn:
         self.in_place, self.coalesced = common.random() < 0.5, common.random() < 0.5
         operations = (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
         self.op = common.choice(operations)
-        # The number of rows that rank a sends to rank b. With None, no sizes are passed, and all
-        # are equal.
+        # rows[a][b] is the number of rows that rank a sends to rank b. With None, the collective
+        # gets no numbers, and all are equal.
         uneven = [[common.choice([0, 0, 1, 40]) for _ in range(size)] for _ in range(size)]
         self.rows = common.choice([uneven, [[4] * size] * size, None])
         rows = 4 * size if self.rows is None else sum(self.rows[self.rank])
@@ -62,8 +63,8 @@ class Drawn:
         self.given = torch.randint(0, 50, shape).to(kind)
 
     def run(self, collective: Callable[..., Any], *, in_place: bool) -> torch.Tensor:
-        """The result on this rank. in_place: as in Megatron-Core's buffers, a rank's share is a
-        part of the whole."""
+        """The result on this rank. in_place: the tensor of a rank's share is a part of the tensor
+        of the whole, as in Megatron-Core's buffers."""
         given, group = self.given.clone(), self.group
         if self.name == "all_reduce":
             collective(given, self.op, group=group)
@@ -95,9 +96,9 @@ class Drawn:
 
 
 def in_any_order(window_bytes: int = SMALL_WINDOW) -> tuple[list[str], int]:
-    """Run the collectives in a random order. Returns the collectives whose results differ from
-    gloo's, and the number of turns. In each turn one rank reads late, when other ranks may be in
-    the next turn."""
+    """Run the collectives in a random order. Returns the collectives whose results differ from the
+    results of gloo, and the number of turns. In each turn one rank reads late, when the other ranks
+    may already be in the next turn."""
     native, turns, different = windows.Window.meet, [], []
     common = random.Random(3)
 
@@ -145,7 +146,7 @@ RESULTS = {
 
 
 def reduced() -> dict[str, tuple[list[float], list[float]]]:
-    """The results of all_reduce, and of reduce_scatter for this rank's share."""
+    """The results of all_reduce, and the share of this rank in the results of reduce_scatter."""
     found = {}
     for name in RESULTS:
         op, given = getattr(dist.ReduceOp, name), torch.tensor(GIVEN[dist.get_rank()])
@@ -161,7 +162,7 @@ def test_each_operation_gives_what_was_computed_by_hand(pool: Pool) -> None:
     assert first == {name: (whole, whole[:2]) for name, whole in RESULTS.items()}
     assert second == {name: (whole, whole[2:]) for name, whole in RESULTS.items()}
     with pytest.raises(AssertionError, match="reduce_scatter by"):
-        group: Any = None  # not used, because the operation is checked first
+        group: Any = None  # the group is not used, because the operation is checked first
         host_collectives.reduce_scatter_tensor(
             group, torch.empty(2), torch.ones(4), dist.ReduceOp.MAX
         )
@@ -171,14 +172,14 @@ REASONS = ("no such file system", "full", "others need the rest", "two hosts", "
 
 
 def without_window(reason: str, folder: str) -> tuple[list[str], int]:
-    """Run `in_any_order` without a window, for this reason."""
+    """Run `in_any_order` on ranks that cannot share a window for this reason."""
     refused = OSError(errno.ENOSPC, "No space left on device")
     little_room = SimpleNamespace(f_bavail=4 * SMALL_WINDOW - 1, f_frsize=1)
     patches = {
         "no such file system": lambda: patch.object(windows, "MEMORY", "/does/not/exist"),
         "full": lambda: patch.object(os, "posix_fallocate", side_effect=refused),
         "others need the rest": lambda: patch.object(os, "statvfs", return_value=little_room),
-        # A rank on another host has another file system in memory.
+        # A rank on another host has a different file system in memory.
         "two hosts": lambda: patch.object(os.path, "exists", return_value=dist.get_rank() == 0),
         "other processor": lambda: patch.object(platform, "machine", return_value="aarch64"),
     }
@@ -188,7 +189,7 @@ def without_window(reason: str, folder: str) -> tuple[list[str], int]:
 
 @pytest.fixture
 def folder() -> Iterator[str]:
-    """An otherwise unused folder in memory."""
+    """A folder in memory that only the test uses."""
     with tempfile.TemporaryDirectory(dir=windows.MEMORY) as name:
         yield name
 
@@ -234,7 +235,7 @@ def rank_that_does_not_come() -> str:
     window = windows.window_of(group)
     assert window is not None and window.timeout > 60
     if dist.get_rank() == 1:
-        dist.barrier()  # through gloo, in another group
+        dist.barrier()  # this barrier goes through gloo, in another group
         return ""
     window.timeout = 0.2
     with pytest.raises(RuntimeError) as caught:
@@ -249,8 +250,8 @@ def test_waiting_has_the_time_limit_of_the_group(pool: Pool) -> None:
 
 
 def in_other_collectives() -> list[str]:
-    """The errors of a rank whose collective differs from the other rank's in its size, type,
-    operation or kind."""
+    """The errors that a rank gets if its collective and the collective of the other rank differ in
+    size, type, operation or kind."""
     rank, messages = dist.get_rank(), []
     kind, op = [(torch.float32, dist.ReduceOp.SUM), (torch.int32, dist.ReduceOp.MAX)][rank]
     cases: list[Callable[..., Any]] = [
@@ -273,8 +274,8 @@ def in_other_collectives() -> list[str]:
 
 
 def test_ranks_that_do_different_things_are_told(pool: Pool) -> None:
-    """gloo also stops at most of these. Without a check, a rank would add up data that an earlier
-    collective left in the memory."""
+    """gloo also reports most of these mistakes. Without a check, a rank would add up data that an
+    earlier collective has left in the shared memory."""
     assert pool.run(2, in_other_collectives) == [
         [f"rank {other} is in another collective, or in other sizes"] * 4 for other in (1, 0)
     ]
@@ -295,7 +296,7 @@ def test_work_in_the_background_is_left_to_gloo(pool: Pool, size: int) -> None:
 
 
 def outside() -> list[float]:
-    """The numbers of a rank after a reduction in a group that contains only rank 1."""
+    """The values of a rank's tensor after a reduction in a group that contains only rank 1."""
     group = dist.new_group([1])
     numbers = torch.full((2,), 3.0)
     dist.all_reduce(numbers, group=group)
@@ -308,8 +309,8 @@ def test_a_rank_outside_of_the_group_does_nothing(pool: Pool) -> None:
 
 
 def threads_started(by_gloo: bool) -> int:
-    """The number of threads that a single rank starts to gather 16 MB. Its own OpenMP threads have
-    already started."""
+    """The number of threads that a single rank starts to gather 16 MB. The rank's OpenMP threads
+    have started before."""
     torch.set_num_threads(2)
     whole = torch.ones(2**22).mul(2.0)
     before = len(os.listdir("/proc/self/task"))
@@ -326,7 +327,7 @@ def test_a_rank_alone_starts_no_second_team_of_threads(pool: Pool) -> None:
 
 
 def gloo_threads() -> tuple[int, float]:
-    """The number of threads of gloo's devices in this process, and the timeout of its last
+    """The number of threads of gloo's devices in this process, and the timeout of the last
     group."""
     groups = [dist.new_group(timeout=datetime.timedelta(seconds=60 + n)) for n in range(5)]
     for group in groups:
@@ -342,8 +343,8 @@ def test_all_groups_share_the_thread_of_gloos_device(pool: Pool, size: int) -> N
 
 
 def names_in_megatron() -> list[str]:
-    """Megatron-Core's names for collectives that are not the installed functions, and the
-    collectives for which no function is installed."""
+    """Two lists: Megatron-Core's names for collectives that do not refer to the installed
+    functions, and the collectives for which no function is installed."""
     others = [
         f"{module.__name__}.{name}"
         for module, name, collective in (
@@ -359,6 +360,6 @@ def names_in_megatron() -> list[str]:
 
 
 def test_megatron_core_uses_them_under_its_own_names(pool: Pool) -> None:
-    """On a rank, the package is imported first. In the pytest process, the test file's imports come
-    first."""
+    """This is tested on a rank, where the package is imported first. In the pytest process, the
+    imports of the test file come first."""
     assert pool.run(1, names_in_megatron) == [[]]

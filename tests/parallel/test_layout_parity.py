@@ -1,5 +1,5 @@
-"""Models and layouts that the matrix does not contain: other stages, tied embeddings, dense layers,
-padding."""
+"""Models and layouts that the matrix of layouts does not contain: stages of different sizes, tied
+embeddings, dense layers, padding."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Check = Callable[..., StepResult]
 
 @pytest.fixture(scope="module")
 def check(pool: Pool) -> Check:
-    """A function that compares an update on a layout with the update on one rank, which is cached.
-    `more`: settings for the layout only."""
+    """A function that compares an update on a layout with the update on one rank. The update on one
+    rank is cached. `more`: settings that only the run on the layout gets."""
     kept: dict[str, StepResult] = {}
 
     def run(layout: str, name: str, sequences: int, **model: Any) -> StepResult:
@@ -64,8 +64,8 @@ ENDS_COUNT = {
     "account_for_embedding_in_pipeline_split": True,
     "account_for_loss_in_pipeline_split": True,
 }
-# With these coefficients, the losses are most of a router's gradient. So padding, or an uneven
-# distribution of tokens, would show.
+# With these coefficients, most of a router's gradient comes from these losses. So an error with
+# padding, or with unevenly distributed tokens, would be visible.
 LARGE_ROUTER_LOSSES = {"moe_aux_loss_coeff": 1.0, "moe_z_loss_coeff": 0.1}
 
 
@@ -76,7 +76,7 @@ LARGE_ROUTER_LOSSES = {"moe_aux_loss_coeff": 1.0, "moe_z_loss_coeff": 0.1}
         ("tp=2,ep=4,dp=2", {}),
         ("tp=2,etp=2,ep=2,dp=2", {}),
         ("pp=2,vpp=2,tp=2,ep=4,dp=2", {}),
-        # The stages have different sizes.
+        # The stages have different numbers of layers.
         ("pp=2", {"more": {"num_layers_in_first_pipeline_stage": 1}}),
         ("pp=2,cp=2", {"more": {"num_layers_in_last_pipeline_stage": 3}}),
         ("pp=2,tp=2", {"more": ENDS_COUNT}),
@@ -98,8 +98,8 @@ def test_the_update_is_that_of_one_rank(check: Check, layout: str, model: dict[s
 
 @pytest.mark.parametrize("layout", ["tp=2,cp=2", "dp=4", "dp=2,ep=2", "pp=2"])
 def test_micro_batches_without_sequences_add_nothing(check: Check, layout: str) -> None:
-    # 3 sequences are divided over 4 shares of 2 micro-batches, so most micro-batches contain only
-    # padding.
+    # Three sequences are divided over 4 shares of 2 micro-batches each, so most micro-batches
+    # contain only padding.
     result = check(layout, "grpo", sequences=3)
     assert math.isfinite(result.metrics["grad_norm"])
 
@@ -109,7 +109,7 @@ def test_micro_batches_without_sequences_add_nothing(check: Check, layout: str) 
 def test_gradients_that_go_on_their_way_early_are_all_there(
     pool: Pool, layout: str, longest_first: bool
 ) -> None:
-    """The second update has more or fewer micro-batches than the first one."""
+    """The second update has more micro-batches than the first one, or fewer."""
     results = []
     for overlap in (False, True):
         config = odd_moe(layout, {"name": "gspo"}, ddp={"overlap_grad_reduce": overlap})

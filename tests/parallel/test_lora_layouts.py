@@ -1,5 +1,5 @@
-"""Adapters: the loss, the gradient norm, and the gradient of each adapter matrix are the same on
-every layout."""
+"""With adapters, the loss, the gradient norm and the gradient of each adapter matrix are the same
+on every layout."""
 
 from __future__ import annotations
 
@@ -113,13 +113,13 @@ def test_the_update_is_that_of_one_rank(pool: Pool, reference: StepResult, layou
 @pytest.mark.parametrize(
     ("options", "layout"),
     [
-        # These cases have shards of the head, tied embeddings, padded rows, or adapters of few
-        # matrices.
+        # Each case has some of these: shards of the head, tied embeddings, padded rows, adapters of
+        # only a few matrices.
         ({"tie_embeddings": True}, "tp=2,pp=2"),
         ({"training": {"packing": False, "recompute": "full"}}, "tp=2,cp=2,ep=2"),
         ({"lora": {"targets": ["q_proj", "v_proj", "up_proj", "router"]}}, "tp=2,ep=2,etp=2"),
-        # The rows of the head are cut over TP, and some of them are padding. Only the last stage
-        # has them.
+        # The rows of the head are cut over TP, and some rows are padding. Only the last stage has
+        # the head.
         ({"lora": {"targets": ["head", "router", "o_proj"]}}, "tp=2,pp=2,ep=2"),
         ({"lora": {"targets": ["head"]}}, "tp=2,cp=2"),
         # One stage has no adapters, but gradients pass through it.

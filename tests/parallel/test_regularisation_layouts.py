@@ -1,4 +1,4 @@
-"""Corrections, the divergence from a reference, and the entropy bonus: the update is the same on
+"""With corrections, a divergence from a reference, or an entropy bonus, the update is the same on
 every layout."""
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_update_is_that_of_one_rank_and_differs_from_the_plain_one(pool: Pool, n
     if "correction" in section:  # only with a correction does the trainer compute the old log-probs
         plain |= {"correction": "sequence_mask", "correction_low": 1e-9, "correction_high": 1e9}
     distances = compare(run(pool, "tp=1", plain).gradients, alone.gradients)
-    # without effect, the difference in float64 would be 1e-15
+    # If the option had no effect, the difference in float64 would be 1e-15.
     assert distances[0][1] > 1e-5, "the option does nothing"
     for layout in ("dp=2", "tp=2,cp=2", "pp=2,vpp=2,ep=2"):
         assert_same_update(run(pool, layout, section), alone, FP64_TOLERANCE)

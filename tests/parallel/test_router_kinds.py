@@ -1,6 +1,6 @@
-"""Routing Replay with the routers of several families: a sigmoid with a bias, in groups, and the
-package's own softmax with a bias. Every token goes to its replayed experts, and the update is the
-same on all layouts."""
+"""Routing Replay with several kinds of routers: a sigmoid with a bias and groups of experts, and
+the package's own softmax with a bias. Every token goes to its replayed experts, and the update is
+the same on all layouts."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ def test_every_token_goes_where_it_is_told(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_replay_changes_the_update(pool: Pool, folders: Path, family: str) -> None:
-    """The difference is larger than rounding, because the routers would choose other experts."""
+    """Replay changes the update by more than rounding, because without replay the routers would
+    choose different experts."""
     plain = of_one_rank(pool, folders / family, "off").result.gradients
     for mode in ("r2", "r3"):
         replayed = of_one_rank(pool, folders / family, mode).result.gradients

@@ -24,19 +24,21 @@ from tests.parallel.matrix import Case
 from tests.parallel.models import VOCAB_SIZE
 from tests.parallel.pool import Pool
 
-# For fp32, with sums in another order. The gradients of q/k norms are sums over all tokens that
-# nearly cancel, so they differ by 3e-6. A wrong sequence, shard or factor gives 1e-2 and more.
+# The tolerance for fp32, because layouts add numbers in different orders. The gradients of q/k
+# norms differ by 3e-6, because they are sums over all tokens whose terms nearly cancel. A wrong
+# sequence, shard or factor gives a difference of 1e-2 or more.
 FP32_TOLERANCE = 2e-5
-# In float64 only the order of sums differs. The largest difference seen was 5e-15.
+# In float64, too, only the order of sums differs. The largest difference that we have seen was
+# 5e-15.
 FP64_TOLERANCE = 1e-10
 # Megatron-Core's routers compute their softmax and aux losses in float32, whatever precision the
-# model has. If the loss is scaled by the same number on every layout, or by a power of two, the
-# softmax is rounded in the same way. This scale is the number of micro-batches.
+# model has. The softmax is rounded in the same way on all layouts if the scale of the loss is the
+# same on all layouts, or is a power of two. This scale is the number of micro-batches.
 FP64_TOLERANCE_OF_ROUTERS = 5e-7
 METRIC_TOLERANCE = 1e-5
 
-# There are four shares of two or more micro-batches. As a layout has at most 4 data ranks, the
-# routers' losses get the same micro-batches on every layout.
+# A mini-batch is divided into four shares of two or more micro-batches each. A layout has at most 4
+# data-parallel ranks, so the routers' losses get the same micro-batches on every layout.
 CUT = Cut(replicas=4, token_budget=40, multiple=2)
 
 
@@ -50,7 +52,7 @@ def update(
     vocab_size: int = VOCAB_SIZE,
     **arguments: Any,
 ) -> Any:
-    """Make an update on the configuration's ranks, with the code of a training step or with
+    """Make an update on all ranks of the configuration, with the code of a training step or with
     `function`."""
     batch = batch or synthetic_batch(config.objective, vocab_size)
     arguments |= {"vocab_size": vocab_size, "batch": batch, "cut": cut}
@@ -58,9 +60,9 @@ def update(
 
 
 class DistantReference(ReferencePolicy):
-    """A reference far from the policy. Each weight is moved by a function of itself, so the
-    reference is the same on every layout. The reference of a new run equals the policy, so the
-    divergence and its gradient would be zero."""
+    """A reference far from the policy. The reference of a new run equals the policy, so the
+    divergence and its gradient would be zero. Here each weight is changed by a function of itself,
+    so the reference is the same on every layout."""
 
     @torch.no_grad()
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -71,7 +73,7 @@ class DistantReference(ReferencePolicy):
 
 @mock.patch.object(policy_update, "ReferencePolicy", DistantReference)
 def update_away_from_the_reference(**arguments: Any) -> StepResult:
-    """Run `run_update`. A reference, if there is one, differs from the policy."""
+    """Run `run_update`. If the configuration has a reference, it differs from the policy."""
     return run_update(**arguments)
 
 
@@ -116,7 +118,7 @@ class Updates:
 
     def explicit(self, case: Case, batch: SyntheticBatch | None = None) -> StepResult:
         """The update by the formulas, in float64. All cases with the same objective and batch share
-        it."""
+        this result."""
         batch = batch or case.batch()
         key = f"{case.objective} {batch}"
         if key not in self._kept:
@@ -136,8 +138,8 @@ class Updates:
 
     def check(self, case: Case) -> None:
         """Check the update of `case`. Without losses of the routers, loss and gradients must be
-        those of the formulas; with them, those of one rank. Metrics must always be those of one
-        rank."""
+        those of the formulas. With such losses, they must be those of one rank. The metrics must
+        always be those of one rank."""
         result = self.run(case)
         if not case.router_losses:
             assert_follows_formulas(case, result, self.explicit(case), gradient_tolerance(case))
@@ -166,8 +168,8 @@ def assert_follows_formulas(
 def assert_same_update(
     result: StepResult, reference: StepResult, tolerance: float, *, but: str = ""
 ) -> None:
-    """Check gradients and metrics. For the metric `but`, check only that it is above 0 on both
-    sides."""
+    """Check gradients and metrics. Of the metric `but`, check only that it is above 0 in both
+    updates."""
     assert_same_gradients(result, reference, tolerance)
     assert result.metrics.keys() == reference.metrics.keys()
     for name, value in reference.metrics.items():
@@ -177,11 +179,13 @@ def assert_same_update(
             continue
         if name.startswith("ratio/token/p"):
             tolerance = 0.04 * abs(value - 1)  # one bin of the sketch
-        # A figure that is 0 except for rounding, such as kl/k1, has the size of the rounding.
+        # A metric that would be 0 without rounding, such as kl/k1, has the size of the rounding
+        # error.
         assert result.metrics[name] == pytest.approx(value, rel=tolerance, abs=1e-8), name
 
 
 def assert_norm_is_that_of_the_gradients(result: StepResult) -> None:
-    """Megatron-Core sums squares over shards. Check that it counts each element once."""
+    """Check that the gradient norm counts each element once. Megatron-Core computes it from sums of
+    squares over shards."""
     total = sum(float(g.double().square().sum()) for g in result.gradients.values())
     assert result.metrics["grad_norm"] == pytest.approx(total**0.5, rel=METRIC_TOLERANCE)

@@ -1,4 +1,5 @@
-"""A job in a container, with a real apptainer and an image of files from this machine."""
+"""A job in a container. The tests use a real apptainer, and an image that is made from files of
+this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from tests.slurm.packages import Unavailable, apptainer_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-_MARK = "/etc/gspo-test-image"  # a file of the image
+_MARK = "/etc/gspo-test-image"  # a file that only the image has
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +44,8 @@ def image(apptainer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_definition_of_the_image_can_be_built(
     apptainer: Path, image: Path, tmp_path: Path
 ) -> None:
-    """The build starts from the image of these tests instead of Docker's. The test in the
-    definition is left out, because it needs the package in the image."""
+    """The build starts from the image of these tests, not from Docker's image. The test that the
+    definition contains is left out, because it needs the package in the image."""
     base = ("--build-arg", "BOOTSTRAP=localimage", "--build-arg", f"IMAGE={image}")
     made, definition = tmp_path / "made", ROOT / "deploy/apptainer.def"
     program = apptainer / "apptainer"
@@ -56,14 +57,16 @@ def test_the_definition_of_the_image_can_be_built(
 def test_a_stopped_run_in_a_container_continues_whatever_sbatch_exports(
     cluster: Cluster, run: Run, undisturbed: Run, apptainer: Path, image: Path
 ) -> None:
-    """As on many clusters, sbatch passes on only a few variables. So the settings are in site.sh,
-    and the tasks get the variables that the batch script sets. Each start has a log of its own."""
+    """In this test sbatch passes on only a few variables, as on many clusters. So the settings are
+    in site.sh, and the tasks get the variables that the batch script sets. Each start has a log of
+    its own."""
     assert not Path(_MARK).exists()
     reward = run.folder / "slurm_test_reward.py"
     reward.write_text(reward.read_text() + f"\nopen({_MARK!r}).close()  # only in the image\n")
     usual = run.environ(cluster)
     said = run_program(apptainer / "apptainer", "exec", image, "env", environ=usual).stdout
-    assert "OMP_NUM_THREADS=77\n" in said  # the image's own value, without the batch script
+    # without the batch script, the variable has the value that the image sets
+    assert "OMP_NUM_THREADS=77\n" in said
     settings = {
         **usual,
         "PATH": f"{apptainer}{os.pathsep}{cluster.environ['PATH']}",

@@ -1,5 +1,5 @@
-"""A job whose last node runs real vLLM servers for the rollouts, while two tasks train on the first
-node."""
+"""A job of two nodes. The last node runs real vLLM servers for the rollouts, while two tasks train
+on the first node."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def served(tmp_path: Path, vllm_python: Path) -> Run:
     """A run with one server that generates one step ahead. The run will be held in step 2."""
     run = make_run(
         tmp_path,
-        ranks=4,  # the number for two nodes; servers use the second node, so two ranks train
+        ranks=4,  # the ranks of two nodes; as servers use the second node, only two ranks train
         # the smallest size that vLLM's kernels support
         model={"megatron": {**TINY_MODEL, "kv_channels": 32}},
         parallel={"layout": "dp=2,ep=2"},
@@ -43,7 +43,7 @@ def served(tmp_path: Path, vllm_python: Path) -> Run:
             "vllm": {"servers": 1, "python": str(vllm_python), "restarts": 1},
         },
     )
-    run.hold(CALLS_PER_STEP + 5)  # the call of the reward
+    run.hold(CALLS_PER_STEP + 5)  # held in this call of the reward
     return run
 
 
@@ -53,15 +53,15 @@ def submit(run: Run, cluster: Cluster) -> str:
 
 
 def finish(cluster: Cluster, run: Run, number: str) -> str:
-    """Check that the job is COMPLETED, every step was trained once, no response is too old, and no
-    process is left. Returns the job's log."""
+    """Check that the job is COMPLETED, that every step was trained once, that no response is too
+    old, and that no process is left. Returns the job's log."""
     log = cluster.ended(number, "COMPLETED 0:0", timeout=600)
     steps = [record for record in records(run.out) if record["phase"] == "rl" and record["step"]]
     assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
     for record in steps:
         assert record["staleness/max"] <= 1 and record["sync/version"] == record["step"]
-        # If all tokens are from the current weights, log-probs in float32 agree, although the
-        # kernels differ.
+        # If the current weights generated all tokens, log-probs of trainer and server agree in
+        # float32, although their kernels differ.
         assert record["staleness/max"] or record["mismatch/abs_mean"] <= 1e-5
     assert_nothing_runs(run)
     assert not list(run.folder.glob(".gspo-megatron*"))
@@ -111,13 +111,13 @@ def is_agent(process: psutil.Process, run: Run) -> bool:
     return words[1:5] == ["-m", "gspo_megatron", "serve", "--join"] and str(run.config) in words
 
 
-@pytest.mark.full  # the quick test below loses the node of a job's component
+@pytest.mark.full  # the test below, which is not `full`, also kills the node of the servers
 def test_the_node_of_the_servers_is_lost(cluster: Cluster, served: Run) -> None:
     lose_the_servers(cluster, served, submit(served, cluster))
 
 
 def test_the_second_component_of_a_heterogeneous_job_serves(cluster: Cluster, served: Run) -> None:
-    """If the node of this component is lost, the whole job is requeued."""
+    """If the node of the second component is lost, the whole job is requeued."""
     options = ["--nodes=1", ":", "--nodes=1", "--exclusive"]
     number = served.submit(cluster, options=options, GSPO_PROBE_SECONDS=str(PROBE_SECONDS))
     log = lose_the_servers(cluster, served, number)
@@ -131,7 +131,7 @@ def lose_the_servers(cluster: Cluster, run: Run, number: str) -> str:
     run.wait_until_held(cluster, number)
     since = time.monotonic()
     node_failed(cluster, run, number)
-    # There is one restart, after 30 s without a sign of life from the agent.
+    # The job restarts once, after 30 s without a sign of life from the agent.
     assert time.monotonic() - since < 30 + PROBE_SECONDS + 180
     log = finish(cluster, run, number)
     second = cluster.nodes[1]

@@ -1,4 +1,4 @@
-"""The decisions: their heads, the index, and the files that they name."""
+"""The pages of decisions: their heads, their index, and the files that they name."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def test_a_replaced_decision_names_a_later_one_that_exists() -> None:
 
 
 def test_accepted_decisions_name_only_files_that_exist() -> None:
-    """If the code of a decision is gone, the decision must become `superseded` or `dropped`."""
+    """If the code of a decision has been removed, the status of the decision must become
+    `superseded` or `dropped`."""
     named = 0
     for each in read_decisions():
         text = (FOLDER / each.file).read_text(encoding="utf-8")

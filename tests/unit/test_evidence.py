@@ -1,5 +1,5 @@
-"""examples/evidence. Its estimators are compared with gradients of known bias and noise, its
-laboratory with enumeration, and its page with the recorded lines."""
+"""Tests of examples/evidence. They compare its estimators with gradients of known bias and noise,
+its laboratory with enumerations, and its page with the recorded results."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from estimators import GROUPS, effective_share, figures, mean_interval, ratio_fi
 from laboratory import GROUP, PROMPT_TOKENS, RESPONSES, VOCABULARY, Laboratory, Setting
 
 # A policy with two possible tokens: pi(1) = sigmoid(theta). A response has LENGTH independent
-# tokens, and its reward is the share of ones. The policy OLD samples it, and the policy NEW is
-# trained on it.
+# tokens, and its reward is the share of ones. The policy OLD samples the responses, and the policy
+# NEW is trained on them.
 LENGTH, OLD, NEW = 3, -0.3, 0.8
 
 
@@ -41,14 +41,14 @@ def chance(theta: float) -> float:
 
 
 def everything(theta: float) -> list[tuple[float, int]]:
-    """(probability, number of ones) of every response."""
+    """The probability of every response, and its number of ones."""
     p = chance(theta)
     ones = [sum(y) for y in itertools.product((0, 1), repeat=LENGTH)]
     return [(p**n * (1 - p) ** (LENGTH - n), n) for n in ones]
 
 
 def gradient(ones: int, weight: str) -> float:
-    """w (R - 1/2) d log pi / d theta, for one response at NEW with its importance weight w."""
+    """w (R - 1/2) d log pi / d theta at NEW, for a response with the importance weight w."""
     score = ones - LENGTH * chance(NEW)
     log_ratio = ones * math.log(chance(NEW) / chance(OLD))
     log_ratio += (LENGTH - ones) * math.log((1 - chance(NEW)) / (1 - chance(OLD)))
@@ -92,7 +92,7 @@ def test_bias_and_noise_are_those_computed_by_hand(weight: str) -> None:
     size, groups = 8, 10_000
     found = {name: values[0] for name, values in measured(groups, size, 1)[weight].items()}
     (mean, variance), (true, true_variance) = moments(OLD, weight), moments(NEW, "none")
-    if weight == "product":  # this weight alone is unbiased
+    if weight == "product":  # only this weight is unbiased
         assert mean == pytest.approx(true, rel=1e-12)
         assert found["projection"] == pytest.approx(1.0, abs=1e-9)
     # The standard error of the mean over all responses, relative to the true gradient.
@@ -114,7 +114,8 @@ def test_the_control_variate_takes_away_noise() -> None:
     plain, controlled = (
         np.array([each[name][0] - expected for each in found]) for name in ("plain", "projection")
     )
-    # The reference value of 200 groups also has noise, which no control variate removes.
+    # The reference value comes from 200 groups, so it has noise, too. The control variate cannot
+    # remove this noise.
     assert controlled.std() < 0.8 * plain.std()
     assert abs(controlled.mean()) < 4 * controlled.std() / math.sqrt(len(found))
 
@@ -136,8 +137,9 @@ def test_intervals_hold_the_truth_as_often_as_they_say(monkeypatch: pytest.Monke
             value, low, high = found[name]
             assert low <= value <= high
             held[name] += low <= expected[name] <= high
-    # With many groups, 95 of 100 intervals hold the true value. The seeds are fixed.
-    assert held.pop("difference") == 100  # this estimator is the base itself
+    # With many groups, about 95 of 100 intervals contain the true value. The seeds are fixed.
+    # this objective is the base itself, so the difference is exactly 0
+    assert held.pop("difference") == 100
     assert all(85 <= count <= 100 for count in held.values()), held
 
 
@@ -200,17 +202,17 @@ def test_slopes_are_the_gradients_step(small: Laboratory) -> None:
     direction = uphill(small)
     slopes = small.slopes(batches, "now", direction)
     for batch, slope in zip(batches, slopes, strict=True):
-        c = slope.sign()  # with these signs, the terms do not cancel
+        c = slope.sign()  # with these signs, the terms of the sum do not cancel
         whole = small.gradient(batch, c, "now")
-        # A central difference. Its steps change fp32 log-probs by 0.02.
+        # The tolerance is for a central difference, whose steps change fp32 log-probs by 0.02.
         assert float((c * slope).sum(1).mean()) == pytest.approx(float(whole @ direction), rel=2e-3)
         # The router's own routes give the same result.
         torch.testing.assert_close(small.gradient(batch, c), whole)
 
 
 def test_the_policy_gradient_is_the_slope_of_the_mean_reward(small: Laboratory) -> None:
-    """All responses of two tokens to one prompt are enumerated. The result is compared with samples
-    and their credits."""
+    """All responses of two tokens to one prompt are enumerated. The slope of their mean reward is
+    compared with estimates from samples."""
     before = 7  # the last token of the prompt, which decides the right first token
     prompt = torch.full((RESPONSES, PROMPT_TOKENS), before)
     generator = torch.Generator().manual_seed(3)
@@ -218,8 +220,8 @@ def test_the_policy_gradient_is_the_slope_of_the_mean_reward(small: Laboratory) 
     size = 0.003 / float(direction.norm())
 
     def mean_reward() -> float:
-        """The mean reward with the current weights: the probability of each first token, times that
-        of a right second token."""
+        """The mean reward with the current weights. It uses the probability of each first token,
+        and the probability of a right second token after it."""
         first = torch.arange(VOCABULARY)
         grid = torch.stack([first.repeat(2), torch.zeros(RESPONSES, dtype=torch.long)], dim=1)
         wide, weights = small.widened(
@@ -245,14 +247,14 @@ def test_the_policy_gradient_is_the_slope_of_the_mean_reward(small: Laboratory) 
     steps = []
     for _ in range(30):
         first = torch.multinomial(reach, RESPONSES, replacement=True, generator=generator)
-        # The last token is not used.
+        # The second token is not used.
         tokens = torch.cat([prompt, torch.stack([first, first], 1)], 1)
         wide, weights = small.widened(small.batch_of(tokens, torch.zeros(RESPONSES, 2)))
         slopes = small.slopes([wide], "now", direction)[0]
         steps.append(float((slopes * weights).sum(1).mean()))
     error = np.std(steps) / math.sqrt(len(steps))
     assert np.mean(steps) == pytest.approx(exact, abs=4 * error + 0.02 * abs(exact))
-    assert abs(exact) > 6 * error  # the difference is large enough for the test to fail
+    assert abs(exact) > 6 * error  # the slope is so large that a wrong estimate would fail the test
 
 
 def test_coefficients_are_those_of_the_papers(small: Laboratory) -> None:
@@ -300,12 +302,12 @@ def test_the_signals_of_a_seed_are_averaged_as_logarithms() -> None:
         return {"setting": {"seed": seed, "length": length}, "updates": updates, "arms": arms}
 
     lines = [line(1, 1, 2.0), line(1, 4, 8.0), line(2, 16, 16.0)]
-    # Lines of other cases, which must be ignored.
+    # Lines of other cases. They must be ignored.
     others = [line(1, 8, 100.0), line(1, 1, 100.0, length=32)]
     found = draw.by_seed(lines + others, 8, "a", "b")
     assert np.exp(found) == pytest.approx([2.0, 8.0])  # sqrt(1 * 4), and 8
-    # Computed by hand: the mean of log 2 and log 8, and Student's t of 12.706 for one degree of
-    # freedom.
+    # The wanted values are computed by hand from the mean of log 2 and log 8, and from Student's t
+    # for one degree of freedom, 12.706.
     half = 12.706 * math.log(4) / 2
     wanted = [4.0, 4 / math.exp(half), 4 * math.exp(half)]
     assert draw.exponentials(found) == pytest.approx(wanted, rel=1e-3)
@@ -316,14 +318,14 @@ def test_the_text_quotes_numbers_of_the_tables() -> None:
     tables = "\n".join(itertools.chain.from_iterable(draw.all_tables().values()))
     known = set(re.findall(r"\d+(?:\.\d+)?", tables))
     text = page.partition("<!-- quotes -->")[2].partition("<!-- end of quotes -->")[0]
-    text = re.sub(r"`[^`]*`", "", text)  # leaves out settings
+    text = re.sub(r"`[^`]*`", "", text)  # text in backquotes is a setting, not a quoted number
     quoted = re.findall(r"(?<![\w.])\d+\.\d+|\d+(?=%)", text)
     assert len(quoted) > 10
     assert not [number for number in quoted if number not in known]
 
 
 def test_the_answers_quote_their_own_figures() -> None:
-    """Each answer must quote the numbers of its own lines, not of any table."""
+    """Each answer must quote the numbers of its own lines, not numbers of any other line."""
     lines, engine, moved, runs = (
         records.read(records.RESULTS / f"{name}.jsonl")
         for name in ("gradients", "likelihoods", "volatility", "frontier")

@@ -26,7 +26,7 @@ def test_what_is_copied_is_there_and_sent_to_docker() -> None:
 
 
 def test_the_image_of_nvidia_keeps_its_own_torch() -> None:
-    """The filter in the Dockerfile is applied to the pinned requirements."""
+    """The test applies the filter in the Dockerfile to the pinned requirements."""
     [command] = re.findall(r"(grep -vE '[^']+' requirements/[\w.-]+)", DOCKERFILE)
     said = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, check=True)
     kept = {line.partition("==")[0].lower() for line in said.stdout.splitlines() if "==" in line}

@@ -1,5 +1,5 @@
-"""The manifests of deploy/, compared with the published schemas in tests/schemas, offline. A field
-that a schema does not know is a mistake. tests/e2e/test_pods.py runs the manifests."""
+"""The manifests of deploy/, compared with copies of the published schemas in tests/schemas. A field
+that is not in the schema is a mistake. tests/e2e/test_pods.py runs the manifests."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def schema(name: str) -> dict[str, Any]:
 
 
 def problems(given: dict[str, Any], value: Any, path: str = "") -> Iterator[str]:
-    """Yield the parts of a value that the schema does not allow. Knows the keywords of JSON Schema
-    that these schemas use."""
+    """Yield the parts of a value that the schema does not allow. This function supports only the
+    keywords of JSON Schema that these schemas use."""
     if given.get("x-kubernetes-int-or-string"):
         if isinstance(value, bool) or not isinstance(value, int | str):
             yield f"{path}: neither a number nor a string"

@@ -1,4 +1,5 @@
-"""Everything that docs/stability.md promises exists. The public modules export nothing else."""
+"""Everything that docs/stability.md promises exists, and the public modules export nothing that it
+does not promise."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def test_the_page_names_what_a_module_exports(module: str, cell: str) -> None:
 @pytest.mark.parametrize("page", ["rewards", "environments", "objectives", "recipes", "first_run"])
 def test_pages_for_users_import_stable_names_only(page: str) -> None:
     stable = {module: set(re.findall(r"`(\w+)`", cell)) for module, cell in ROWS}
-    # Pages may also import the runner of programs, and the tokenizer of the tutorial's toy model.
+    # The code in pages may also import these modules: the runner of programs, and the tokenizer of
+    # the tutorial's toy model.
     other = {"gspo_megatron.process.sandbox", "gspo_megatron.data.character_tokenizer"}
     text = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
     found = re.findall(

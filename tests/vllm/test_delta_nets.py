@@ -1,4 +1,5 @@
-"""A server of a model with gated delta nets on a CPU. There, vLLM has bf16 kernels only."""
+"""A server on a CPU, for a model with gated delta nets. For such models vLLM has only bf16 kernels
+on CPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 from tests.vllm.servers import run_options, serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-# Both sides are bf16 with sums in another order, which gave 0.07. A wrong layout gives far more.
+# Both sides compute in bf16 with sums in different orders, which gave a difference of 0.07. A wrong
+# layout of the weights gives a far larger difference.
 TOLERANCE = 0.25
 
 
@@ -41,8 +43,8 @@ def test_it_draws_by_the_log_probs_of_transformers(vllm_python: Path, tmp_path: 
     model = Qwen3NextForCausalLM(config).to(torch.bfloat16)
     folder = tmp_path / "model"
     model.save_pretrained(folder)
-    # Prefix caching of such models needs prompts that are computed in parts, which our runs on CPUs
-    # turn off.
+    # For such models, prefix caching needs chunked prefill (a prompt is computed in parts), which
+    # our runs on CPUs turn off.
     options = run_options(folder) | {"dtype": "bfloat16", "enable_prefix_caching": False}
     prompt = [3 + number % 250 for number in range(0, 7 * 87, 7)]
     with serve(vllm_python, tmp_path, options) as server:

@@ -1,5 +1,6 @@
-"""The families that vLLM serves on CPUs. Each makes two RL steps from a published folder. The
-responses must have the log-probs of training, with the first weights and with updated ones."""
+"""The families that vLLM serves on CPUs. A model of each family is trained for two RL steps, from a
+folder in the published format. The log-probs of the responses must be those of training, both with
+the first weights and with updated weights."""
 
 from __future__ import annotations
 
@@ -14,14 +15,15 @@ from tests.vllm.runs import make_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-# Both sides are fp32 with different kernels. vLLM's decoding of latent attention is the least
-# precise.
+# The largest allowed difference. Both sides compute in fp32 with different kernels. vLLM's decoding
+# with latent attention is the least precise.
 SAME = 5e-5
-# for delta nets, for which vLLM has only bf16 kernels on CPUs; 0.02 was the largest difference seen
+# The largest allowed difference with delta nets, for which vLLM has only bf16 kernels on CPUs. The
+# largest difference that we have seen was 0.02.
 SAME_IN_BF16 = 0.06
 VOCABULARY = 257
-# vLLM's kernels need heads of 32, 64, ... channels. For latent attention they need the published
-# widths.
+# vLLM's kernels need heads of 32, 64, ... channels. For latent attention, vLLM's kernels need the
+# widths of published models.
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 NO_WIDTH = {"num_attention_heads": 2, "num_key_value_heads": 1}
 LATENT = {
@@ -32,13 +34,13 @@ LATENT = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
-# transformers reads the kinds of layers. vLLM reads the number of dense layers.
+# transformers reads mlp_layer_types. vLLM reads first_k_dense_replace.
 TYPES = {"mlp_layer_types": ["dense", "sparse", "sparse"], "first_k_dense_replace": 1}
 SERVED: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
     "glm4_moe": HEADS,
     "llama": HEADS,
-    # Without YaRN, vLLM uses another rotary kernel.
+    # This family has no YaRN, so vLLM uses another rotary kernel than above.
     "glm4_moe_lite": LATENT | TYPES,
     "hy_v3": HEADS | TYPES | {"expert_hidden_dim": 28},  # vLLM has its own name for this size
     "mixtral": HEADS,

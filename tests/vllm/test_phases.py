@@ -1,5 +1,5 @@
-"""Phases of a run with servers. The servers stay across a border of phases, and generate nothing
-ahead of it."""
+"""Phases of a run with servers. The servers continue to run after the border between two phases.
+Before the border they generate no responses for steps after it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ BORDER = 2
 def test_the_responses_after_a_border_are_the_synchronous_ones(
     tmp_path: Path, vllm_python: Path
 ) -> None:
-    """After a border, the responses are from the weights at the border and have the lengths of the
-    new phase. Within a phase, the weights are one step older. A run that is killed at the border
-    still uses each prompt once."""
+    """In the first step after a border, the responses are generated with the weights at the border,
+    and have the lengths of the new phase. Within a phase, the weights that generate are one step
+    older. A run that is killed at the border still uses each prompt once."""
     phases = [{"until_step": BORDER}, {"rollout": {"max_response_tokens": 12}}]
     run = make_run(
         tmp_path,
@@ -53,7 +53,7 @@ def test_the_responses_after_a_border_are_the_synchronous_ones(
     assert len(prompts) == 16 and set(prompts.values()) == {2}
 
 
-# The reward runs in the service, whose children are the servers.
+# The reward function runs in the rollout service. The servers are children of this process.
 REWARD = """
 import json
 from pathlib import Path
@@ -67,10 +67,10 @@ def reward(sample):
 
 
 def test_the_servers_of_a_phase_go_on_in_the_next_one(tmp_path: Path, vllm_python: Path) -> None:
-    """The servers stay if lengths, prompts and rewards change. Other options of vLLM need other
-    servers.
+    """The same servers are used if lengths, prompts and rewards change. If options of vLLM change,
+    new servers are needed.
 
-    `--change` to a longer length starts the servers again. A length that the model cannot have is
+    `--change` to a longer length starts new servers. A length that the model does not support is
     refused.
     """
     run = make_run(
@@ -112,7 +112,7 @@ def test_the_servers_of_a_phase_go_on_in_the_next_one(tmp_path: Path, vllm_pytho
     steps = {record["step"]: record for record in run.steps()}
     longest = {step: steps[step]["response/length_max"] for step in range(1, 6)}
     assert max(longest[1], longest[2]) <= 6 < max(longest[3], longest[4]) <= 24
-    # The servers did not die, and have the weights of the run.
+    # The servers have run without a restart, and have the weights of the run.
     assert max(record["mismatch/abs_mean"] for record in steps.values()) <= 1e-5
     assert [steps[n]["sync/version"] for n in range(1, 6)] == [1, 2, 3, 4, 5]
     assert all(record["engine/restarts"] == 0 for record in steps.values())

@@ -1,5 +1,5 @@
-"""A reward model behind a URL. `gspo-megatron serve` starts vLLM for a ...ForSequenceClassification
-folder, and the scores are those of transformers."""
+"""A reward model behind a URL. `gspo-megatron serve` starts vLLM for a folder with a
+...ForSequenceClassification model. The scores must be those that transformers computes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from tests.unit.hf.preference_folder import scores_by_transformers, write_score_
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-# Both sides are fp32 with different kernels. Scores are about 1, and the difference seen was 3e-7.
+# Both sides compute in fp32 with different kernels. Scores are about 1, and we have seen a
+# difference of 3e-7.
 SAME = 1e-5
 SIZES = {
     "hidden_size": 64,  # vLLM's kernels need a multiple of 32, and a head_dim of 32, 64, 80, ...
@@ -64,7 +65,8 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def scorer(
     vllm_python: Path, toy: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Scorer]:
-    """A Qwen3-MoE with a score head, with its own tokenizer and chat template, and its server."""
+    """A Qwen3-MoE model with a score head, with its tokenizer, its chat template, and a server for
+    it."""
     folder = write_score_model(
         tmp_path_factory.mktemp("scorer") / "model", "qwen3_moe", seed=3, **SIZES
     )
@@ -82,7 +84,7 @@ def scorer(
             stdout=log,
             stderr=errors,
             start_new_session=True,
-            preexec_fn=end_with_parent,  # the server ends with the tests
+            preexec_fn=end_with_parent,  # the server ends when the test process ends
         )
         try:
             told = lambda: (place / "log").read_text()  # noqa: E731
@@ -126,7 +128,7 @@ def test_the_scores_are_those_of_transformers(
     samples = [
         Sample("12+30=", None, "42", False),
         Sample("", None, "1 2 3 4 5 6 7", True),
-        # This response cannot end its part of the conversation.
+        # This response spells control tokens, but it cannot end its own message.
         Sample("3", None, "3</s>user: 3</s>", False),
         Sample("a", None, "", False, messages=({"role": "system", "content": "12"},)),
         *(Sample("1" * n, None, "2", False) for n in range(1, 30, 7)),
@@ -167,7 +169,8 @@ def test_the_server_wants_its_key_and_has_no_routes_for_weights(scorer: Scorer) 
         assert status(path, None) == status(path, f"{scorer.key}x") == 401
     for path in ("/collective_rpc", "/update_weights", "/sleep"):
         assert status(path, scorer.key) == 404
-    assert status("/classify", scorer.key) == 400  # this route exists
+    # this route exists, and refuses only the contents of the request
+    assert status("/classify", scorer.key) == 400
 
 
 def test_a_run_of_two_steps_learns_from_the_scores(

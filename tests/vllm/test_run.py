@@ -1,4 +1,4 @@
-"""RL runs with responses from real vLLM servers, compared with what the trainer itself computes."""
+"""RL runs with responses from real vLLM servers, compared with the trainer's own results."""
 
 from __future__ import annotations
 
@@ -46,9 +46,10 @@ def test_servers_sample_from_the_policy_at_every_step(vllm_python: Path, tmp_pat
     steps = run.steps()
     assert [record["step"] for record in steps] == list(range(1, 7))
     for record in steps:
-        # Both sides are float32 with different kernels. The difference measured was 1.5e-7.
+        # Both sides compute in float32 with different kernels. We have seen a difference of 1.5e-7.
         assert record["mismatch/abs_mean"] <= 1e-5, record["step"]
-        # The second mini-batch is trained after one update of the policy.
+        # The second mini-batch is trained after an update of the policy, so its ratios differ from
+        # 1.
         assert record["ratio/token/p99"] - record["ratio/token/p01"] > 1e-2, record["step"]
         assert record["sync/version"] == record["step"] and record["sync/bytes"] > 1e6
     assert run.records()[0]["step"] == 0 and "evaluation/accuracy" in run.records()[0]
@@ -60,7 +61,7 @@ def test_servers_sample_from_the_policy_at_every_step(vllm_python: Path, tmp_pat
     assert not list((run.out / "rollouts").glob("*.groups"))  # the groups are not needed any more
 
 
-# The environment repeats a part of each turn, and records the turns that it got.
+# The environment repeats a part of each turn, and records the turns that it gets.
 ENVIRONMENT = """
 import json
 from pathlib import Path
@@ -90,9 +91,9 @@ def sampled_tokens(bank: Path) -> list[list[int]]:
 def test_the_servers_experts_are_those_of_training(
     vllm_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Episodes have several turns. The update uses the servers' experts, because other experts
-    would give other log-probs."""
-    monkeypatch.syspath_prepend(tmp_path)  # the modules of the reward and the environment are there
+    """Episodes have several turns. The small mismatch shows that the update uses the servers'
+    experts, because with different experts the log-probs would differ."""
+    monkeypatch.syspath_prepend(tmp_path)  # this folder has the modules of reward and environment
     (tmp_path / "vllm_test_environment.py").write_text(ENVIRONMENT)
     run = make_run(
         tmp_path,
@@ -107,7 +108,7 @@ def test_the_servers_experts_are_those_of_training(
     )
     bank, kept = run.out / "rollouts" / "step_00000001_0.groups", tmp_path / "kept.groups"
     process = run.start()
-    # The file is removed once the run has been saved.
+    # The file must be copied now, because it is removed when the run has been saved.
     run.wait(process, lambda: bank.exists() and len(read_groups(bank)) == 6)
     shutil.copy(bank, kept)
     run.finish(process)
@@ -120,5 +121,5 @@ def test_the_servers_experts_are_those_of_training(
     assert record["replay/missing_rows"] == 0 and record["replay/bytes"] > 0
     assert record.keys() >= SERVED
     busy, idle = (record[k] for k in ("engine/busy_share", "perf/engines_idle_share"))
-    # updates of the weights take the rest of the time
+    # The servers spend the rest of the time on updates of the weights.
     assert busy > 0 and idle > 0 and busy + idle < 1

@@ -1,5 +1,5 @@
-"""`gspo-megatron serve` starts a server with the newest checkpoint of a run. Another run gets
-responses from it."""
+"""`gspo-megatron serve` starts a server with the newest checkpoint of a run. Another run gets its
+responses from this server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NONE = {"servers": 0, "python": None}
 
 
 def status(url: str, token: str | None) -> int:
-    """The HTTP status of an answer."""
+    """The HTTP status with which the server answers a request with this token."""
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers)) as answer:
@@ -56,7 +56,7 @@ def test_a_run_draws_from_a_server_of_another_one_s_checkpoint(
         stdout=log,
         stderr=(tmp_path / "errors").open("w"),
         start_new_session=True,
-        preexec_fn=end_with_parent,  # the server ends with the tests
+        preexec_fn=end_with_parent,  # the server ends when the test process ends
     )
     try:
         told = lambda: Path(log.name).read_text()  # noqa: E731

@@ -1,4 +1,5 @@
-"""rollout.vllm.weight_transport = nccl with real vLLM servers. On CPUs the tensors go over gloo."""
+"""rollout.vllm.weight_transport = nccl with real vLLM servers. On CPUs the tensors are sent with
+gloo."""
 
 from __future__ import annotations
 
@@ -31,12 +32,12 @@ def test_rank_0_sends_the_weights_and_a_server_that_dies_gets_them_in_a_folder(
     versions += [each.name for each in folder.iterdir()]
     run.wait(process, lambda: begun(run, 3))
     versions += [each.name for each in folder.iterdir()]
-    # The folder has only the version at the start, and nothing was written later.
+    # The folder has at most the version of the start. No later version was written.
     assert set(versions) <= {"version_00000000"}
-    run.servers()[0].kill()  # while it generates
+    run.servers()[0].kill()  # killed while it generates
     run.wait(process, lambda: any(each.name > "version_00000000" for each in folder.iterdir()))
     run.wait(process, lambda: begun(run, 5))
-    # the service's servers end with it, and new ones need the weights of version 4
+    # When the service is killed, its servers end. New servers need the weights of version 4.
     run.services()[0].kill()
     said = run.finish(process)
     assert "server 0: was killed by SIGKILL; restart 1" in said

@@ -1,4 +1,5 @@
-"""Runs an ASGI application in aiohttp. Simulated servers use it in place of vLLM's uvicorn."""
+"""Runs an ASGI application in aiohttp. Simulated servers use this in place of uvicorn, which vLLM
+uses."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from aiohttp import web
 
 
 def handler_of(app: Any) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    """Return a handler for all paths. Its runner needs `handler_cancellation`: then aiohttp cancels
-    the handler when the client disconnects."""
+    """Return a handler for all paths. The application's runner must have `handler_cancellation`, so
+    that aiohttp cancels the handler when the client disconnects."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         body, left = [await request.read()], asyncio.Event()

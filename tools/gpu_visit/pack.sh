@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Packs the wheels that a GPU machine without a network lacks into .gpu-visit/, which git ignores. Copy this
-# folder to the machine together with the repository. The machine must have Python 3.12 on x86_64, torch
-# 2.11 and transformers.
+# Packs wheels into .gpu-visit/, for a GPU machine without a network that lacks these packages. git
+# ignores this folder. Copy it to the machine together with the repository. The machine must have
+# Python 3.12 on x86_64, torch 2.11 and transformers.
 #   bash tools/gpu_visit/pack.sh                   # .gpu-visit/wheels, about 5 MB
 #   bash tools/gpu_visit/pack.sh --engine FOLDER   # also .gpu-visit/engine-0, -1, ...: the wheels of
 #       Transformer Engine in FOLDER (docs/gpu.md says how they are made), with kernels for Hopper
 #       only (ARCH=100: for Blackwell only), in parts of 50 MB
-# Each part can be copied by itself. PYTHON=python3.12 names the interpreter whose pip downloads.
+# Each part can be copied separately. PYTHON=python3.12 names the interpreter whose pip downloads
+# the wheels.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 python=${PYTHON:-python3}

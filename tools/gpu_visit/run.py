@@ -4,10 +4,11 @@
     python tools/gpu_visit/run.py OUT --hour       # all checks
     python tools/gpu_visit/run.py OUT --only tests verify
 
-OUT/visit.json has each step's status, seconds and figures, and OUT/visit.txt the same as a table.
-Both are written again after each step, so a visit that is cut off keeps its results. OUT/logs.txt
-has the output of all steps. If a step fails, hangs or is not possible here, the other steps still
-run. The exit code is 1 if a step failed or ran out of time, 2 if nothing can be checked here.
+OUT/visit.json has the status, seconds and figures of each step. OUT/visit.txt has the same as a
+table. Both are written again after each step, so a visit that is cut off keeps its results.
+OUT/logs.txt has the output of all steps. If a step fails, hangs or is not possible on this machine,
+the remaining steps still run. The exit code is 1 if a step failed or ran out of time, and 2 if
+nothing can be checked on this machine.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from steps import NOT_HERE, Machine, Step, all_steps, write_config
 
 ROOT = Path(__file__).resolve().parents[2]
 VISIT_SECONDS = 540
-_LEAST_SECONDS = 5  # if less time is left, no step is started
-_TAIL = 12  # lines of a failed step's output on the terminal
+_LEAST_SECONDS = 5  # no step is started if less time is left
+_TAIL = 12  # how many lines of a failed step's output are printed
 RUN_FIGURES = ("loss", "grad_norm", "mismatch/abs_mean", "mismatch/max", "perf/step_seconds")
 _FIGURE = re.compile(r"(?<!\S)([\w./-]+)=([^\s=]+)(?!\S)")
 
@@ -62,7 +63,7 @@ def run_step(step: Step, seconds: float, log: Path) -> dict[str, Any]:
     _end_group(process)
     if status == "TIME OUT":
         with contextlib.suppress(subprocess.TimeoutExpired):
-            output, _ = process.communicate(timeout=5)  # what it wrote before it was ended
+            output, _ = process.communicate(timeout=5)  # the output before the step was ended
     taken = time.monotonic() - started
     with contextlib.suppress(OSError), log.open("a") as file:
         print(f"== {step.name}: {' '.join(step.command)}\n{output}", file=file)
@@ -80,8 +81,8 @@ def run_step(step: Step, seconds: float, log: Path) -> dict[str, Any]:
 
 
 def figures_of(line: str) -> dict[str, float | str]:
-    """Return the pairs of a line of name=value, with floats for numbers. A line with other words
-    has no pairs."""
+    """Return the pairs of a line that consists of name=value words, with numbers as floats. For a
+    line with any other word, the result is empty."""
     pairs = _FIGURE.findall(line)
     if not pairs or len(pairs) != len(line.split()):
         return {}
@@ -89,7 +90,8 @@ def figures_of(line: str) -> dict[str, float | str]:
 
 
 def figures_of_run(metrics: Path) -> dict[str, float | str]:
-    """Return those figures of a run's last step that can be compared between kinds of runs."""
+    """Return the metrics of a run's last step that can be compared between different kinds of
+    runs."""
     try:
         last = json.loads(metrics.read_text().splitlines()[-1])
     except (OSError, ValueError, IndexError):
@@ -105,7 +107,7 @@ def _number(text: str) -> float | str:
 
 
 def _end_group(process: subprocess.Popen[str]) -> None:
-    """Kill all processes of the step's process group that are left."""
+    """Kill the remaining processes of the step's process group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -123,7 +125,7 @@ def describe() -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Return the results as lines for people."""
+    """Return the results as a table for people to read."""
     lines = [f"{'step':<18} {'result':<9} {'s':>6}  what it says"]
     for name, record in results["steps"].items():
         figures = record.get("figures")
@@ -136,7 +138,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def write(out: Path, results: dict[str, Any]) -> None:
-    """Write both files. If the disk is full, only the terminal has the results."""
+    """Write visit.json and visit.txt. If the disk is full, the results are only on the terminal."""
     for name, text in (
         ("visit.json", json.dumps(results, indent=1)),
         ("visit.txt", table(results)),
@@ -152,8 +154,8 @@ def write(out: Path, results: dict[str, Any]) -> None:
 def run_all(
     steps: Sequence[tuple[Step, float]], out: Path, results: dict[str, Any], seconds: float
 ) -> int:
-    """Run the steps, each within its own limit and all within `seconds`. Returns the number of
-    failures."""
+    """Run the steps. Each step ends within its own limit, and all steps end within `seconds`.
+    Returns the number of failures."""
     deadline, failed = time.monotonic() + seconds, 0
     for step, limit in steps:
         left = deadline - time.monotonic()
@@ -163,7 +165,7 @@ def run_all(
             print(f"== {step.name} (at most {min(limit, left):.0f} s): {step.shows}", flush=True)
             try:
                 record = run_step(step, min(limit, left), out / "logs.txt")
-            except OSError as error:  # no memory for a process, no file descriptors
+            except OSError as error:  # for example no memory for a process, or no file descriptors
                 record = {"shows": step.shows, "status": "FAILED", "says": str(error)}
         failed += record["status"] in ("FAILED", "TIME OUT")
         results["steps"][step.name] = record
@@ -217,7 +219,7 @@ def main() -> int:
     ]
     try:
         write_config(machine)
-    except OSError as error:  # a full disk; steps without a run can still be done
+    except OSError as error:  # the disk may be full; steps without a run are still possible
         print(f"{machine.config}: not written: {error.strerror}", flush=True)
     results: dict[str, Any] = {"machine": describe(), "steps": {}}
     most = float("inf") if arguments.hour else VISIT_SECONDS * arguments.patience

@@ -1,5 +1,5 @@
-"""The checks of a machine with GPUs, in one list. `visit.sh` runs the first of them in minutes,
-`tools/first_gpu_hour.sh` runs all of them in an hour."""
+"""The checks for a machine with GPUs, in one list. `visit.sh` runs the first checks of the list in
+minutes. `tools/first_gpu_hour.sh` runs all checks in an hour."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 GSPO = (sys.executable, "-m", "gspo_megatron")
-NOT_HERE = 69  # the exit code of a step that this machine cannot do, which is not a failure
+NOT_HERE = 69  # exit code of a step that this machine cannot do; this is not a failure
 TOOLS = Path(__file__).resolve().parents[1]
 
 
@@ -17,22 +17,23 @@ class Step:
     """One check: a command, what it shows, and how long it may take."""
 
     name: str
-    shows: str  # what a reader should see, or learn, when it is done
+    shows: str  # what the check shows when it has succeeded
     command: tuple[str, ...]
-    seconds: int | None  # limit in a visit; None: the visit leaves it out
-    minutes: int  # limit in the first hour
-    needs: str | None = None  # package without which the step is left out
-    metrics: Path | None = None  # metrics.jsonl of a run, whose last line has the figures
+    seconds: int | None  # limit in a visit; None: a visit does not run this check
+    minutes: int  # limit when all checks run
+    needs: str | None = None  # the check is left out if this package is missing
+    # metrics.jsonl of a run; the figures of the check are in its last line
+    metrics: Path | None = None
 
 
 @dataclass(frozen=True)
 class Machine:
     """The values from which the commands of the steps are made."""
 
-    out: Path  # folder of runs, data and logs
-    gpus: int  # ranks to start
-    seen: int  # GPUs that torch sees
-    rehearsed: bool  # there is no real GPU, so small sizes are enough
+    out: Path  # folder for runs, data and logs
+    gpus: int  # number of ranks to start
+    seen: int  # number of GPUs that torch sees
+    rehearsed: bool  # whether the GPU is rehearsed, so that small sizes are enough
     vllm_python: str | None  # interpreter of an environment with vLLM
 
     @property
@@ -61,7 +62,7 @@ logging: {{dir: {machine.out}/bf16, plots: false}}
 
 
 def all_steps(machine: Machine) -> list[Step]:
-    """Return all checks, the most important first."""
+    """Return all checks, in the order of their importance."""
     return [*_visit(machine), *_with_transformer_engine(machine), *_hour_alone(machine)]
 
 
@@ -69,7 +70,8 @@ def _visit(machine: Machine) -> list[Step]:
     """Return the checks that need only torch and Megatron-Core."""
     out, config = machine.out, str(machine.config)
     layouts = ("tp=1",) if machine.gpus == 1 else ("tp=1", "tp=2")
-    # with layers that a CPU can run too: the reference on the CPU has the same weights
+    # The reference is computed on the CPU with the same weights, so the layers must be some that a
+    # CPU can run, too.
     on_cpu = ("model.backend=torch_native", "--reference-on-cpu", "--tolerance", "1e-4")
     pytest = ("-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", "tests/gpu")
     trip = _script("gpu_visit/round_trip.py", str(out / "bf16"), str(out / "roundtrip"))
@@ -171,9 +173,9 @@ def _write_data(out: Path) -> tuple[str, ...]:
 
 
 def _synchronise(machine: Machine) -> tuple[str, ...]:
-    """Return the command that trains with a vLLM server. The server serves a weights version only
-    after it has answered fixed prompts with the trainer's log-probs. So if the run ends without an
-    error, it has checked this for each version."""
+    """Return the command that trains with a vLLM server. A server is used with a weights version
+    only after it has answered fixed prompts with the trainer's log-probs. So if the run ends
+    without an error, this check has succeeded for each version."""
     if machine.vllm_python is None:
         return _say("set VLLM_PYTHON to the python of an environment with vLLM")
     ranks = min(machine.gpus, machine.seen - 1) if machine.seen else machine.gpus
@@ -189,5 +191,5 @@ def _synchronise(machine: Machine) -> tuple[str, ...]:
 
 
 def _say(text: str) -> tuple[str, ...]:
-    """Return a command that only says why the step cannot be done here."""
+    """Return a command that only says why the step cannot be done on this machine."""
     return (sys.executable, "-c", f"import sys; print({text!r}); sys.exit({NOT_HERE})")

@@ -1,4 +1,5 @@
-"""Checks a server before it gets any weights: abilities that the run needs, model and tokenizer."""
+"""Checks a server before it gets any weights: its model, its tokenizer, and the abilities that the
+run needs."""
 
 from __future__ import annotations
 
@@ -16,31 +17,31 @@ from gspo_megatron.rollout.vllm.client import ServerClient, ServerRefused, malfo
 from gspo_megatron.rollout.vllm.process import WORKER
 
 _DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
-# Paths that the run needs -> the setting that makes a server answer the path.
+# Each path that the run needs, with the setting that makes a server answer it.
 _NEEDED_PATHS = {
     "/inference/v1/generate": "--enable-scale-out",
     "/server_info": _DEV_MODE,
     "/collective_rpc": _DEV_MODE,
     "/update_weight_version": f"{_DEV_MODE}, and vLLM 0.30 or newer",
 }
-# Tokenizers that agree on this text hardly ever belong to different models.
+# If two tokenizers give the same ids for this text, they almost surely belong to the same model.
 _TEXT = "Let x1 = 3.14 · 10² km/h; if (a_b != NULL) {\n\treturn 'naïve';\n}  日本語, Привет 🙂 "
 
 
 @dataclass(frozen=True)
 class Tokenized:
-    """A text and its ids by the trainer's tokenizer."""
+    """A text, and its token ids by the trainer's tokenizer."""
 
     text: str
     ids: Sequence[int]
-    is_needed: bool  # the servers need a tokenizer, to search for texts that end a response
+    is_needed: bool  # whether the servers need a tokenizer, to search for texts that end a response
 
 
 def tokenized(tokenizer: Tokenizer, *, is_needed: bool) -> Tokenized | None:
     """Tokenize a text for a comparison with the servers' tokenizer.
 
-    Returns None for sentencepiece tokenizers: vLLM does not support them, so its servers then
-    exchange only token ids.
+    Returns None for sentencepiece tokenizers. vLLM does not support them, so the servers of such a
+    run get and return only token ids.
     """
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return None
@@ -56,7 +57,7 @@ class Needs:
     max_model_len: int
     dtype: str  # vLLM's name of the data type
     with_routes: bool
-    must_stream: bool = False  # rank 0 must be able to stream new weights to the server
+    must_stream: bool = False  # whether rank 0 must be able to stream new weights to the server
     tokenized: Tokenized | None = None
 
 
@@ -64,15 +65,15 @@ class Needs:
 class Abilities:
     """Optional abilities of a server."""
 
-    is_extended: bool = False  # has our worker extension
-    workers: int = 0  # processes that hold its weights; 0: it has more than one engine
-    counts_tokens: bool = False  # reports the number of tokens of responses in progress
-    sequences: int = 0  # number of sequences it works on at a time; 0: not reported
-    gives_parts: bool = False  # has our middleware: several responses for one request
+    is_extended: bool = False  # whether it has our worker extension
+    workers: int = 0  # number of processes that hold its weights; 0: it has more than one engine
+    counts_tokens: bool = False  # whether it reports the number of tokens of responses in progress
+    sequences: int = 0  # number of sequences that it works on at a time; 0: not reported
+    gives_parts: bool = False  # whether it has our middleware, for requests for several responses
 
     @property
     def can_stream(self) -> bool:
-        """Whether rank 0 can stream weights to it."""
+        """Whether rank 0 can stream weights to the server."""
         return self.is_extended and self.workers > 0
 
 
@@ -103,9 +104,10 @@ async def check_server(
     ours = shape_of(preset_of_folder(folder))
     if abilities.is_extended and "/collective_rpc" in paths:
         lacks += _differences(ours, await client.model(seconds=seconds))
-        with contextlib.suppress(ServerRefused):  # an extension of an earlier version
+        # the server may have an earlier version of the extension
+        with contextlib.suppress(ServerRefused):
             counts = await client.response_tokens(seconds=seconds)
-            # with several engines only the first one answers
+            # If a server has several engines, only the first one answers.
             is_whole = layout["data_parallel_size"] == 1
             abilities = replace(abilities, counts_tokens=is_whole and counts is not None)
     elif is_on_cpu and ours.num_moe_experts:
@@ -143,7 +145,7 @@ def _differences(ours: ModelShape, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the differences between the trainer's model and the server's config.json."""
     rope = config.get("rope_parameters")
     if isinstance(rope, Mapping) and rope.get("rope_type") == "deepseek_yarn":
-        # vLLM writes the name of its own rotary layer into the configuration of latent attention
+        # For latent attention, vLLM writes the name of its own rotary layer into the configuration.
         config = {**config, "rope_parameters": {**rope, "rope_type": "yarn"}}
     try:
         preset = describe(config)
@@ -152,7 +154,7 @@ def _differences(ours: ModelShape, config: Mapping[str, Any]) -> Iterator[str]:
         return
     theirs = shape_of(preset)
     different = list(shape_conflicts(ours, preset))
-    if not different:  # the weights fit, but the models may still compute differently
+    if not different:  # The weights fit. But the models may still compute differently.
         different = [
             (f"megatron.{name}", ours.megatron.get(name), theirs.megatron.get(name))
             for name in differences(ours, preset)

@@ -1,4 +1,5 @@
-"""Responses in flight, and the weights version of each of their tokens.
+"""Responses in flight (responses in progress on a server), and the weights version of each of their
+tokens.
 
 New weights may arrive while responses are in progress. The server is then paused and reports how
 many tokens each response has. The old weights generated these tokens; the new weights generate the
@@ -23,12 +24,12 @@ class InFlightResponse:
     """A response that a server generates."""
 
     version: int  # weights version that generates the next token
-    # for earlier weights: (version, number of tokens up to its last one)
+    # For each earlier version: (version, number of tokens up to the last token of this version).
     spans: list[tuple[int, int]] = field(default_factory=list)
     name: str = field(default_factory=lambda: uuid.uuid4().hex)  # the request's name on the server
     answer: Response | None = None
-    call: asyncio.Task[Any] | None = None  # the call of its group request
-    is_taken_back: bool = False  # it had no token yet when new weights came
+    call: asyncio.Task[Any] | None = None  # the HTTP call of its group request
+    is_taken_back: bool = False  # whether it had no token yet when new weights came
     when_taken_back: Callable[[InFlightResponse], None] | None = None
 
     @property
@@ -40,19 +41,20 @@ class InFlightResponse:
         return versions_of([*self.spans, (self.version, count)], count)
 
     def arrive(self, response: Response) -> None:
-        """Store the answer. The versions that a server reports take precedence."""
+        """Store the answer. If the server reports versions, these are used instead of our own
+        record."""
         count = len(response.token_ids)
         if response.spans is None:
             response.versions = self.versions(count)
         else:
-            # before the first update, a server reports a name that is not a number
+            # Before the first update, a server reports a version name that is not a number.
             first = self.first_version
             spans = [(int(n) if n.isdecimal() else first, end) for n, end in response.spans]
             response.versions = versions_of(spans, count)
         self.answer = response
 
     def take_back(self) -> None:
-        """Give the response up; it is generated again from the start."""
+        """Give the response up. It will be generated again from the start."""
         self.is_taken_back = True
         if self.when_taken_back is not None:
             self.when_taken_back(self)
@@ -61,10 +63,12 @@ class InFlightResponse:
 def versions_of(spans: Iterable[tuple[int, int]], count: int) -> np.ndarray:
     """Return the version of each token, [count] int32.
 
-    spans: (version, number of tokens up to its last one); a number above `count` means `count`.
+    spans: for each version (version, number of tokens up to the last token of this version). A
+    number above `count` means `count`.
     """
     versions, ends = zip(*spans, strict=True)
-    if len(versions) == 1 and ends[0] >= count:  # the usual case: one stored number for all tokens
+    # In the usual case all tokens have one version, which is stored once.
+    if len(versions) == 1 and ends[0] >= count:
         return np.ndarray((count,), np.int32, np.array(versions, np.int32), strides=(0,))
     lengths = np.diff(np.minimum(ends, count), prepend=0)
     assert (lengths >= 0).all() and lengths.sum() == count, f"spans {versions} {ends} of {count}"
@@ -79,10 +83,11 @@ def split_at_update(
 ) -> None:
     """Record in the responses that the paused server will continue with the weights `version`.
 
-    counts: number of tokens of each response that the server has begun, by name; these responses
-    continue. ended: names of responses that are known to have ended. Any other response without an
-    answer has no token yet, or its answer by the old weights is still on its way. These two cases
-    cannot be distinguished, so it is taken back.
+    counts: for each response that the server has begun, by name, the number of its tokens. These
+    responses continue. ended: names of responses that are known to have ended. A response that is
+    in neither and has no answer may have no token yet, or the old weights may have completed it and
+    its answer is on its way. These two cases cannot be distinguished, so such a response is taken
+    back.
     """
     for each in responses:
         if each.answer is not None or each.is_taken_back or each.name in ended:

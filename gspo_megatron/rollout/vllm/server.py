@@ -16,12 +16,13 @@ from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts
 
 Process = ServerProcess | RemoteProcess
 
-# The most requests in flight to one server. Its scheduler works best with a queue.
+# The largest number of requests in flight to one server. It is large, because vLLM's scheduler
+# works best with a queue.
 MOST_REQUESTS = 512
-FEWEST_REQUESTS = 8  # the lower limit, even with a full cache
+FEWEST_REQUESTS = 8  # the number never falls below this, even with a full cache
 _SHRINKS_BY = 0.75
-_GROWS_BY = 1 / 32  # share of the maximum, in each adjustment
-_FULL, _FILLING = 0.97, 0.85  # shares of the KV cache in use
+_GROWS_BY = 1 / 32  # share of the maximum that is added in an adjustment
+_FULL, _FILLING = 0.97, 0.85  # used shares of the KV cache
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,15 @@ class FleetSettings:
     restarts: int
     update_seconds: float
     silence_seconds: float
-    max_staleness: int = 0  # above 0, new weights arrive while responses are in progress
-    keeps_kv: bool = False  # these responses then keep the old weights' keys and values
-    # The Hugging Face folder that servers start with and keep: new weights are adapters of it.
+    max_staleness: int = 0  # if above 0, new weights arrive while responses are in progress
+    keeps_kv: bool = False  # whether such responses keep the keys and values of the old weights
+    # The Hugging Face folder with which servers start, if new weights are adapters of this model.
     # None: new weights are whole models.
     base: str | None = None
 
     def model(self, version: int) -> str | None:
-        """Return the name by which requests ask for a version; None: the model itself.
+        """Return the name that requests give for a weights version. None: requests ask for the
+        model itself.
 
         Each version has a name of its own, because vLLM keys its prefix cache by the adapter's
         name.
@@ -59,7 +61,8 @@ class FleetSettings:
 class RequestWindow:
     """The limit of requests in flight to a server.
 
-    It shrinks after preemptions or with a full KV cache, and grows slowly while the cache has room.
+    The limit falls after preemptions or with a full KV cache. It rises slowly while the cache has
+    room.
     """
 
     def __init__(self, most: int = MOST_REQUESTS) -> None:
@@ -72,9 +75,10 @@ class RequestWindow:
         count = figures.get("num_preemptions_total", 0.0)
         preempted, self._preemptions = count > self._preemptions, count
         # New weights also preempt all requests (`kv_after_update: recompute`), even if the cache is
-        # nearly empty. So preemptions count only if the cache is filling up.
+        # nearly empty. So preemptions count only if the cache is at least nearly full.
         if usage >= (_FILLING if preempted else _FULL):
-            # If more requests than the limit are in flight, the last reduction still has no effect.
+            # If more requests than the limit are in flight, the last reduction has had no effect
+            # yet.
             if in_flight <= self.size:
                 fewer = int(in_flight * _SHRINKS_BY)
                 self.size = min(self.size, max(fewer, FEWEST_REQUESTS))
@@ -84,7 +88,7 @@ class RequestWindow:
 
 @dataclass
 class Clock:
-    """Counts the seconds in which at least one activity was in progress."""
+    """Counts the seconds during which at least one activity was in progress."""
 
     now: Callable[[], float] = time.monotonic
     _before: float = 0.0  # total of the earlier periods
@@ -113,13 +117,14 @@ class Server:
 
     name: str  # for messages and logs
     client: ServerClient
-    # starts it with a folder of weights; None: this run does not start it
+    # A function that starts the server with a folder of weights. None: this run does not start it.
     start: Callable[[str], Process] | None = None
     process: Process | None = None
-    version: int | None = None  # its checked weights version; None: it gets no requests
+    # weights version that it has been checked with; None: it gets no requests
+    version: int | None = None
     why_out: str | None = "has not started yet"
-    checked_version: int = -1  # the newest version with which it passed the check
-    reports_versions: bool = False  # its answers name the weights version of each token
+    checked_version: int = -1  # newest version with which it passed the check
+    reports_versions: bool = False  # whether its answers name the weights version of each token
     adapters: set[int] = field(default_factory=set)  # versions that it has loaded as adapters
     in_flight: set[InFlightResponse] = field(default_factory=set)
     expected: int = 0  # requests that are about to be sent to it
@@ -129,11 +134,11 @@ class Server:
     restarts: int = 0
     abilities: Abilities = field(default_factory=Abilities)
     stream_key: str | None = None  # key of its group with rank 0, while it waits for weights
-    stream_failed: bool = False  # True: it now gets weights only in folders
+    stream_failed: bool = False  # if True, it gets weights only in folders from now on
     tokens: float = 0.0  # tokens generated so far, by its own count
     kv_usage: float = 0.0  # share of its KV cache in use
-    heard: float = 0.0  # when it last answered or generated a token
-    load_seconds: float = 0.0  # time to load the newest weights, during a pause
+    heard: float = 0.0  # time of its last answer or token
+    load_seconds: float = 0.0  # how long it was paused to load the newest weights
     check_seconds: float = 0.0
     bringing: asyncio.Task[None] | None = None  # its start, restart or update
 
@@ -147,7 +152,7 @@ class Server:
 
     @property
     def load(self) -> int:
-        """The number of requests that it has or is about to get."""
+        """The number of requests that the server has or is about to get."""
         return len(self.in_flight) + self.expected
 
     @property
@@ -155,7 +160,7 @@ class Server:
         return self.abilities.can_stream and not self.stream_failed
 
     def add_in_flight(self, responses: Collection[InFlightResponse]) -> None:
-        """Count these responses, at least one, as requests of this server."""
+        """Count these responses as requests of this server. There must be at least one."""
         self.in_flight.update(responses)
         self.busy.begin(len(responses))
         self.working.begin(len(responses))

@@ -1,8 +1,9 @@
 """The rollout service, a process beside rank 0: `python -m gspo_megatron.rollout.vllm.service`.
 
-It reads its settings, with its port, as JSON from stdin. It writes one line of JSON to stdout: that
-it listens, or why it cannot start. Rank 0 controls it by HTTP on loopback, with a token
-(`ServiceClient`). The service ends when rank 0 ends, and then its own servers end too.
+The service reads its settings, including its port, as JSON from stdin. It writes one line of JSON
+to stdout, which says that it listens, or why it cannot start. Rank 0 controls it by HTTP on
+loopback, with a token (`ServiceClient`). The service ends when rank 0 ends. Then the servers that
+it has started end, too.
 """
 
 from __future__ import annotations
@@ -57,11 +58,12 @@ from gspo_megatron.rollout.vllm.weight_check import WeightCheck
 from gspo_megatron.rollout.vllm.weights import Weights
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts
 
-LONGEST_WAIT = 5.0  # seconds that a status request of rank 0 waits for news
+LONGEST_WAIT = 5.0  # longest time in seconds that a status request of rank 0 waits for news
 
 
 class Service:
-    """The HTTP server and its state. It runs in its own thread; the main thread scores."""
+    """The HTTP server and its state. It runs in its own thread. The main thread calls the reward
+    function."""
 
     def __init__(self, settings: dict[str, Any], config: Config, inputs: Inputs) -> None:
         self.config, self.inputs, self.settings = config, inputs, settings
@@ -97,7 +99,8 @@ class Service:
                 exchange.cancel()
                 await asyncio.wait([exchange])
                 await runner.cleanup()
-                if not self.rank_0_lives():  # rank 0 cannot remove the folder, which may use memory
+                # rank 0 can no longer remove this folder, which may be in memory
+                if not self.rank_0_lives():
                     shutil.rmtree(self.settings["weights_folder"], ignore_errors=True)
 
     def _served_requests(self) -> ServedRequests:
@@ -124,12 +127,12 @@ class Service:
     def _needs(self, config: Config, inputs: Inputs) -> Needs:
         section, finds_texts = config.rollout.vllm, "stop" in _stops(config, inputs)
         return Needs(
-            # the model's limit, so it is enough for the lengths of every phase
+            # This is the model's limit, so it is enough for the lengths of all phases.
             max_model_len=config.resolved_model().max_sequence_length,
             dtype=self.settings["dtype"],
             with_routes="r3" in config.routing.modes,
             must_stream=section.weight_transport == "nccl",
-            # servers that this run starts have the trainer's tokenizer, or need none
+            # A server that this run starts has the trainer's tokenizer, or needs none.
             tokenized=tokenized(inputs.tokenizer, is_needed=finds_texts) if section.urls else None,
         )
 
@@ -180,7 +183,8 @@ class Service:
     def _start_there(
         self, client: ServerClient, node: Node, number: int, slot: int, folder: str
     ) -> RemoteProcess:
-        """Start a server on another node. slot: its number among the node's servers, from 0."""
+        """Start a server on another node. slot: the number of the server among the servers of the
+        node, from 0."""
         size = 0 if self.settings["on_cpu"] else self.config.rollout.vllm.tensor_parallel_size
         gpus = range(slot * size, (slot + 1) * size)
         return RemoteProcess(node, number, self._words(folder), self._environment(client), gpus)
@@ -214,7 +218,8 @@ class Service:
     def _adapter_arguments(config: Config) -> dict[str, Any]:
         if not config.rollout.vllm.takes_adapters:
             return {}
-        # The current version, the older ones of responses in progress, and the one that is loaded.
+        # A server holds the current version, the older versions of responses in progress, and the
+        # version that is being loaded.
         return adapter_arguments(config.model.lora.rank, config.rollout.staleness + 2)
 
     def _environment(self, client: ServerClient, devices: Sequence[str] = ()) -> dict[str, str]:
@@ -232,7 +237,7 @@ class Service:
         Otherwise, answer why they do not, and change nothing."""
         given = await request.json()
         try:
-            # in the main thread, like the first time: it may run the user's code
+            # This runs in the main thread, as at the start, because it may run the user's code.
             config, inputs = await self.scorers.in_main(lambda: _read(given))
             if other := self._needs_others(config, inputs):
                 return web.json_response({"other": other})
@@ -243,12 +248,13 @@ class Service:
         self.config, self.inputs, self.settings = config, inputs, given
         self.fleet.take_settings(self._fleet_settings())
         self.requests = self._served_requests()
-        gc.freeze()  # never examine the new prompts either
+        gc.freeze()  # garbage collection never examines the new prompts, either
         print("the servers go on with the next phase", flush=True)
         return web.json_response({"other": ""})
 
     def _needs_others(self, config: Config, inputs: Inputs) -> str:
-        """Return why the next phase cannot use the servers of this one; empty if it can."""
+        """Return why the next phase cannot use the servers of this phase. Returns an empty text if
+        it can."""
         if config.rollout.vllm != self.config.rollout.vllm:
             return "the next phase changes rollout.vllm"
         if self._adapter_arguments(config) != self._adapter_arguments(self.config):
@@ -279,7 +285,7 @@ class Service:
         request: web.Request,
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
-        # as bytes, because compare_digest takes only ASCII in strings
+        # compared as bytes, because compare_digest takes only ASCII in strings
         given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         if not hmac.compare_digest(given, f"Bearer {self.settings['token']}".encode()):
             return web.json_response({"error": "token"}, status=401)
@@ -334,7 +340,7 @@ class Service:
         )
 
     async def _forget(self, request: web.Request) -> web.Response:
-        """Delete the requests up to a step; no resumed run needs them any more."""
+        """Delete the requests up to a step. No resumed run needs them any more."""
         step = (await request.json())["step"]
         running = self.requests.running
         self.requests.running = {k: v for k, v in running.items() if step_of(k) > step}
@@ -372,7 +378,7 @@ def _stops(config: Config, inputs: Inputs) -> dict[str, Any]:
     texts = [text for text in stops if text not in special]
     return {
         "stop_token_ids": [*tokenizer.eos_ids, *ids],
-        "ignore_eos": True,  # only the ids above end a response, not the server's own
+        "ignore_eos": True,  # only the ids above end a response, not the ids that the server knows
         **({"stop": texts} if texts else {}),
     }
 
@@ -395,13 +401,13 @@ def collect_garbage_less_often() -> None:
     Parsing a response makes several short-lived objects for each token. By default Python collects
     garbage after every few hundred objects, which would take two thirds of the service's time.
     """
-    gc.freeze()  # never examine the objects that exist now
+    gc.freeze()  # garbage collection never examines the objects that exist now
     gc.set_threshold(50_000, 20, 100)
 
 
 def main() -> None:
     told = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # later prints go to stderr, for people
+    os.dup2(2, 1)  # from now on, prints go to stderr, for people to read
 
     def tell(**values: Any) -> None:
         told.write(json.dumps(values) + "\n")
@@ -418,8 +424,8 @@ def main() -> None:
     signal.signal(END_SIGNAL, lambda *_: service.scorers.stop())
 
     def at_sigterm(*_: object) -> None:
-        """Stop only if rank 0 has died. A job scheduler sends SIGTERM to all processes, and rank 0
-        then still needs the service to finish its step and save the run."""
+        """Stop only if rank 0 has died. A job scheduler sends SIGTERM to all processes. Then rank 0
+        still needs the service, to finish its step and save the run."""
         if not service.rank_0_lives():
             service.scorers.stop()
 

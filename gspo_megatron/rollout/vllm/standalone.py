@@ -43,10 +43,10 @@ def server_command(
 ) -> tuple[list[str], dict[str, str]]:
     """Return the command and the environment of a server that a run can use.
 
-    folder: the model in Hugging Face format; dtype: vLLM's name of the data type; options: more
+    folder: the model in Hugging Face format; dtype: vLLM's name of the data type; options: further
     options of vLLM, which override the defaults. Raises RolloutError if `python` has no vLLM, or if
-    its vLLM would answer with other log-probs than training computes. Raises ConfigError if the
-    folder's model is not supported.
+    its vLLM would answer with log-probs that differ from those of training. Raises ConfigError if
+    the folder's model is not supported.
     """
     shape, on_cpu = shape_of(preset_of_folder(str(folder))), device_of(python) == "cpu"
     if on_cpu and (wrong := _wrong_on_cpus(folder, shape, dtype)):
@@ -109,7 +109,8 @@ _ON_CPUS += ("enable_prefix_caching", "attention_backend", "compilation_config")
 
 
 def _wrong_on_cpus(folder: Path, shape: ModelShape, dtype: str) -> str:
-    """Return why servers on CPUs would answer with wrong log-probs; empty if they would not."""
+    """Return why servers on CPUs would answer with wrong log-probs. Returns an empty text if the
+    log-probs would be right."""
     family = family_of(config_of_weights(str(folder), None) or {})
     if family.no_cpu_servers:
         return f"vLLM's servers for CPUs {family.no_cpu_servers}"
@@ -132,8 +133,8 @@ async def serve(
 ) -> None:
     """Run a server until `ended` is set. When it is ready, print the settings for a run.
 
-    scores: the command is that of `reward_server_command`. Raises RolloutError if the server ends
-    by itself.
+    scores: whether the command comes from `reward_server_command`. Raises RolloutError if the
+    server ends by itself.
     """
     process = ServerProcess(words, environ, None, host, port)
     try:
@@ -148,7 +149,7 @@ async def serve(
                     is_ready = True
                     _tell_ready(process.url, environ[TOKEN_VARIABLE], scores)
                 await asyncio.sleep(_LOOK_SECONDS)
-    except ServerGone as error:  # another program has its port
+    except ServerGone as error:  # another program listens on its port
         raise RolloutError(str(error)) from error
     finally:
         await process.end()

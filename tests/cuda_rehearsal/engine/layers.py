@@ -23,8 +23,8 @@ from tests.cuda_rehearsal.engine.precision import (
 
 
 class TransformerEngineBaseModule(torch.nn.Module):
-    """The common base of all modules. It has the place for FP8's scales, and the extra state of
-    checkpoints."""
+    """The common base of all modules. It has the attributes for FP8's scales, and the method for
+    the extra state of checkpoints."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,8 @@ class TransformerEngineBaseModule(torch.nn.Module):
         assert state is None or not state.numel()
 
     def backward_dw(self) -> None:
-        # Only Megatron-Core's delay_wgrad_compute needs this, which no run of the package sets.
+        # Only Megatron-Core's delay_wgrad_compute needs this method. No run of the package sets
+        # this option.
         raise NotImplementedError("delay_wgrad_compute")
 
     def _add(
@@ -73,7 +74,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """A matrix product of operands that are rounded to FP8, forward and backward."""
+    """A matrix product. In the forward and the backward pass its operands are rounded to FP8."""
 
     @staticmethod
     def forward(ctx: Any, inp: Tensor, weight: Tensor, module: Any, gemm: int) -> Tensor:

@@ -72,7 +72,7 @@ def test_branches_are_known_by_their_sequence() -> None:
 
 
 def test_sequences_are_numbered_by_their_sample_index() -> None:
-    samples = [11, 4, 90, 7, 5]  # their numbers in the step: 3, 0, 4, 2, 1
+    samples = [11, 4, 90, 7, 5]
     numbers = [3, 0, 4, 2, 1]
     batch = make_batch(samples)
     rewards = [10.0, 20.0, 30.0, 40.0, 50.0]
@@ -111,7 +111,8 @@ class Operators(TorchDispatchMode):
 
 
 def test_the_number_of_operations_does_not_grow_with_the_sequences() -> None:
-    """A step of a large run has 65,536 sequences. One operation for each would take seconds."""
+    """A step of a large run has 65,536 sequences. One operation for each sequence would take
+    seconds."""
     counts = []
     for size in (8, 512):
         ones = torch.ones(size, dtype=torch.long)

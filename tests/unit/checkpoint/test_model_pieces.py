@@ -1,4 +1,5 @@
-"""A rank's parameters as boxes of global tensors, however an optimizer cuts them."""
+"""The parameters of a rank as boxes of global tensors, for any way in which an optimizer cuts
+them."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from gspo_megatron.checkpoint.model_pieces import ModelPiece, _piece, boxes
 
 
 def place_all(piece: ModelPiece, flat: Tensor, cuts: list[int]) -> Tensor:
-    """Assemble the global tensor from ranges of `flat`. Each element must come once."""
+    """Assemble the global tensor from ranges of `flat`. Each element must be in exactly one
+    range."""
     whole = torch.full(piece.global_shape, -1, dtype=flat.dtype)
     for first, last in zip(cuts, cuts[1:]):
         for part in piece.range_of(flat[first:last], first, "key"):
@@ -24,8 +26,7 @@ def place_all(piece: ModelPiece, flat: Tensor, cuts: list[int]) -> Tensor:
 
 
 def test_expert_of_a_stack_that_axes_before_it_number() -> None:
-    """Experts of Transformer Engine and of Megatron-Core have their number on an additional first
-    axis."""
+    """In the global tensor, the number of an expert is an additional first axis."""
     parameter = torch.arange(6.0).view(2, 3)
     shard = ShardedTensor.from_rank_offsets(
         "experts.weight", parameter, (0, 3, 5), (1, 1, 2), replica_id=(0, 0, 7), prepend_axis_num=1
@@ -40,7 +41,7 @@ def test_expert_of_a_stack_that_axes_before_it_number() -> None:
 
 
 def test_half_of_a_parameter() -> None:
-    """Gate and up projection are together in one parameter, but separate in the global tensor."""
+    """Gate and up projection are one parameter of a rank, but two parts of the global tensor."""
     parameter = torch.arange(20.0).view(10, 2)
     gate, up = (
         _piece(ShardedTensor.from_rank_offsets("fc1", half, (0, 1 + 3 * number, 6)), parameter, 45)
@@ -80,7 +81,7 @@ def test_gated_experts_of_transformer_engine_lie_where_those_of_torch_native_do(
 def test_vocabulary_ends_where_the_tokenizer_does() -> None:
     parameter = torch.arange(16.0 * 2).view(16, 2)
     found = []
-    for rank in range(4):  # 45 of the 64 rows are tokens, the others are padding
+    for rank in range(4):  # 45 of the 64 rows belong to tokens, the rest is padding
         shard = ShardedTensor.from_rank_offsets("output_layer.weight", parameter, (0, rank, 4))
         piece = _piece(shard, parameter, vocab_size=45)
         assert piece.global_shape == (45, 2)
@@ -98,8 +99,8 @@ def test_copies_of_tensor_parallel_ranks_are_no_originals() -> None:
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (1, 4), (4, 1), (3, 2, 4), (2, 1, 3, 2)])
 def test_every_run_in_order(shape: tuple[int, ...]) -> None:
-    """A run here is a range of the flattened tensor. For every run of these shapes, the boxes hold
-    its elements in order."""
+    """A run is a range of the flattened tensor. For every run, the boxes together have the elements
+    of the run, in order."""
     count = math.prod(shape)
     whole = torch.arange(count).view(shape)
     for start in range(count + 1):

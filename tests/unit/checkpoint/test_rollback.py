@@ -38,8 +38,8 @@ def a_record(**changed: object) -> Rollbacks:
 def test_a_healthy_checkpoint_follows_the_run_however_few_are_kept(
     interval: int, keep_last: int
 ) -> None:
-    """The run is always healthy. At most two checkpoints are kept for a rollback. The newest one
-    that is surely healthy is at most two intervals and two windows old."""
+    """The run is always healthy. At most two checkpoints are kept for a rollback. The newest surely
+    healthy checkpoint is at most two intervals and two windows old."""
     kept: list[Position] = []
     for step in range(interval, 200, interval):
         kept.append(Position("rl", step))
@@ -72,7 +72,7 @@ def test_what_is_taken_back_is_no_checkpoint_at_once(tmp_path: Path) -> None:
     finish_rollback(tmp_path)
     record = read_rollbacks(tmp_path)
     assert record is not None and record.undone == []
-    # The run repeats these steps, and may save checkpoints of the same names.
+    # The run repeats these steps, and may save new checkpoints with the same names.
     (tmp_path / "rl_00000004").mkdir()
     finish_rollback(tmp_path)
     assert [position.name for position in positions(tmp_path)] == names[1::-1]
@@ -88,7 +88,8 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["", "{}", "[1]", '{"number": 1, "more": 2}'])
 def test_a_damaged_record_is_an_error(tmp_path: Path, content: str) -> None:
-    """Without the record, the run would resume from checkpoints of a collapse."""
+    """Without the record of rollbacks, the run would resume from a checkpoint of the collapsed
+    policy."""
     (tmp_path / "rl_00000002").mkdir()
     (tmp_path / ROLLBACKS_FILE).write_text(content)
     with pytest.raises(DataError, match="rollbacks.json: not the record of a run's rollbacks"):

@@ -1,4 +1,4 @@
-"""A small run's input files."""
+"""The input files of a small run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Command = Callable[..., tuple[object, str, str]]
 
 @pytest.fixture(autouse=True)
 def _environment_as_before() -> Iterator[None]:
-    """Restore the environment afterwards. A command sets torchrun's variables from those of
-    srun."""
+    """Restore the environment after a test. A command sets torchrun's variables from the variables
+    of srun."""
     with mock.patch.dict(os.environ):
         yield
 
@@ -50,7 +50,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def write_config(tmp_path: Path, tokenizer: Path) -> ConfigWriter:
-    """A function that writes config.yaml and the prompts that it names. Returns the file's path."""
+    """A function that writes config.yaml and the file of prompts that it names. The function
+    returns the path of config.yaml."""
 
     def write(prompts: tuple[str, ...] = ("abc", "hgfed")) -> Path:
         rows = [json.dumps({"prompt": text, "answer": text[::-1]}) for text in prompts]

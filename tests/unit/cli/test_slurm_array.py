@@ -1,5 +1,5 @@
-"""The arguments that `ablate --slurm` passes to sbatch. A stand-in for sbatch records them;
-tests/slurm uses the real program."""
+"""The arguments that `ablate --slurm` passes to sbatch. A stand-in for sbatch records these
+arguments; tests/slurm uses the real sbatch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ print(f"{{100 + len(lines)}};somewhere")
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
-    """Install the stand-in. Returns a function that lists the arguments of all its calls."""
+    """Install the stand-in. Returns a function that lists the arguments of all calls of the
+    stand-in."""
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "sbatch").write_text(_SBATCH)
@@ -57,7 +58,7 @@ def test_an_array_and_a_report_that_waits_for_it(tmp_path: Path, asked: Asked) -
     written = [(folder / str(n)).read_text().splitlines() for n in range(3)]
     assert written == runs
     *_, again = submit(tmp_path / "out", runs, ["c.yaml"], options, [4, 4, 4])
-    assert again != folder  # the tasks of the first array may still need their own files
+    assert again != folder  # tasks of the first array may still need their files
 
 
 @pytest.mark.parametrize("said", ["--account=lab -pgpu", "--account lab -p gpu", "-A lab -p gpu"])
@@ -87,7 +88,7 @@ def test_arms_of_different_sizes_are_refused(tmp_path: Path) -> None:
     [
         ("--refuse", "no such partition"),
         ("--comment='", "No closing quotation"),
-        # only the report is refused
+        # the stand-in refuses only the job of the report
         ("--partition=short", "as job 100: do not submit them again; --report-only"),
     ],
 )
@@ -104,7 +105,7 @@ def test_what_a_killed_submission_left_is_not_used(tmp_path: Path, asked: Asked)
     assert folder == tmp_path / ".slurm" / "2"
     assert all(str(left) not in " ".join(words) for words in asked())
     assert (folder / "0").read_text() == "new.yaml\n"
-    # the tasks of the old array may still be running
+    # The old file stays, because tasks of the old array may still be running.
     assert (left / "0").read_text() == "old.yaml\n"
 
 

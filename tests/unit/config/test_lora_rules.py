@@ -38,7 +38,7 @@ from tests.unit.hf.published import write_model
 def test_what_does_not_fit_is_told(overrides: list[str], told: str) -> None:
     try:
         lines = problems_of(4, *overrides)
-    except ConfigError as error:  # the schema already refuses the value
+    except ConfigError as error:  # the schema refuses the value before the rules are used
         lines = error.problems
     assert any(told in line for line in lines), lines
 
@@ -46,7 +46,8 @@ def test_what_does_not_fit_is_told(overrides: list[str], told: str) -> None:
 def test_the_frozen_weights_of_a_run_are_not_random() -> None:
     lines = problems_of(1, "model.lora.rank=4", for_training=True)
     assert any("the frozen weights would be random" in line for line in lines)
-    assert not problems_of(1, "model.lora.rank=4")  # verify and estimates may have random weights
+    # `verify` and estimates work with random weights
+    assert not problems_of(1, "model.lora.rank=4")
 
 
 def test_other_targets_take_more_tensor_parallelism() -> None:

@@ -1,4 +1,4 @@
-"""Keys that were renamed. The old name still works, and warns once."""
+"""Keys that were renamed. The old name of a key still works, and gives a warning once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def test_the_new_names_are_keys_and_the_old_ones_are_not() -> None:
     for old, new in RENAMED.items():
         keys = keys_of(STAGES["rl"])
         assert new in keys and old not in keys
-        assert old.rpartition(".")[0] == new.rpartition(".")[0]  # in the same section
+        # old and new name are in the same section
+        assert old.rpartition(".")[0] == new.rpartition(".")[0]
 
 
 def test_a_file_with_old_names_is_read_and_warned_of_once(

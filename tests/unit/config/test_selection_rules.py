@@ -1,4 +1,4 @@
-"""Problems of data.selection: one line for each mistake."""
+"""Mistakes in data.selection. Each mistake gives one line of the error."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ def test_a_sound_section_has_no_problems() -> None:
         "correct_at=0.5",
     ]
     assert problems_of(1, BY, *(f"data.selection.{each}" for each in words)) == []
-    assert problems_of(1, "data.selection.correct_at=0.5") == []  # every run has these statistics
+    # every run has the statistics that this key concerns
+    assert problems_of(1, "data.selection.correct_at=0.5") == []
 
 
 def test_a_resumed_run_keeps_its_selection_and_a_phase_may_change_it() -> None:
@@ -96,7 +97,7 @@ def test_a_resumed_run_keeps_its_selection_and_a_phase_may_change_it() -> None:
     changes = find_changes(config_with().model_dump(), config, {})
     assert changes.refused == ["data.selection.by = 'pass_rate': was 'uniform'"]
     assert find_changes(config_with().model_dump(), config, {}, change=True).refused == []
-    # from a version without the section
+    # a configuration from a version without this section
     before = config.model_dump()
     del before["data"]["selection"]
     assert find_changes(before, config_with(), {}).refused == []

@@ -1,5 +1,5 @@
-"""Control tokens that are spelled in the data remain text, whatever the chat template does with the
-data."""
+"""Text in the data that spells a control token remains text, whatever the chat template does with
+the data."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def controls(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 
 
 def is_refused(tokenizer: Tokenizer, messages: Sequence[Message]) -> bool:
-    """Whether the template, like gpt-oss's, refuses messages with its marks."""
+    """Whether the template refuses messages that contain its marks, as gpt-oss's template does."""
     is_wrong = "<|channel|>analysis<|message|>" in messages[1]["content"]
     if is_wrong and "channel tags" in (tokenizer.chat_template or ""):
         assert "channel tags" in str(refusal(tokenizer.render, messages))
@@ -150,7 +150,7 @@ def test_tools_calls_and_names_are_data_too(tmp_path: Path) -> None:
         assert part in tokenizer._tokenizer.decode(quoted)  # type: ignore[union-attr]
 
 
-# Changes of the data that make templates turn a part of it into a mark.
+# Templates that change the data in such a way that a part of it becomes a mark.
 FORMS_MARKS = {
     "the middle is dropped": (
         "{{- '<s>' ~ messages[0]['content'].split('<think>')[0] "
@@ -219,8 +219,8 @@ def test_only_control_tokens_are_looked_for_in_the_data(
 )
 @pytest.mark.parametrize("written", ["", "ab", "｜", "\U000f0042", "\ud800"])
 def test_exchanged_letters_come_back(data: str, written: str) -> None:
-    """Letters of the data are exchanged before rendering. All of them come back, and the template's
-    own text is unchanged."""
+    """Letters of the data are exchanged before rendering. After rendering, all letters are
+    exchanged back, and the template's own text is unchanged."""
     exchange = _Exchange({*data, *written})
     strange = exchange.strange(data)
     assert len(strange) == len(data)
@@ -235,8 +235,8 @@ def test_exchanged_letters_come_back(data: str, written: str) -> None:
 
 
 def test_long_texts_are_exchanged_by_codecs() -> None:
-    """Codecs are many times faster than `str.translate`, which took most of the time of
-    rendering."""
+    """Codecs are many times faster than `str.translate`, which took most of the time of rendering
+    before."""
     text = "The quick brown fox " * 9000
     exchange = _Exchange(set(text))
     strange, table = exchange.strange(text), str.maketrans(dict.fromkeys(text, "\U000f0000"))
@@ -255,7 +255,7 @@ def load(folder: Path, schema: type, **data: object) -> Any:
 
 
 def test_messages_that_spell_control_tokens_need_no_advice(tmp_path: Path) -> None:
-    """Conversations in prompts or examples get no warning, also if other rows are plain texts."""
+    """Conversations in prompts or examples give no warning, even if some rows are plain texts."""
     folder = byte_level(tmp_path / "t", TEMPLATES["chatml"], eos_token="<|im_end|>")
     said = {"role": "user", "content": "<s>what is <|im_start|>?"}
     answer = {"role": "assistant", "content": "<|im_start|> opens a turn"}
@@ -318,7 +318,7 @@ def test_plain_text_never_spells_a_control_token(tmp_path: Path) -> None:
     for ids in (tokenizer.encode(text), *tokenizer.encode_all([text, "b"])[:1]):
         assert controls(tokenizer, ids) == []
         assert tokenizer.decode(ids) == text
-    # words that are tokens but not control tokens are still found
+    # A word that is a token but not a control token is still encoded as this token.
     assert tokenizer.encode("<think>") == [tokenizer.symbol_id("<think>")]
 
 
@@ -341,7 +341,7 @@ def test_both_forms_of_a_sentencepiece_model_keep_quotations(tmp_path: Path, kin
         for name in tokenizer.controls.ids:
             text = f"ka {name}{name} lo"
             ids = encoded(tokenizer, chat(text, text, text))
-            # text of unknown characters has the unknown token
+            # The unknown token is allowed, because unknown characters become this token.
             found = [each for each in controls(tokenizer, ids) if each != "<unk>"]
             assert found == known
             found = controls(tokenizer, tokenizer.encode(text))
@@ -349,8 +349,8 @@ def test_both_forms_of_a_sentencepiece_model_keep_quotations(tmp_path: Path, kin
 
 
 def test_other_spellings_of_a_mark_stay_text(tmp_path: Path) -> None:
-    """This tokenizer also finds its special tokens in lower case, and includes the spaces around
-    them."""
+    """The tokenizer of this test ignores the case of its special tokens, and includes the spaces
+    around them."""
     letters = sorted({*pre_tokenizers.ByteLevel.alphabet()})
     library = Library(models.BPE(vocab={c: n for n, c in enumerate(letters)}, merges=[]))
     library.normalizer, library.decoder = normalizers.Lowercase(), decoders.ByteLevel()
@@ -372,8 +372,8 @@ def test_other_spellings_of_a_mark_stay_text(tmp_path: Path) -> None:
 
 
 def metaspace(folder: Path, scheme: str) -> Path:
-    """A tokenizer like Llama 2's. It adds a space before the first text, or before each text. Its
-    special tokens are also pieces of the model."""
+    """A tokenizer like that of Llama 2. Depending on `scheme`, it adds a space before the first
+    text, before each text, or never. Its special tokens are also pieces of its model."""
     pieces = ["<unk>", "<s>", "</s>", "▁", *"abcdefgh</>s", "|"]
     vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
     library = Library(models.Unigram([(piece, 0.0) for piece in vocabulary], 0, False))

@@ -1,4 +1,4 @@
-"""data.selection: the prompts that it takes, and the statistics that it keeps about them."""
+"""data.selection: the prompts that it chooses, and the statistics that it keeps about prompts."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def record(step: int, row: int, solved: int, responses: int = RESPONSES) -> dict
 
 def outcome(step: int, row: int) -> int:
     """The number of solved responses to a prompt. A third of the prompts are never solved, a third
-    always, and a third sometimes."""
+    are always solved, and a third are sometimes solved."""
     return (0, RESPONSES, 1 + (step + row) % (RESPONSES - 1))[row % 3]
 
 
 class Run:
-    """Draws prompts and records results as a run does. With `before`, it resumes that run after
-    step `done`."""
+    """Draws prompts and records results as a run does. With `before`, it resumes the run `before`
+    after step `done`."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ def test_a_prompt_is_known_by_its_contents() -> None:
 
 def test_the_figures_of_a_prompt() -> None:
     drawn = [record(1, 0, 2), record(3, 0, 8), record(4, 0, 8), record(4, 1, 0)]
-    # the reward failed for all of its responses
+    # The reward failed for all responses of this group.
     drawn += [{**record(9, 0, 0, responses=0), "length": 8.0}]
     known = figures_of(drawn)
     assert known.keys() == {NAMES[0], NAMES[1]}
@@ -117,14 +117,15 @@ def test_each_prompt_is_drawn_once_before_any_is_chosen_by_its_rate() -> None:
 def test_later_only_those_in_the_band_the_longest_not_drawn_first() -> None:
     run = Run(30, floor=0.0)
     later = [row for step in range(9, 31) for row in run.rows[step]]
-    assert {row % 3 for row in later} == {2}  # the prompts in the band, ten of them
-    # A prompt comes again only after the other nine, that is, not in the next step of four.
+    assert {row % 3 for row in later} == {2}  # only the ten prompts in the band are drawn
+    # A prompt comes again only after the other nine prompts of the band. So two neighbouring steps
+    # of four prompts have no prompt in common.
     assert all(len({*run.rows[step], *run.rows[step + 1]}) == 8 for step in range(10, 30))
     assert not any(run.explored.values())
 
 
 def test_the_band_has_both_its_bounds() -> None:
-    """A prompt is in the band, too, if its last pass rate is exactly one of the bounds."""
+    """A prompt whose last pass rate is exactly one of the bounds is in the band, too."""
     known = [record(1, row, min(row, RESPONSES)) for row in range(SIZE)]
     for low, high, wanted in ((0.25, 0.5, {2, 3, 4}), (0.0, 0.25, {0, 1, 2})):
         values = section(low=low, high=high, floor=0.0)
@@ -138,10 +139,11 @@ def test_the_floor_is_the_share_of_prompts_chosen_at_random() -> None:
     explored = [row for step in range(9, 401) for row in run.explored[step]]
     assert len(explored) == pytest.approx(0.3 * 392 * STEP_SIZE, abs=1)
     counts = [sum(row % 3 == kind for row in explored) for kind in range(3)]
-    assert min(counts) > 100  # the mean is about 157: the three kinds are equally frequent
+    assert min(counts) > 100  # the mean is about 157, because the three kinds are equally frequent
     others = [row for step in range(50, 401) for row in run.rows[step]]
     outside = sum(row % 3 != 2 for row in others) / len(others)
-    assert outside == pytest.approx(0.2, abs=0.05)  # two thirds of the floor of 0.3
+    # two thirds of the floor of 0.3 are outside of the band
+    assert outside == pytest.approx(0.2, abs=0.05)
     assert {len({*rows}) for rows in run.rows.values()} == {STEP_SIZE}
     # With a floor of 1, all prompts are drawn equally often.
     every = Run(300, floor=1.0)
@@ -172,7 +174,7 @@ def test_prompts_out_of_the_band_fill_up_a_step_and_then_retired_ones() -> None:
     selection = PromptSelection(NAMES[:10], values, STEP_SIZE, seed=1, step=2, records=known)
     rows = selection.next()
     assert rows[0] == 7 and len({*rows}) == STEP_SIZE
-    # a file smaller than a step is read several times
+    # If a file has fewer prompts than a step, it is read several times.
     small = PromptSelection(NAMES[:3], values, 7, seed=1)
     rows = small.next()
     assert {*rows} == {0, 1, 2} and len(rows) == 7
@@ -189,7 +191,8 @@ def test_a_resumed_run_draws_the_same(staleness: int, refills: int) -> None:
 
 
 def test_a_run_that_is_prolonged_draws_as_one_that_was_long_from_the_start() -> None:
-    """Near its end, the shorter run requested fewer prompts ahead than the longer one."""
+    """Near its end, the shorter run requested fewer prompts ahead than the longer run did at these
+    steps."""
     whole, shorter = Run(30, 2, floor=0.3), Run(17, 2, floor=0.3)
     assert shorter.rows == {step: whole.rows[step] for step in range(1, 18)}
     longer = Run(30, 2, floor=0.3, done=17, before=shorter)
@@ -198,7 +201,7 @@ def test_a_run_that_is_prolonged_draws_as_one_that_was_long_from_the_start() -> 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_a_draw_does_not_know_what_may_not_be_there_yet(staleness: int) -> None:
-    """A request may begin before a step has ended. If so, a change of that step's rewards must not
+    """If a request may begin before a step has ended, then a change of the step's rewards must not
     change the request."""
     whole = Run(30, staleness, floor=0.0)
     other = Run(14, staleness, floor=0.0)
@@ -209,7 +212,8 @@ def test_a_draw_does_not_know_what_may_not_be_there_yet(staleness: int) -> None:
     changed.load_state_dict(other.states[14])
     drawn = changed.peek(staleness + 1)
     assert drawn[:-1] == [whole.rows[step] for step in range(15, 15 + staleness)]
-    # The requests differ, because each knows later ages and rates of the prompts.
+    # The requests differ, because each request knows the results of one more step than the request
+    # before it.
     assert len({*map(tuple, drawn)}) == staleness + 1
 
 
@@ -234,7 +238,7 @@ def test_statistics_stay_when_files_grow() -> None:
         names, section(floor=0.0), STEP_SIZE, 5, step=21, records=before.records
     )
     rows = grown.next()
-    assert {0, 1} <= {*rows}  # new prompts come first
+    assert {0, 1} <= {*rows}  # the two new prompts come first
     assert {int(names[row].split()[1]) % 3 for row in rows if row > 1} == {2}
     assert grown.metrics()["selection/band"] == 10
 

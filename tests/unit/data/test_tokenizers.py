@@ -38,7 +38,7 @@ def test_every_character_of_the_toy_alphabet_is_one_token(toy_model: Path) -> No
     assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.bos_id) == (1, 2, None)
     assert tokenizer.vocab_size == VOCAB_SIZE == 48
     assert tokenizer.name == str(toy_model)
-    # Encoding and decoding give the same text, with spaces anywhere.
+    # Encoding and decoding give back the same text, also with spaces at any place.
     generator = random.Random(7)
     texts = ["", " ", "  ab  c ", "37+45=", "cabd>", " a", "a "]
     texts += ["".join(generator.choices(CHARACTERS + "    ", k=n)) for n in range(1, 60)]
@@ -46,10 +46,10 @@ def test_every_character_of_the_toy_alphabet_is_one_token(toy_model: Path) -> No
         ids = tokenizer.encode(text)
         assert len(ids) == len(text)
         assert tokenizer.decode(ids) == text
-        # Encoding character by character gives the same ids: no prefix is added, and nothing is
-        # merged.
+        # Encoding character by character gives the same ids, because no prefix is added and no
+        # characters are merged.
         assert ids == [i for character in text for i in tokenizer.encode(character)]
-    # Special ids and unknown ids decode to nothing.
+    # Special ids and unknown ids decode to an empty text.
     a, size = tokenizer.encode("a")[0], tokenizer.vocab_size
     assert tokenizer.decode([a, tokenizer.eos_id, tokenizer.pad_id, size, a, size + 7]) == "aa"
 
@@ -130,7 +130,7 @@ def test_folder_encodes_without_special_tokens_and_round_trips(
     assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.bos_id) == (3, 2, None)
     assert tokenizer.vocab_size == max(max(ids) + 1, 33) == 33
     captured = capfd.readouterr()
-    # transformers prints no warning about a text longer than model_max_length
+    # transformers printed no warning, although the text was longer than model_max_length
     assert captured.out + captured.err == ""
 
 
@@ -164,7 +164,8 @@ THINKS = (
 
 
 def test_options_are_variables_of_the_template(tmp_path: Path) -> None:
-    """The options become variables of the template. The text is the same as from transformers."""
+    """The options become variables of the template. The rendered text is the same as with
+    transformers."""
     folder = build_folder(tmp_path / "hf", chat_template=THINKS)
     theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
     messages = [{"role": "user", "content": "ab"}, {"role": "user", "content": "cd"}]
@@ -274,7 +275,8 @@ def test_the_generation_config_names_further_end_tokens(
 
 
 def test_a_tokenizer_that_names_no_family_is_read_without_torch(tmp_path: Path) -> None:
-    """The class is the one that AutoTokenizer would choose, but AutoTokenizer imports torch."""
+    """The tokenizer has the class that AutoTokenizer would choose. AutoTokenizer itself would
+    import torch."""
     model = tokenizers.models.WordLevel({"<unk>": 0, "</s>": 1, "a": 2, "b": 3}, unk_token="<unk>")
     fast = tokenizers.Tokenizer(model)
     fast.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

@@ -16,7 +16,7 @@ from gspo_megatron.estimate.memory import RankMemory, by_component
 from gspo_megatron.estimate.model import global_parameters, rank_model, state_bytes
 from tests.unit.estimate.conftest import ConfigMaker
 
-# the counts that Qwen publishes
+# The numbers of parameters that Qwen publishes.
 PUBLISHED = {"qwen3-30b-a3b": 30_532_122_624, "qwen3-235b-a22b": 235_093_634_560}
 SPLIT_EVENLY = {
     "account_for_embedding_in_pipeline_split": True,
@@ -47,7 +47,8 @@ def estimate(config: Config, world_size: int) -> LayoutEstimate:
     [
         pytest.param("qwen3-30b-a3b", "tp=2,pp=2,ep=8", 32, marks=pytest.mark.full),
         pytest.param("qwen3-30b-a3b", "tp=4,ep=16,cp=2,etp=2", 64, marks=pytest.mark.full),
-        # tests/unit/cli/test_check_estimate.py counts the parameters of the example, too
+        # This case is slow. tests/unit/cli/test_check_estimate.py also counts the parameters of
+        # this model.
         pytest.param("qwen3-235b-a22b", "tp=4,pp=8,ep=8", 256, marks=pytest.mark.full),
         ("qwen3-235b-a22b", "tp=4,pp=8,ep=16,cp=2,vpp=2", 1024),
     ],
@@ -67,8 +68,8 @@ def test_large_layouts_in_seconds_with_every_parameter_counted_once(
 
 
 def test_every_rank_of_a_layout_together_holds_the_model(make_config: ConfigMaker) -> None:
-    """Each parameter counts once, although several ranks hold a copy. The expected number is that
-    of the model on one rank."""
+    """Each parameter counts once, even if several ranks hold a copy. The expected number is the
+    number of parameters of the model on one rank."""
     megatron = {"moe_layer_freq": [0, 1, 1, 1]}
     model_section = {"tie_embeddings": True, "vocab_size": 45, "megatron": megatron}
     config = make_config("tiny", "tp=2,pp=2,ep=2,cp=2", model=dict(model_section))
@@ -76,7 +77,7 @@ def test_every_rank_of_a_layout_together_holds_the_model(make_config: ConfigMake
     parallel = resolve_parallel(config, 16)
     alone = make_config("tiny", "tp=1", model=dict(model_section))
     with rank_model(alone, resolve_parallel(alone, 1), 0, 45) as model:
-        padding = 3 * 64  # 45 tokens in 48 rows
+        padding = 3 * 64  # 45 tokens have 48 rows of 64 elements
         whole = sum(p.numel() for p in model.policy.models[0].parameters()) - padding
     found = 0
     for stage in range(2):
@@ -102,8 +103,8 @@ def test_a_reference_policy_is_a_second_copy_of_the_weights(make_config: ConfigM
 
 
 def test_experts_are_sharded_over_their_own_data_parallel_ranks(make_config: ConfigMaker) -> None:
-    """The optimizer has 12 bytes for each weight. They are divided by dp, for experts by dp /
-    ep."""
+    """The optimizer has 12 bytes for each weight. These are sharded over dp ranks, but for experts
+    only over dp / ep ranks."""
     config = make_config("tiny", "ep=4,dp=8", model={"vocab_size": 99})
     with rank_model(config, resolve_parallel(config, 8), 0, 99) as model:
         state = state_bytes(model)
@@ -135,8 +136,8 @@ def test_routes_take_a_byte_a_layer_and_expert(make_config: ConfigMaker) -> None
 
 HIDDEN, HEADS, GROUPS, CHANNELS, FFN, LAYERS = 64, 4, 2, 16, 64, 4
 TP, EP = 2, 2
-# The weights of a tensor-parallel and expert-parallel rank: qkv and output projection are split
-# over tp, the experts' gate, up and down projections over ep.
+# The number of weights of a rank: qkv and output projection are split over tp; the experts' gate,
+# up and down projections are split over ep.
 FP8_WEIGHTS = LAYERS * (
     HIDDEN * CHANNELS * (2 * HEADS + 2 * GROUPS) // TP + 8 // EP * 3 * HIDDEN * FFN
 )
@@ -149,7 +150,7 @@ def worst_rank(make_config: ConfigMaker, precision: str, **megatron: object) -> 
         model={"vocab_size": 99, "megatron": megatron},
         training={"precision": precision},
     )
-    # The configuration is not checked, because this machine has no FP8.
+    # The configuration is not checked, because the check would fail on a machine without FP8.
     return estimate_layout(config, 2, 99).worst
 
 
@@ -167,9 +168,9 @@ def test_fp8_adds_two_copies_of_the_weights_and_nothing_else(
 @pytest.mark.parametrize(
     ("megatron", "copies"),
     [
-        # the transposed copies are computed anew for each use
+        # The transposed copies are not kept. They are computed again for each use.
         ({"disable_parameter_transpose_cache": True}, 0),
-        # The model can be built with fields that only FP8 reads.
+        # This case shows that the model can be built with fields that only FP8 reads.
         ({"moe_router_padding_for_quantization": True, "fp8_margin": 1}, 2 * FP8_WEIGHTS),
     ],
 )

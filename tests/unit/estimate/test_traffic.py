@@ -43,7 +43,7 @@ DELTA_NETS = {
 def test_all_to_alls_of_the_experts(make_config: ConfigMaker) -> None:
     """Tokens go to the experts and back, in the forward and in the backward pass. The router's
     weights (fp32) go with them. A rank has 32 sequences in 8 micro-batches. The last 3 of 4
-    mini-batches have a further forward pass."""
+    mini-batches have one more forward pass."""
     traffic, found = sent(make_config("tiny", "ep=4,dp=4", **STEP), 4)
     assert found.work.micro_batches_per_step == 8
     rows = TOKENS * TOPK
@@ -64,10 +64,11 @@ def test_hidden_states_between_stages(make_config: ConfigMaker) -> None:
 
 
 def test_gradients_and_weights_over_data_parallel_ranks(make_config: ConfigMaker) -> None:
-    """Each element sends 4 bytes of gradient and 2 bytes of weight in an update. Half of the
-    elements go to the other rank."""
+    """In an update, 4 bytes of gradient and 2 bytes of weight are communicated for each element. A
+    rank sends the other rank half of the elements."""
     traffic, found = sent(make_config("tiny", "dp=2", **STEP), 2)
-    elements = found.parameters.total() + (112 - 99) * 2 * HIDDEN  # the padded vocabulary
+    # the padding of the vocabulary also counts
+    elements = found.parameters.total() + (112 - 99) * 2 * HIDDEN
     both = traffic["dp"] + traffic["edp"]
     assert both == pytest.approx(4 * elements * 6 / 2, rel=0.01)
 
@@ -76,8 +77,8 @@ def test_recomputation_sends_again(make_config: ConfigMaker) -> None:
     plain, _ = sent(make_config("tiny", "ep=2,dp=2", **STEP), 2)
     again = STEP | {"training": STEP["training"] | {"recompute": "full"}}
     full, _ = sent(make_config("tiny", "ep=2,dp=2", **again), 2)
-    # With recomputation a mini-batch has 3 passes in place of 2. For 3 of the 4 mini-batches there
-    # is one more pass before, with and without it.
+    # With recomputation, an update has 3 passes instead of 2. With and without recomputation, 3 of
+    # the 4 mini-batches have one more pass before the update.
     assert full["ep"] / plain["ep"] == pytest.approx(3.75 / 2.75, rel=0.01)
 
 

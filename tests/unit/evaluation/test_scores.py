@@ -59,7 +59,7 @@ def test_pass_at_k_refuses_impossible_counts(given: tuple[int, int, int]) -> Non
 
 def test_majority_is_the_mean_over_all_ways_to_break_ties() -> None:
     """The test takes every list of 5 responses, each with the answer a (right), b, c or none.
-    Equally frequent answers are equally likely to win."""
+    If several answers are most frequent, each of them is equally likely to win."""
     for given in itertools.product("abc-", repeat=5):
         counts = Counter(answer for answer in given if answer != "-")
         top = [a for a in counts if counts[a] == max(counts.values())]
@@ -71,8 +71,8 @@ def test_majority_is_the_mean_over_all_ways_to_break_ties() -> None:
 
 
 def test_the_interval_has_the_quantiles_of_the_exact_bootstrap_distribution() -> None:
-    """If each problem is right or wrong, the number of right ones among resampled problems is
-    binomial."""
+    """If each problem is either right or wrong, the number of right problems among resampled
+    problems has a binomial distribution."""
     for problems, right in ((30, 9), (100, 50), (500, 480)):
         low, high = bootstrap_interval([1.0] * right + [0.0] * (problems - right))
         exact = stats.binom.ppf([0.025, 0.975], problems, right / problems) / problems
@@ -100,7 +100,7 @@ def test_the_interval_of_equal_problems_is_a_point_and_the_same_every_time() -> 
 def test_figures_of_two_problems_by_hand() -> None:
     found = suite_figures([answers("1100", "aabc", 10), answers("0001", "xx-y", 20)], samples=4)
     assert found["mean"] == found["pass_at_1"] == pytest.approx((2 / 4 + 1 / 4) / 2)
-    # two of four are right: 1 − 1/6; one of four: 1 − 3/6
+    # If two of four responses are right, pass@2 is 1 − 1/6. If one of four is right, it is 1 − 3/6.
     assert found["pass_at_2"] == pytest.approx((5 / 6 + 3 / 6) / 2)
     assert found["pass_at_4"] == 1.0
     assert found["maj_at_4"] == pytest.approx((1 + 0) / 2)
@@ -122,7 +122,7 @@ def test_a_failed_reward_may_count_as_wrong() -> None:
     assert found["problems"] == 3 and found["failed"] == 3 and found["left_out"] == 0
     assert found["mean"] == found["pass_at_1"] == pytest.approx((1 + 0.5 + 0) / 3)
     assert found["pass_at_2"] == pytest.approx(2 / 3)
-    # the answers "b" and "c" belong to failed rewards and have no vote
+    # The answers "b" and "c" belong to responses whose rewards failed, so they have no vote.
     assert found["maj_at_2"] == pytest.approx(2 / 3)
     with pytest.raises(ValueError, match="no problem has 2 responses"):
         suite_figures([answers("nn")], samples=2, failed_is_wrong=True)
@@ -135,7 +135,7 @@ def test_the_line_of_a_suite_says_what_failed_and_what_became_of_it() -> None:
     wrong = suite_text(suite_figures(problems, samples=2, failed_is_wrong=True))
     assert wrong.endswith("3 calls of the reward failed: counted as wrong")
     assert "failed" not in suite_text(suite_figures([answers("10")], samples=2))
-    # an earlier version wrote only this metric
+    # An earlier version wrote only this metric of failed calls.
     assert failed_text({"failed": 3.0}) == "3 calls of the reward failed"
 
 
@@ -156,7 +156,8 @@ def test_partial_rewards_have_a_mean_that_is_not_their_accuracy() -> None:
 
 
 def test_problems_of_one_mean_have_no_interval() -> None:
-    """If nothing is right in three problems, other problems may still have right responses."""
+    """If all problems have the same mean, the bootstrap would give an interval of width 0. But
+    other problems may have other means."""
     assert suite_text(suite_figures([answers("00")] * 3, samples=2)).startswith(
         "mean@2 0.000, pass"
     )

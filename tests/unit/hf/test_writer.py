@@ -63,7 +63,7 @@ def test_written_folders_are_read_by_safetensors(tmp_path: Path, limit: int, fil
 
 @pytest.mark.parametrize("shape", [(23, 6), (30,), (5, 6, 4), (4, 1, 6)], ids=str)
 def test_blocks_in_any_order(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    """The blocks form a grid of whole rows and parts of rows."""
+    """The blocks form a grid over all axes, so most blocks have only parts of rows."""
     tensors = {"w": noise(torch.bfloat16, *shape), "next": noise(torch.float32, 3)}
     edges = [[0, extent // 2, extent] for extent in shape]
     ranges = [[slice(a, b) for a, b in zip(each, each[1:])] for each in edges]
@@ -93,7 +93,7 @@ def test_what_is_not_published_leaves_nothing(tmp_path: Path) -> None:
 def test_what_a_killed_writer_left_is_replaced(tmp_path: Path) -> None:
     (tmp_path / PARTIAL).mkdir()
     (tmp_path / PARTIAL / "model-00001-of-00009.safetensors").write_text("half")
-    (tmp_path / "new").mkdir()  # empty
+    (tmp_path / "new").mkdir()
     tensor = noise(torch.float32, 3)
     with HfWriter(tmp_path / "new", {"w": tensor}) as writer:
         writer.write("w", tensor)
@@ -136,7 +136,7 @@ def test_only_a_durable_folder_waits_for_the_disk(
 def test_a_large_file_goes_to_the_disk_while_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The data must not fill the page cache; see `files.settle`."""
+    """The written data must not fill the page cache; see `files.settle`."""
     settled: list[int] = []
     monkeypatch.setattr("gspo_megatron.hf.writer.SETTLED", 1000)
     monkeypatch.setattr(os, "posix_fadvise", lambda number, *_: settled.append(number))
@@ -181,8 +181,8 @@ def test_a_tensor_that_was_never_written(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_overwritten_by_the_next_version(tmp_path: Path) -> None:
-    """The next version uses the same memory under another name. Nobody can read it before it is
-    complete."""
+    """The next version reuses the files of the older version under a new name. Nobody can read the
+    next version before it is complete."""
     for version, seed in enumerate((1, 2)):
         tensors = {f"w{n}": noise(torch.float32, 5, 3, seed=seed + n) for n in range(4)}
         older, path = tmp_path / f"version_{version - 1}", tmp_path / f"version_{version}"

@@ -1,5 +1,5 @@
-"""Initial weights: each is a piece of a global tensor, and its values depend only on seed and
-name."""
+"""Initial weights. Each weight is a piece of a global tensor, whose values depend only on the seed
+and the tensor's name."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def test_names_number_layers_and_experts() -> None:
     stacked = [shard for shard in shards_of(policy_of("experts")) if "experts.weight" in shard.name]
     assert len({shard.name for shard in stacked}) == len(stacked) == 2 * 2 * 8  # layers x experts
     shapes = {tuple(shard.data.shape) for shard in stacked}
-    assert shapes == {(2, 64, 64), (64, 64)}  # gate and up together, and down
+    # the shapes of gate and up projection together, and of the down projection
+    assert shapes == {(2, 64, 64), (64, 64)}
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -77,7 +78,7 @@ def test_the_same_seed_gives_the_same_weights_whatever_ran_before(name: str) -> 
     other_seed = values_of(policy_of(name, seed=2))
     assert first.keys() == second.keys() == other_seed.keys()
     for key, value in first.items():
-        # A part that is never written is NaN, which equals nothing.
+        # An element that is never written is NaN, so the comparison would fail.
         assert torch.equal(value, second[key]), key
         if value.dim() >= 2:
             assert not torch.isclose(value[:VOCABULARY], other_seed[key][:VOCABULARY]).any(1).all()
@@ -89,7 +90,7 @@ def test_weights_do_not_depend_on_what_else_is_in_the_model() -> None:
     dense = values_of(policy_of("some dense layers"))
     compared = 0
     for name, value in small.items():
-        # The initial values of these two depend on the number of layers.
+        # The initial values of these two kinds of weights depend on the number of layers.
         if "linear_proj" not in name and "weight2" not in name:
             assert torch.equal(value, deep[name]), name
         if name in dense:
@@ -113,7 +114,7 @@ def test_spread_is_that_of_the_configuration() -> None:
         residual = "linear_proj" in name or "weight2" in name
         # the factor is 1 / sqrt(2 * layers)
         expected = 0.05 / math.sqrt(2 * 2) if residual else 0.05
-        # five standard errors of a standard deviation of n samples
+        # five times the standard error of the standard deviation of n samples
         error = 5.0 / math.sqrt(2 * value.numel())
         assert float(value.std()) == pytest.approx(expected, rel=error), name
 

@@ -1,10 +1,10 @@
-"""The policy compared with transformers' Qwen MoE models that have the same weights.
+"""The policy, compared with transformers' Qwen MoE models that have the same weights.
 
 The package packs ragged sequences into one micro-batch and uses Megatron's schedule. transformers
 computes one sequence at a time. The tests compare the log-probs of responses, the entropies over
 the vocabulary, and the gradient of a weighted sum of the log-probs for every parameter.
 
-This file has its own map of the weights on purpose, so that the two sides share no code.
+This file has its own map of the weights, so that the two sides share no code.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from tests.unit.models.one_rank import PAD, micro_batch, random_sequences, tiny_
 
 VOCABULARY_MULTIPLE = 16
 
-# All sizes that a wrong map could confuse differ. The sizes of the experts' matrices are multiples
-# of 4, so that torch uses its grouped matmul in float32. Epsilon is large enough to matter.
+# Sizes that a wrong map could confuse are all different. The sizes of the experts' matrices are
+# multiples of 4, so that torch uses its grouped matmul in float32. Epsilon is so large that a wrong
+# epsilon would change the results.
 SIZES: dict[str, Any] = {
     "vocab_size": 37,
     "hidden_size": 44,
@@ -88,11 +89,11 @@ def random_model(
 
 @dataclass
 class Outcome:
-    """A model's results for the tokens of all responses (flat), and the gradients of a weighted sum
-    of their log-probs."""
+    """The results of a model for the tokens of all responses (one after the other), and the
+    gradients of a weighted sum of their log-probs."""
 
-    logprobs: Tensor  # [responses]
-    entropies: Tensor  # [responses]
+    logprobs: Tensor  # [response tokens]
+    entropies: Tensor  # [response tokens]
     gradients: dict[str, Tensor]  # with our names and in our layout
 
 
@@ -104,8 +105,8 @@ def run_reference(
 ) -> tuple[Outcome, float]:
     """Run `model` on each (prompt, response) separately, without padding. `weights` is [responses].
 
-    Also returns how close the routers came to another choice: the smallest gap between the last
-    chosen logit and the first that was not chosen.
+    Also returns how close the routers came to another choice: the smallest gap between the lowest
+    logit of a chosen expert and the highest logit of an expert that was not chosen.
     """
     logprobs, entropies, gaps = [], [], []
     for prompt, response in sequences:
@@ -179,8 +180,8 @@ def _attention(layer: dict[str, Tensor], groups: int) -> dict[str, Tensor]:
 
 
 def _mlp(layer: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Take the MLP tensors out of `layer`, and return them in our layout. They belong to a dense
-    MLP, or to experts and possibly a shared expert."""
+    """Take the MLP tensors out of `layer`, and return them in our layout. These tensors belong to a
+    dense MLP, or to experts and possibly a shared expert."""
     if "mlp.gate.weight" not in layer:
         return _dense(layer, "mlp.", "mlp.")
     ours = {
@@ -204,7 +205,7 @@ def _dense(layer: dict[str, Tensor], theirs: str, ours: str) -> dict[str, Tensor
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-FIGURES = ("logprobs", "entropies")  # all other results that are compared are gradients
+FIGURES = ("logprobs", "entropies")  # every other result that is compared is a gradient
 LENGTHS = [(3, 5), (1, 1), (9, 2), (2, 17), (4, 1), (6, 8)]
 
 
@@ -223,7 +224,7 @@ class Case:
 class Run:
     seed: int
     temperature: float
-    padded: bool = False  # if True, a micro-batch has a row for each sequence
+    padded: bool = False  # if True, each sequence is a padded row of the micro-batch
 
     def __str__(self) -> str:
         layout = "padded" if self.padded else "packed"
@@ -262,7 +263,8 @@ CASES = {
 
 
 def policy_like(model: PreTrainedModel, case: Case, dtype: torch.dtype) -> Policy:
-    """Our policy with the weights of `model`. The vocabulary's padding is filled with ones."""
+    """Our policy with the weights of `model`. The padding rows of the vocabulary are filled with
+    ones."""
     policy = tiny_policy(
         SIZES["vocab_size"],
         training={"precision": "fp64" if dtype == torch.float64 else "fp32"},
@@ -325,7 +327,8 @@ def run_both(name: str, run: Run, dtype: torch.dtype) -> tuple[Outcome, Outcome]
         model = random_model(case.kind, run.seed, dtype, **kind)
         theirs, closest = run_reference(model, sequences, weights, run.temperature)
         ours = run_ours(policy_like(model, case, dtype), sequences, weights, run)
-    # With a near tie in a router, rounding could change its choice, and the results would differ.
+    # If two logits of a router were nearly equal, rounding could change the router's choice, and
+    # the results would differ.
     assert closest > 1e-4
     return ours, theirs
 
@@ -356,13 +359,14 @@ def assert_within(found: dict[str, float], figures: float, gradients: float) -> 
 def test_the_policy_is_the_model_of_transformers(name: str, run: Run) -> None:
     ours, theirs = run_both(name, run, torch.float64)
     assert ours.logprobs.dtype == torch.float64
-    # Only the order of additions differs: 2e-14 at worst.
+    # Only the order of additions differs, which gives 2e-14 at worst.
     assert_within(errors(ours, theirs), figures=1e-11, gradients=1e-11)
 
     ours_32, theirs_32 = run_both(name, run, torch.float32)
     assert ours_32.logprobs.dtype == torch.float32
-    # In float32, ours may be somewhat farther from the exact values than transformers, because the
-    # order of sums differs. In the worst case both are 1e-5 off, and ours is 1.5 times as far off.
+    # In float32, the policy's results may be somewhat farther from the exact values than those of
+    # transformers, because the order of sums differs. In the worst case the errors of both are
+    # about 1e-5, and the policy's error is 1.5 times as large.
     rounding = errors(theirs_32, theirs)
     assert_within(
         errors(ours_32, theirs),

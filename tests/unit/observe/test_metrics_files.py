@@ -42,7 +42,8 @@ def test_opening_cuts_in_every_place_leave_whole_records(tmp_path: Path) -> None
         with MetricsWriter(tmp_path) as writer:
             writer.write({"step": 9})
         steps = [record["step"] for record in read_metrics(tmp_path)]
-        # A line counts from its closing brace on, even without a line feed.
+        # If the file is cut behind the closing brace of a line, this line counts, even without its
+        # line feed.
         expected = [step for step, end in ((1, 21), (2, len(content) - 1)) if cut >= end]
         assert steps == [*expected, 9], cut
 
@@ -101,7 +102,7 @@ def test_a_damaged_file_is_not_truncated_and_can_still_be_written(tmp_path: Path
 
 @pytest.fixture
 def small_files() -> Iterator[None]:
-    """No file may grow beyond 100 bytes, as if the disk were full."""
+    """During the test no file may grow beyond 100 bytes, as if the disk were full."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
     yield
@@ -115,7 +116,7 @@ def test_a_full_disk_is_told_with_the_file_and_what_to_do(tmp_path: Path) -> Non
         writer.write({"step": 1})
         with pytest.raises(UserError, match=told):
             writer.write({"step": 2, "loss": [0.5] * 40})
-    # Closing writes nothing more. The next opening of the file drops the half line.
+    # Closing the file writes no more bytes. The next opening removes the incomplete line.
     assert (tmp_path / "metrics.jsonl").stat().st_size == 100
     MetricsWriter(tmp_path).close()
     assert read_metrics(tmp_path) == [{"step": 1}]
@@ -135,7 +136,7 @@ def test_a_full_disk_when_going_on_leaves_the_file_as_it_was(
 
 def test_what_the_disk_has_not_taken_is_told_when_it_is_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.symlink_to("/dev/null")  # accepts every byte, but cannot be synchronised
+    path.symlink_to("/dev/null")  # /dev/null accepts every byte, but cannot be synchronised
     with MetricsWriter(tmp_path) as writer:
         writer.write({"step": 1})
         with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be written: Invalid"):
@@ -193,5 +194,5 @@ def test_a_record_of_an_unknown_phase_is_named(tmp_path: Path) -> None:
         with pytest.raises(DataError) as caught:
             writer.truncate_after(1)
         assert str(caught.value) == f"{path}: {wrong}"
-        writer.append({"step": 3})  # the writer is still open
+        writer.append({"step": 3})  # the writer can still be used
     assert path.read_text() == text + '{"step": 3}\n'

@@ -14,7 +14,8 @@ from gspo_megatron.observe.plots import PALETTE
 from gspo_megatron.observe.report import write_report
 from gspo_megatron.observe.timing_plots import Span, plot_timeline, timeline
 
-# A step of 10 s: waiting 4, log-probs 1, training 3, new weights 1.5, and half a second in between.
+# A step of 10 s: 4 s of waiting, 1 s for log-probs, 3 s of training, 1.5 s for new weights, and 0.5
+# s between these phases.
 STEP = {"rollout": 4.0, "logprob": 1.0, "train": 3.0, "sync": 1.5, "step": 10.0}
 
 
@@ -44,8 +45,8 @@ def test_servers_draw_while_the_trainer_waits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("share", "end"), [(0.3, None), (0.6, 6.0), (1.0, 8.0)])
 def test_servers_draw_ahead(tmp_path: Path, share: float, end: float | None) -> None:
-    """The trainer waits for 4 s. A busy share above 40% means that the servers generate longer, at
-    most until the new weights at 8 s."""
+    """The trainer waits for 4 s. If the busy share is above 40%, the servers generate for longer
+    than this wait, at most until the new weights at 8 s."""
     told = {"sync/seconds": 1.4, "engine/busy_share": share}
     spans, _ = timeline(load_runs([write_run(tmp_path / "run", 1, **told)])[0])
     ahead = [span for span in spans if span.what == "draws ahead"]
@@ -73,8 +74,8 @@ def test_the_report_shows_who_worked_when(tmp_path: Path, steps: int) -> None:
             "logprobs": PALETTE[7],
         }.items()
     }
-    # The areas in the picture are proportional to the seconds. The legend and the lines between
-    # steps add a little.
+    # The areas in the picture are proportional to the seconds. The legend and the lines between the
+    # steps add some pixels to these areas.
     assert counts["draws"] / counts["trains"] == pytest.approx(4 / 3, rel=0.1)
     assert counts["new weights"] / counts["trains"] == pytest.approx(2 * 1.5 / 3, rel=0.1)
     assert counts["logprobs"] / counts["trains"] == pytest.approx(1 / 3, rel=0.15)

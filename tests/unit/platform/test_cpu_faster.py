@@ -1,4 +1,5 @@
-"""The speed-ups on a CPU compute the same as stock Megatron-Core, and change nothing else."""
+"""The faster functions for CPUs compute the same as stock Megatron-Core, and change nothing
+else."""
 
 from __future__ import annotations
 
@@ -52,8 +53,8 @@ print("torch._dynamo" in sys.modules)
 
 @needs_substitutions
 def test_optimizers_step_and_import_no_compiler() -> None:
-    """With a constant gradient, each step of Adam is as large as its learning rate. In SGD,
-    momentum adds 0.9 of the first step to the second."""
+    """With a constant gradient, each step of Adam is as large as the learning rate. In SGD, the
+    momentum adds 0.9 of the first step to the second step."""
     adam, sgd, has_compiler = run_program(sys.executable, "-c", STEPS).stdout.splitlines()
     assert [float(each) for each in adam.split()] == pytest.approx([1 - 2 * 0.25] * 3)
     assert [float(each) for each in sgd.split()] == pytest.approx([1 - 2 * 0.25 * 2.9] * 3)
@@ -103,11 +104,11 @@ def test_packed_sequences_turn_as_stock_turns_them(
     generator = torch.Generator().manual_seed(1)
     angles = torch.randn(20, 1, 1, turned // 2, generator=generator).repeat(1, 1, 1, 2)
     mixed = torch.randn(32 // cp_size, 3, 32, generator=generator)
-    # a slice of a projection, which is not contiguous
+    # The states are a slice of a projection, so they are not contiguous.
     states = mixed[..., 8:24].detach().requires_grad_()
     weights = torch.randn(states.shape, generator=generator)
 
-    def ours() -> torch.Tensor:  # calls the function as Megatron-Core's attention does
+    def ours() -> torch.Tensor:  # calls the function in the same way as Megatron-Core's attention
         return rope_utils.apply_rotary_pos_emb(
             states, angles, config=config, cu_seqlens=boundaries, **named
         )
@@ -120,7 +121,7 @@ def test_packed_sequences_turn_as_stock_turns_them(
 
     results = []
     for turn in (lambda: native(states, boundaries, angles, **named), ours, ours, by_other_names):
-        out = turn()  # the second and later calls use the cached tables
+        out = turn()  # from the second call on, the cached tables are used
         results.append((out, *torch.autograd.grad((out * weights).sum(), states)))
     for found in results[1:]:
         torch.testing.assert_close(found, results[0], atol=1e-6, rtol=1e-6)
@@ -130,8 +131,9 @@ def test_packed_sequences_turn_as_stock_turns_them(
 @needs_substitutions
 def test_memory_that_is_freed_serves_the_next_update() -> None:
     # The program allocates and frees four blocks of 24 MiB repeatedly. By default, glibc keeps at
-    # most 64 MiB of freed memory, so the 24,576 pages of the blocks would be fetched again each
-    # time. Tensors would put small objects between the blocks, so the program does not use them.
+    # most 64 MiB of freed memory, so the 24,576 pages of the blocks would be fetched again in each
+    # repetition. Tensors would put small objects between the blocks, so the program does not use
+    # them.
     program = """
 import resource
 import gspo_megatron.platform

@@ -61,8 +61,8 @@ def test_stock_routers_read_a_name_that_is_not_there() -> None:
 
 @pytest.fixture
 def stock_split() -> Callable[..., list[Any]]:
-    """The method from the source file, because its class exists only if Transformer Engine is
-    installed."""
+    """The method `_split_extra_state`, taken from the source file, because its class exists only if
+    Transformer Engine is installed."""
     method = stock.function("extensions/transformer_engine.py", "_split_extra_state")
     namespace: dict[str, Any] = {}
     exec(method, {"te": None, "torch": torch}, namespace)
@@ -79,7 +79,8 @@ def mended_split(
     return grouped._split_extra_state
 
 
-# In FP8 with a recipe without state, Transformer Engine decodes an empty state to None.
+# A module in FP8 whose recipe has no state. For such a module, Transformer Engine decodes an empty
+# state to None.
 MODULE = SimpleNamespace(
     num_gemms=3,
     fp8=True,
@@ -132,7 +133,7 @@ def test_real_tokens_of_each_expert_are_counted() -> None:
 
 def test_stock_routers_cannot_count_with_a_mask() -> None:
     native = TopKRouter._apply_expert_bias.__wrapped__
-    # if nothing is raised, the fix can be removed
+    # If this raises no error any more, the fix can be removed.
     with pytest.raises(RuntimeError, match="must match"):
         native(_router(3), ROUTES, padding_mask=PADDING)
 
@@ -179,14 +180,15 @@ def test_stock_routers_count_in_bf16(one_rank: None) -> None:
     router.local_tokens_per_expert.fill_(256)
     TopKRouter._apply.__wrapped__(router, torch.Tensor.bfloat16)
     router._apply_expert_bias(torch.ones(1, len(router.expert_bias), dtype=torch.bool))
-    # if this fails, the fix can be removed
+    # If this assertion fails, the fix can be removed.
     assert set(router.local_tokens_per_expert.tolist()) == {256}
 
 
 def test_the_z_loss_of_bf16_logits_is_no_bf16_sum(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All tokens are equal. So the mean over any number of tokens is the loss of one token."""
+    """All tokens are equal. So the mean of the loss over any number of tokens is the loss of one
+    token."""
     _, [router, *_] = _routers_in_bf16()
     seen = SimpleNamespace(apply=lambda logits, loss: loss)
     monkeypatch.setattr(moe_utils, "MoEAuxLossAutoScaler", seen)

@@ -1,8 +1,8 @@
-"""Sandboxes that an ordinary user starts, even if root runs the tests.
+"""Programs in sandboxes that an ordinary user starts, even if root runs the tests.
 
-Root may do more than other users, inside and outside of a sandbox. So only an ordinary user can
-test how other users are protected. The interpreter, bwrap and the sandbox's own files are copied to
-a folder that this user can read.
+Root has more rights than other users, inside and outside of a sandbox. So only sandboxes of an
+ordinary user show how such users are protected. The interpreter, bwrap and the sandbox's own files
+are copied to a folder that this user can read.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _identity() -> dict[str, Any]:
 
 
 def _python(folder: Path) -> Path:
-    """The interpreter of these tests, or a copy if only root can read it."""
+    """The interpreter of these tests, or a copy of it if only root can read the interpreter."""
     program = Path(sys.executable).resolve()
     base = Path(sys.base_prefix).resolve()
     tried = subprocess.run(
@@ -124,7 +124,7 @@ def _python(folder: Path) -> Path:
 
 
 def _linked(source: str, target: str) -> None:
-    """Make a hard link if possible. A copy would take hundreds of megabytes."""
+    """Make a hard link if possible, otherwise a copy. A copy takes hundreds of megabytes."""
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:

@@ -13,8 +13,8 @@ from examples.evaluation.codeforces import LEAST, MOST, Contest, score_of
 
 
 def by_steps(ratings: list[float], place: float) -> float:
-    """The rating at which the expected place is `place`. It is searched in steps of 1 and then of
-    0.001, in plain Python."""
+    """The rating at which the expected place is `place`. Plain Python searches it in steps of 1,
+    and then in steps of 0.001."""
 
     def expected(rating: float) -> float:
         return 1 + sum(1 / (1 + math.exp((rating - r) * math.log(10) / 400)) for r in ratings)
@@ -45,7 +45,7 @@ def test_equal_opponents_have_a_closed_form() -> None:
         contest = Contest([1500.0] * n, [2.0] * ahead + [0.0] * (n - ahead))
         expected = 1500 + 400 * math.log10(n / ahead - 1)
         assert contest.rating_of(1.0) == pytest.approx(expected)
-    # The player beats one of two opponents, so the rating is between theirs.
+    # The player beats one of two opponents, so the rating is between those of the opponents.
     assert Contest([1400.0, 1600.0], [0.0, 2.0]).rating_of(1.0) == pytest.approx(1500)
     assert Contest([1700.0], [5.0]).rating_of(5.0) == pytest.approx(1700)  # a tie
 
@@ -56,7 +56,7 @@ def test_first_and_last_places_end_at_the_bounds() -> None:
 
 
 def test_a_player_of_the_model_gets_its_rating_back() -> None:
-    """The results of the opponents are drawn from the Elo formula, for a player with rating
+    """The results against the opponents are drawn by the Elo formula, for a player with the rating
     1,800."""
     numbers, truth = np.random.default_rng(0), 1800.0
     contests = []
@@ -76,7 +76,7 @@ def test_points_of_submissions() -> None:
 
 
 def test_submissions_after_the_solution_cost_nothing() -> None:
-    """Once the problem is solved, further submissions cost nothing, right or wrong."""
+    """After the problem is solved, right and wrong submissions cost nothing."""
     for more in ([False], [False] * 9, [True], [False, True, False]):
         assert score_of([1000.0], [[True, *more]]) == 1000
         assert score_of([1000.0], [[False, True, *more]]) == 950

@@ -1,4 +1,5 @@
-"""The calls of a reward function for the responses of a rank, and the values that it may return."""
+"""The calls of a reward function for the responses of a rank, and the values that such a function
+may return."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def rewards(found: Scorer, count: int) -> list[float | None]:
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Record the waits between calls instead of waiting."""
+    """Record the waiting times between calls. The test itself does not wait."""
     found: list[float] = []
     monkeypatch.setattr(time, "sleep", found.append)
     native = asyncio.sleep
@@ -139,7 +140,7 @@ def test_mistakes_of_a_batch_are_named(value: object, named: str) -> None:
 
 
 class Flaky:
-    """A reward that fails in its first calls for each sample."""
+    """A reward function whose first calls for a sample fail."""
 
     def __init__(self, failures: Callable[[Sample], int]) -> None:
         self.failures, self.calls = failures, dict.fromkeys(range(100), 0)
@@ -161,7 +162,8 @@ def test_a_failed_call_is_repeated_after_a_wait(is_async: bool, waits: list[floa
     scores, failed = found.score(samples(3))
     assert [float(score.rewards.sum()) for score in scores] == [0, 1, 2]
     assert failed == FailedCalls(2, 0) and waits == [0.5, 1.0]
-    assert found.score(samples(3))[1] == FailedCalls()  # counts only the failures of this call
+    # only the failures of this call of `score` count
+    assert found.score(samples(3))[1] == FailedCalls()
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -361,7 +363,7 @@ def test_seconds_of_scoring_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     now += 10.0
     asyncio.run(at_the_same_time())
-    assert sum(taken) == 5.0  # each second belongs to one of the two batches
+    assert sum(taken) == 5.0  # each second is counted for only one of the two batches
 
 
 def test_the_progress_of_calls_is_told_at_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,4 @@
-"""On-policy distillation: the term that the teacher adds to the advantages, compared with the
-formula."""
+"""On-policy distillation: what the teacher adds to the advantages, compared with the formula."""
 
 from __future__ import annotations
 
@@ -127,8 +126,8 @@ def test_a_teacher_that_is_the_policy_changes_nothing(name: str) -> None:
 
 
 def test_on_policy_the_gradient_is_that_of_the_reverse_divergence() -> None:
-    """The surrogate is summed over all tokens of the vocabulary, with the policy's probabilities as
-    weights. The gradient of minus this sum is that of KL(pi, teacher), computed from its
+    """The surrogate is summed over all tokens of the vocabulary. The weights are the policy's
+    probabilities. The gradient of minus this sum is that of KL(pi, teacher), computed from its
     definition."""
     generator = torch.Generator().manual_seed(1)
     logits, theirs = (torch.randn(5, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -153,7 +152,8 @@ def test_on_policy_the_gradient_is_that_of_the_reverse_divergence() -> None:
 def test_a_teacher_far_away_is_followed_and_what_is_masked_is_not_read(
     name: str, hidden: float
 ) -> None:
-    """One token's log-probs differ by 200. The gradient in float32 equals that in float64."""
+    """The log-probs of policy and teacher differ by 200 at one token. The gradient in float32
+    equals the gradient in float64."""
     gradients = []
     for dtype in (torch.float64, torch.float32):
         inputs, objective = inputs_of(name, 3, dtype=dtype), make_objective(name)
@@ -180,8 +180,8 @@ TOPK = ["forward_kl_topk", "reverse_kl_topk"]
 
 @pytest.mark.parametrize("form", TOPK)
 def test_a_divergence_of_200_and_masked_infinities(form: str) -> None:
-    """Some log-probs are -200, and those outside the mask are -inf. The result agrees with the
-    definition in float64, and is finite in float32."""
+    """Some log-probs are -200, and the log-probs outside the mask are -inf. The result agrees with
+    the definition in float64, and is finite in float32."""
     far = [math.log1p(-math.exp(-1.0)), -200.0, -1.0]
     near = [-200.0, math.log1p(-math.exp(-1.0)), -1.0]
     lost = [-math.inf, -math.inf, -math.inf]
@@ -205,7 +205,8 @@ def a_pair(seed: int, tokens: int = 6, vocab: int = 11) -> tuple[Tensor, Tensor]
 
 
 def in_buckets(logits: Tensor, best: Tensor) -> Tensor:
-    """The log-probs of the tokens `best` [tokens, k], and of all other tokens together."""
+    """The log-probs of the tokens `best` [tokens, k], and the log-prob of all other tokens
+    together."""
     p = logits.softmax(1)
     rest = p.scatter(1, best, 0.0).sum(1, keepdim=True)
     return torch.cat([p.gather(1, best), rest], 1).log()
@@ -249,7 +250,8 @@ def test_more_tokens_say_more_up_to_the_whole_vocabulary(form: str) -> None:
     log_q, log_p = ours.log_softmax(1), theirs.log_softmax(1)
     over, under = (log_p, log_q) if form == "forward_kl_topk" else (log_q, log_p)
     whole, before = (over.exp() * (over - under)).sum(1), torch.zeros(6)
-    for k in (1, 2, 5, 10):  # for 10 of the 11 tokens, the rest is one token
+    # with k = 10 of 11 tokens, the rest is a single token, so the result is exact
+    for k in (1, 2, 5, 10):
         best = theirs.topk(k)[1]
         buckets = [in_buckets(each, best) for each in (ours, theirs)]
         found = bucket_divergence(form, *buckets, torch.ones(6, dtype=torch.bool))
@@ -274,13 +276,13 @@ def test_equal_distributions_have_no_divergence_and_no_gradient(
 
 @pytest.mark.parametrize("form", TOPK)
 def test_what_is_not_learnt_from_may_hold_anything(form: str) -> None:
-    """The teacher has NaN outside the mask and at tokens that it does not judge. Elsewhere it has
-    probabilities near 0 and 1."""
+    """Outside the mask, and at tokens that it does not judge, the teacher has NaN. At the remaining
+    tokens it has probabilities near 0 and 1."""
     ours, theirs = a_pair(5)
     best = theirs.topk(3)[1]
     teacher, chosen = in_buckets(theirs, best), torch.tensor([1, 1, 0, 1, 0, 1], dtype=torch.bool)
     teacher[~chosen] = math.nan
-    # The teacher is nearly sure of one token.
+    # The teacher gives one token a probability of nearly 1.
     teacher[0] = torch.tensor([0.0, -90.0, -95.0, -16.6])
     scaled = ours * torch.tensor([1.0, 200.0, 1.0, 1.0, 1.0, 1.0])[:, None]
     policy, _ = bucket_logprobs(scaled, torch.eye(11, dtype=torch.float64), best)

@@ -1,8 +1,8 @@
-"""A program that answers like a vLLM server. On demand, it also makes errors that cannot be
+"""A program that answers like a vLLM server. A test can also make it give errors that cannot be
 provoked in vLLM.
 
 Its model is a formula. A greedy token is a function of all tokens before it. The log-prob of a
-token is a function of the token and of the weights' version.
+token is a function of the token and of the weights version.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CONFIG: Mapping[str, Any] = FAMILIES["qwen3_moe"].config(
     VOCABULARY,
 )  # type: ignore[assignment]
 
-# Gets a request and the right answer, and returns the answer to give instead.
+# A function that gets a request and the right answer, and returns the answer that is sent instead.
 Fault = Callable[[web.Request, Any], Awaitable[web.StreamResponse]]
 
 
@@ -84,17 +84,18 @@ def _version(folder: str) -> str:
 
 
 class Double:
-    """One server. `faults` has a fault for some paths, and may change while the server runs."""
+    """One server. `faults` maps paths to faults, and may change while the server runs."""
 
     gives_parts = False  # whether the package's middleware is in front of the server
 
     def __init__(self) -> None:
         self.faults: dict[str, Fault] = {}
         self.calls: Counter[str] = Counter()
-        self.running = self.drawn = 0  # requests in progress, and all tokens so far
-        self.names: list[str] = []  # the names of requests in order; a probe has no name
-        self.counts: dict[str, int] | None = None  # the tokens of requests in progress, by name
-        # the versions of the loaded weights and of their name
+        self.running = self.drawn = 0  # number of requests in progress, and of all tokens so far
+        self.names: list[str] = []  # names of the requests, in order; a probe has no name
+        # number of tokens of each request in progress, by the request's name
+        self.counts: dict[str, int] | None = None
+        # The version of the loaded weights, and the version name that the server reports.
         self.loaded, self.named = "0", "default"
         self.model = {
             "logprobs_mode": "processed_logprobs",
@@ -107,11 +108,11 @@ class Double:
             "world_size": 1,
             "data_parallel_size": 1,
         }
-        self.sequences = 256  # the number of requests that it processes at the same time
-        self.paths = set(_PATHS)  # the paths that this server has
+        self.sequences = 256  # number of requests that it processes at the same time
+        self.paths = set(_PATHS)  # paths that this server answers
         self.url = ""
         self.connections: list[Any] = []
-        self.front_faults: dict[str, Fault] = {}  # faults of the middleware's own routes
+        self.front_faults: dict[str, Fault] = {}  # faults of the middleware's routes, by path
 
     @contextlib.asynccontextmanager
     async def serve(self) -> AsyncIterator[Double]:
@@ -126,7 +127,7 @@ class Double:
                 yield self
 
     def hang_up(self) -> None:
-        """End the connections to the middleware's own routes, as if the server was killed."""
+        """End the connections to the middleware's routes, as if the server had been killed."""
         for connection in self.connections:
             connection.abort()
 
@@ -218,7 +219,7 @@ async def _site(handler: Any) -> AsyncIterator[str]:
 
 
 def _forward(session: ClientSession, url: str) -> Any:
-    """An ASGI application that forwards requests to another server. If the client leaves, the
+    """An ASGI application that forwards requests to another server. If the client disconnects, the
     forwarded request ends, too."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -295,7 +296,8 @@ async def cut(_: web.Request, answer: Any) -> web.StreamResponse:
 
 
 def choice_with(**changes: Any) -> Fault:
-    """Replace values in a response. A function gets the right value and returns another one."""
+    """Replace values in a response. If a change is a function, it gets the right value and returns
+    the new one."""
 
     async def fault(request: web.Request, answer: Any) -> web.StreamResponse:
         [choice] = answer["choices"]

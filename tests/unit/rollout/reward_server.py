@@ -1,5 +1,5 @@
-"""A reward model's server in the process of the test. It answers like vLLM; tests/vllm uses a real
-one."""
+"""A reward model's server in the process of the test. It answers like vLLM. The tests in tests/vllm
+use a real server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def score_of(ids: list[int]) -> float:
 
 
 def right(given: dict[str, Any]) -> dict[str, Any]:
-    """Answer /classify."""
+    """Return the right answer to a request to /classify."""
     assert given["model"] == "scorer" and given["use_activation"] is False
     return {
         "data": [
@@ -36,9 +36,10 @@ def right(given: dict[str, Any]) -> dict[str, Any]:
 def served(
     answer: Answer, tokens: list[int], keys: list[str | None] | None = None, longest: int = 4096
 ) -> Generator[str]:
-    """Serve a reward model, and yield its URL. An error in `answer` becomes status 500, except that
-    ConnectionAbortedError closes the connection, and TimeoutError gives no answer. tokens: the
-    answer to the probe of the tokenizer. keys: collects the keys of requests."""
+    """Serve a reward model, and yield its URL. If `answer` raises ConnectionAbortedError, the
+    connection is closed. If it raises TimeoutError, there is no answer. Any other error becomes
+    status 500. tokens: the answer to the request that tests the tokenizer. keys: a list to which
+    the key of each request is added."""
 
     async def models(_: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "scorer", "max_model_len": longest}]})
@@ -56,7 +57,7 @@ def served(
         except TimeoutError:
             await asyncio.sleep(3600)
             raise
-        except ConnectionAbortedError:  # as if the server was killed
+        except ConnectionAbortedError:  # as if the server had been killed
             assert request.transport is not None
             request.transport.abort()
             raise

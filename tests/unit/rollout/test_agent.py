@@ -1,5 +1,5 @@
-"""Servers on other nodes: the rollout service and an agent, in separate processes. The servers are
-small HTTP programs; tests/slurm starts vLLM itself."""
+"""Servers on other nodes: the rollout service and an agent, in separate processes. In these tests
+the servers are small HTTP programs. Tests in tests/slurm start vLLM."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gspo_megatron.rollout.vllm import remote
 from gspo_megatron.rollout.vllm.remote import HeartbeatFile, Nodes, RemoteProcess
 from tests.programs import command_environment
 
-# A server that answers every request at its address.
+# The program of a server that answers every request at its address.
 _SERVER = """
 import http.server, os, shutil, signal, socket, sys
 from pathlib import Path
@@ -140,10 +140,10 @@ def test_a_server_starts_and_ends_as_the_service_says(run: Run) -> None:
             assert answer_of(urls[0]) is None and answer_of(urls[1]) == "server 1"
             again = run.server(nodes, 0)
             assert await started(again) != urls[0]
-            first.kill()  # a late request to end the earlier server
+            first.kill()  # this late request to end the earlier server must not end the new one
             await asyncio.sleep(2)
             assert again.has_ended() is None and answer_of(again.url) == "server 0"
-        await until(lambda: not run.processes())  # the service tells the agent that it ends
+        await until(lambda: not run.processes())  # the service has told the agent that it ends
 
     asyncio.run(go())
 
@@ -189,7 +189,7 @@ def test_an_agent_that_dies_is_noticed_and_another_takes_its_place(
             await started(server)
             agent.send_signal(signal.SIGKILL)
             assert agent.wait(60) == -signal.SIGKILL
-            # the kernel ends the servers when the agent dies
+            # The kernel ends the servers when the agent dies.
             await until(lambda: not run.processes())
             await until(server.has_ended)
             assert "no sign of life from node-a for " in str(server.has_ended())
@@ -217,7 +217,8 @@ def test_a_service_that_dies_without_a_word_is_noticed(
         kept = wanted.read_bytes()
         wishes.cancel()
         await asyncio.wait([wishes])
-        wanted.write_bytes(kept)  # a killed service could not have removed this file
+        # as if the service had been killed before it could remove this file
+        wanted.write_bytes(kept)
         await until(lambda: not run.processes())
         # An agent must not start servers for an earlier service.
         ended.set()
@@ -247,8 +248,8 @@ def test_clocks_do_not_matter(tmp_path: Path) -> None:
     file.read()
     HeartbeatFile(path).write({"0": {"boot": "a"}})
     file.read()
-    assert file.heard is None and file.servers  # the age of the first reading is unknown
-    for beat in (4e9, 1.0):  # the writer's clock is far ahead, and is later set back
+    assert file.heard is None and file.servers  # when the first reading was written is unknown
+    for beat in (4e9, 1.0):  # the clock of the writer is far ahead, and is later set back
         path.write_text(json.dumps({"beat": beat, "servers": {}}))
         before = time.monotonic()
         file.read()
@@ -256,7 +257,7 @@ def test_clocks_do_not_matter(tmp_path: Path) -> None:
     heard = file.heard
     file.read()
     assert file.heard == heard
-    path.write_text('{"beat": 1')  # NFS may show a file like this while it is replaced
+    path.write_text('{"beat": 1')  # NFS may show such a partial file while the file is replaced
     file.read()
     assert file.heard == heard
     os.unlink(path)

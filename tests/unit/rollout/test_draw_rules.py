@@ -1,5 +1,5 @@
-"""Rules of requests without a server: seeds, numbers, limits and columns. A recorder takes the
-place of the servers, and its tokens show the arguments that it got."""
+"""The rules of requests, tested without a server: seeds, numbers, limits and columns. A recorder
+takes the place of the servers. Its tokens show the arguments of its calls."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class Tokenizer:
 
 @dataclass
 class Recorder:
-    """Takes requests in place of the fleet of servers. A response has at most `length` tokens, and
-    is cut off if the limit is smaller."""
+    """Takes requests in place of the fleet of servers. A response has `length` tokens, or fewer if
+    the limit of the request is smaller."""
 
     length: int = 4
     with_routes: bool = False
@@ -101,7 +101,7 @@ class Recorder:
 
 
 class Unscored:
-    """A scorer that leaves groups unscored, and collects their episodes."""
+    """A scorer that gives no rewards, and collects the episodes of the groups."""
 
     def __init__(self) -> None:
         self.episodes: list[Episode] = []
@@ -125,7 +125,7 @@ def drawn(
     environment: Any = None,
     limits: EpisodeLimits | None = None,
 ) -> tuple[list[dict[int, RolloutGroup]], list[Episode]]:
-    """The groups of these requests by number, and their episodes."""
+    """The groups of these requests, by number, and the episodes of all groups."""
     prompts = [Prompt("p", "", f"f:{n}", {}, (10 + n,) * (n + 1)) for n in range(ROWS)]
     runner = None
     if environment is not None:
@@ -149,7 +149,7 @@ def drawn(
 
 
 class Talk:
-    """An environment with three turns and "x" between them."""
+    """An environment with three turns. Between two turns is the text "x"."""
 
     async def rollout(self, client: Client, task: Prompt) -> None:
         await client.generate(max_tokens=2)
@@ -174,7 +174,8 @@ def test_a_seed_is_of_the_draw_and_the_sample(tmp_path: Path) -> None:
 def test_each_turn_has_a_seed_of_its_own(tmp_path: Path) -> None:
     pool = Recorder()
     drawn(tmp_path, pool, DRAW, environment=Talk())
-    turns = [(), (1,), (2,)]  # the first turn has the seed of a response without an environment
+    # the first turn has the same seed as a response without an environment
+    turns = [(), (1,), (2,)]
     wanted = [(DRAW.seed, sample, *turn) for sample in range(9) for turn in turns]
     assert sorted(pool.seeds()) == sorted(wanted)
 
@@ -203,7 +204,7 @@ def test_a_draw_asks_with_its_version_and_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("environment", [None, Talk()])
 def test_a_refill_goes_on_with_the_numbers_of_the_step(tmp_path: Path, environment: Any) -> None:
-    """The refill has rows of its own. Its groups and samples are numbered after those of the step's
+    """The refill has new rows. The numbers of its groups and samples follow those of the step's
     earlier requests."""
     refill = replace(DRAW, name="step_00000001_1", first=3, rows=[6, 1])
     pool = Recorder()
@@ -221,8 +222,8 @@ def test_a_refill_goes_on_with_the_numbers_of_the_step(tmp_path: Path, environme
 
 
 def test_a_response_has_the_room_that_the_servers_have(tmp_path: Path) -> None:
-    """The longest sequence of the servers is a second limit. After a long prompt it leaves fewer
-    tokens than the configuration allows."""
+    """The servers' longest sequence is a second limit. After a long prompt it leaves fewer tokens
+    for the response than the configuration allows."""
     draw = replace(DRAW, rows=[0, 7], sampling=Sampling(max_tokens=15, temperature=0.5))
     pool = Recorder()
     drawn(tmp_path, pool, draw)
@@ -234,8 +235,8 @@ def test_a_response_has_the_room_that_the_servers_have(tmp_path: Path) -> None:
 
 
 def test_a_late_turn_has_the_room_that_is_left(tmp_path: Path) -> None:
-    """Here only the servers' longest sequence is a limit, because the limits of the configuration
-    are wider."""
+    """In this test only the servers' longest sequence is a limit, because the limits of the
+    configuration are larger."""
 
     class Long:
         async def rollout(self, client: Client, task: Prompt) -> None:
@@ -257,14 +258,14 @@ class Ends:
 
     async def rollout(self, client: Client, task: Prompt) -> Trajectory | None:
         kind = len(task.token_ids)
-        # the environment's own limit cuts off the turn, which is no limit of the episode
+        # The environment's own max_tokens cuts off the turn. This is not a limit of the episode.
         if kind == 1:
             await client.generate(max_tokens=2)
         elif kind == 2:  # the last turn is complete, and the episode has no room for another turn
             await client.generate()
             await client.generate(text="x" * 4)
             await client.generate(text="x" * 9)
-        elif kind == 3:  # as before, but the environment handles the limit
+        elif kind == 3:  # the episode also has no room, but the environment handles the limit
             await client.generate()
             try:
                 await client.generate(text="x" * 30)
@@ -299,8 +300,8 @@ class Fails:
 def test_an_episode_without_a_turn_has_a_row_of_routes_for_each_token(
     tmp_path: Path, temperature: float
 ) -> None:
-    """Groups with and without such episodes are joined, so the columns of all of them must fit
-    their tokens."""
+    """Groups with such an episode and groups without one are joined. So the columns of every group
+    must fit its tokens."""
     pool = Recorder(with_routes=temperature > 0)
     pool.settings = replace(pool.settings, needs=replace(pool.settings.needs, with_routes=True))
     draw = replace(DRAW, rows=[0, 5], sampling=Sampling(6, temperature=temperature))
@@ -324,7 +325,7 @@ def test_an_episode_without_a_turn_has_a_row_of_routes_for_each_token(
 
 
 def test_status_counts_groups_and_tokens(tmp_path: Path) -> None:
-    """Rank 0 shows these numbers while it waits."""
+    """Rank 0 shows these numbers while it waits for responses."""
     recorder: Any = Recorder()
     scorers: Any = Unscored()
     prompts = [Prompt("p", "", f"f:{n}", {}, (10 + n,) * (n + 1)) for n in range(ROWS)]
@@ -343,7 +344,7 @@ def test_status_counts_groups_and_tokens(tmp_path: Path) -> None:
 
 
 def test_a_draw_begins_again_where_it_failed_or_asks_for_something_else(tmp_path: Path) -> None:
-    """A group that is finished is used only by the same request."""
+    """A finished group is used again only if the same request is repeated."""
 
     class Refusing(Recorder):
         refuses = True
@@ -374,7 +375,8 @@ def test_a_draw_begins_again_where_it_failed_or_asks_for_something_else(tmp_path
         assert failed["finished"] == 2 and len(recorder.seeds()) == 6
         recorder.refuses = False
         assert (await ended(DRAW))["error"] is None
-        assert len(recorder.seeds()) == 9  # three more responses, for the missing group
+        # three more responses are requested, for the missing group
+        assert len(recorder.seeds()) == 9
         assert (await ended(DRAW))["error"] is None
         assert len(recorder.seeds()) == 9  # no group is missing, so nothing is requested
         other = await ended(replace(DRAW, rows=[1, 2, 3]))

@@ -1,5 +1,5 @@
-"""Updates of the weights while responses are generated. Each token must get the version that
-generated it. A simulation records the versions for comparison."""
+"""Updates of the weights while responses are generated. The recorded version of each token must be
+the version that generated it. A simulation knows the right versions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_each_token_has_the_version_of_its_draw(seed: int) -> None:
         for each, length in responses.items():
             more = int(draws.integers(0, 15))
             drawn[each] += [version] * min(more, length - len(drawn[each]))
-        # The counts may contain responses that have already ended.
+        # The counts may also contain responses that have already ended.
         counts = {each.name: len(tokens) for each, tokens in drawn.items()}
         split_at_update(responses, counts, version + 1)
     for each, length in responses.items():
@@ -38,7 +38,7 @@ def test_a_request_that_has_no_token_is_taken_back_and_an_answer_stays_what_it_i
     split_at_update([waits, answered, ended], {}, 4, {ended.name})
     assert back == [waits] and waits.is_taken_back
     split_at_update([waits], {}, 5)
-    assert back == [waits]  # the request has a new name, so it is not taken back a second time
+    assert back == [waits]  # a response is not taken back a second time
     assert answered.versions(3).tolist() == answered.answer.versions.tolist() == [3, 3, 3]
     assert ended.versions(3).tolist() == [3, 3, 3]
 

@@ -1,5 +1,5 @@
-"""The choice of the next request, the number of requests that a server gets, and the time that it
-was without one."""
+"""The choice of the next request, the number of requests that a server gets, and the time that a
+server was without a request."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_earlier_draws_go_first_and_none_waits_for_weights_of_another() -> None:
         await asyncio.sleep(0)
         tasks[2].cancel()
         await asyncio.sleep(0)
-        # the newest version and the free slots of the only server
+        # For the only server: its weights version and the number of its free slots.
         for newest, room in ((1, 1), (2, 9), (3, 9)):
             queue.admit(partial(choose, newest, [0] * room))
             await asyncio.sleep(0)
@@ -79,8 +79,8 @@ def test_a_part_gets_what_there_is_and_later_draws_leave_it_the_place_that_it_wa
         part, single, older = (queue.add(*a) for a in (("a", 2, 8), ("b", 2, 1), ("c", 1, 1)))
         free.update(old=1, new=2)
         queue.admit(choose)
-        # The free slots of the new server are kept for the group request. The old server has no
-        # weights of version 2.
+        # The free slots of the new server are kept for the group request, because the old server
+        # does not have the weights of version 2.
         assert (part.granted.done(), single.granted.done()) == (False, False)
         assert older.granted.result() == [("old", 1)]
         free.update(old=9, new=5)
@@ -122,10 +122,12 @@ def test_a_server_gets_fewer_after_preemptions_and_slowly_more() -> None:
     window = RequestWindow(128)
     assert look(window, 128, 0.9, 0) == 128
     assert look(window, 128, 0.9, 3) == 96
-    assert look(window, 120, 0.9, 5) == 96  # its requests have not yet fallen below the new limit
+    # the number of requests has not yet fallen below the new limit
+    assert look(window, 120, 0.9, 5) == 96
     assert look(window, 96, 0.98, 5) == 72
-    assert look(window, 72, 0.9, 5) == 72  # neither full, nor with much room
-    assert look(window, 71, 0.5, 5) == 72  # it has a free slot already, so it would not use more
+    assert look(window, 72, 0.9, 5) == 72  # the cache is neither full nor has it much room
+    # the server has a free slot, so it would not use a higher limit
+    assert look(window, 71, 0.5, 5) == 72
     assert [look(window, window.size, 0.5, 5) for _ in range(3)] == [76, 80, 84]
     for _ in range(20):
         look(window, window.size, 0.5, 5)
@@ -177,7 +179,7 @@ def test_shares_since_the_last_weights() -> None:
 def test_the_earlier_draw_goes_first_and_its_last_requests_are_spread(
     tmp_path: Path,
 ) -> None:
-    """Each of two servers works on two requests at a time. The requests of step 2 were made
+    """Each of the two servers works on two requests at a time. The requests of step 2 were made
     first."""
 
     async def run() -> tuple[list[str], list[list[int]], list[float]]:

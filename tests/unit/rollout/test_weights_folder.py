@@ -1,5 +1,5 @@
-"""The folder of new weights: only the run's own servers can read it, and no other user can keep a
-run from starting."""
+"""The folder of new weights: only servers that the run has started can read it, and another user
+cannot prevent a run from starting."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def config(run: Path, **section: object) -> Config:
 
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in place of /dev/shm, in which every user may write."""
+    """A folder in which every user may write. It takes the place of /dev/shm."""
     made = tmp_path / "memory"
     made.mkdir()
     made.chmod(0o1777)
@@ -100,12 +100,13 @@ def test_another_user_cannot_read_it_nor_take_its_place(memory: Path, tmp_path: 
     write(folder, True)
     for parent in (memory, *memory.parents):
         if parent.stat().st_uid == 0 and not parent.stat().st_mode & stat.S_IXOTH:
-            # opens only folders that pytest made
+            # only folders that pytest made become accessible
             parent.chmod(parent.stat().st_mode | stat.S_IXOTH)
         if parent.name.startswith("pytest-of"):
             break
     assert said_by(_LOOK, folder).split("\n")[:2] == ["refused", "refused"]
-    # The other user makes names that it has seen, and a link to a folder that it wants removed.
+    # The other user makes folders with names that it has seen, and a link to a folder that it wants
+    # the run to remove.
     precious = tmp_path / "precious"
     precious.mkdir()
     prefix = folder.name.rpartition("-")[0]

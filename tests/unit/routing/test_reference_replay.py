@@ -1,5 +1,5 @@
-"""routing.reference_replay: the experts that the reference policy uses, whatever the policy
-replays."""
+"""routing.reference_replay: the experts that the reference policy uses. They do not depend on what
+the policy replays."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 KL = {"name": "grpo", "kl": "k3", "kl_coefficient": 0.5}
 MODES = ("off", "r2", "r3")
-# a micro-batch has one sequence, and the first mini-batch has two micro-batches
+# Each micro-batch has one sequence. The first mini-batch has two micro-batches.
 SEQUENCES, FIRST = len(LENGTHS), 2
 TOKENS = [prompt + response for prompt, response in LENGTHS]
 
 
 class DistantReference(ReferencePolicy):
-    """A reference policy far from the policy. It would choose other experts."""
+    """A reference policy whose weights are far from those of the policy. Its routers choose
+    different experts."""
 
     @torch.no_grad()
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -59,7 +60,7 @@ class Step:
         with mock.patch("gspo_megatron.rl.policy_update.ReferencePolicy", DistantReference):
             self.updater = updater_for(self.policy, routing, KL)
         self.spans: dict[str, slice] = {}
-        # (mode, sequence) of the routes that remain after the reference's pass
+        # (mode, sequence) for all routes that are kept after the reference's pass
         self.kept: set[tuple[str, int]] = set()
         with watched() as self.seen, self._watch():
             self.metrics = update(self.updater, routes="r3" in routing.values())
@@ -92,8 +93,8 @@ class Step:
             yield
 
     def routers(self, name: str) -> dict[tuple[int, int], Seen]:
-        """The records of the routers in a pass, by (sequence, layer). Some passes cover only the
-        last sequences."""
+        """The records of the routers in the pass `name`, by (sequence, layer). Some passes cover
+        only the last sequences of the step."""
         passed = self.seen[self.spans.get(name, slice(0))]
         missing = SEQUENCES - len(passed) // LAYERS
         found = {(missing + place // LAYERS, one.layer): one for place, one in enumerate(passed)}
@@ -111,7 +112,7 @@ def expected(step: Step, mode: str, key: tuple[int, int], one: Seen) -> Tensor:
     number, layer = key
     if mode == "r3":
         rollout = map_of(a_step(routes=True).sequences.routes[number][:, layer - 1])
-        # the last token has no route, because no engine computes it
+        # The last token has no recorded route, because an engine never has it as an input.
         return torch.cat([rollout[:-1], one.natural[-1:]])
     return step.routers("old")[key].natural if mode == "r2" else one.natural
 
@@ -156,7 +157,7 @@ def test_recomputation_storage_and_volatility_change_no_weight(policy: str, refe
 def test_volatility_is_of_the_policy_alone() -> None:
     plain, mixed = Step(volatility=True), Step(volatility=True, reference_replay="r3")
     assert "routing/replayed_max_violation" not in mixed.metrics
-    # The first update differs, so all later results differ slightly.
+    # The first update is different, so all later results differ slightly.
     assert mixed.metrics["routing/volatility"] != plain.metrics["routing/volatility"]
     assert mixed.metrics["routing/volatility"] < 0.9
 

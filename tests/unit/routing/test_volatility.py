@@ -1,4 +1,4 @@
-"""Metrics of the routers, compared with plain loops over tokens."""
+"""Metrics of the routers, compared with results of plain loops over tokens."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def violation_and_dead(experts: list[list[int]]) -> tuple[float, int]:
 
 
 class Layers:
-    """Old and new scores of each layer, and the results of an Observing with them."""
+    """Old and new scores of each layer, and what an `Observing` computes from them."""
 
     def __init__(self, real: Tensor | None, *, replays: bool, recomputes: bool = False) -> None:
         generator = torch.Generator().manual_seed(2)
         size = (LAYERS, TOKENS, EXPERTS)
-        # These values have few bits, so bfloat16 represents them exactly.
+        # These values need few bits, so bfloat16 represents them exactly.
         self.old = torch.randint(-32, 32, size, generator=generator) / 16
         self.new = self.old + torch.randint(-16, 16, size, generator=generator) / 16
         self.new[:, ::3] = self.old[:, ::3]  # the scores of these tokens do not change
@@ -112,7 +112,7 @@ def test_figures_are_those_of_the_loops(padded: bool, replays: bool) -> None:
     assert 0 < expected["routing/volatility"] < expected["routing/tokens_changed"] < 1
     if replays:
         assert found["routing/max_violation"] != found["routing/replayed_max_violation"]
-    for layer, used in enumerate(layers.used):  # the observation has no effect on the choice
+    for layer, used in enumerate(layers.used):  # Observing has no effect on the choice of experts.
         wanted = layers.replayed[layer] if replays else layers.new[layer].topk(TOP_K).indices
         assert torch.equal(used, wanted)
 
@@ -123,7 +123,7 @@ def test_recomputation_is_not_counted_twice() -> None:
 
 
 def test_micro_batches_add_up_by_tokens_not_by_batches() -> None:
-    """A short micro-batch counts less than a long one."""
+    """The mean is over tokens, so a short micro-batch counts less than a long one."""
     figures = RoutingMetrics(1, EXPERTS, CPU, replayed=False)
     old, other = torch.tensor([[0, 1]]), torch.tensor([[2, 3]])
     for changed, tokens in ((True, 1), (False, 9)):
@@ -167,8 +167,8 @@ def experts_of(seen: list[Seen]) -> dict[int, list[list[int]]]:
     [
         ({}, {}),
         ({"replay": "r2"}, {}),
-        # Here the pass of the old policy also covers the first mini-batch, which must not count in
-        # the metrics.
+        # In this case the pass of the old policy also covers the first mini-batch, which must not
+        # count in the metrics.
         ({"replay": "r2"}, {"kl": "k3", "kl_in": "reward", "kl_coefficient": 0.1}),
         ({"replay": "r3"}, {}),
     ],
@@ -176,9 +176,9 @@ def experts_of(seen: list[Seen]) -> dict[int, list[list[int]]]:
 def test_a_steps_volatility_compares_natural_choices(
     routing: dict[str, str], objective: dict[str, object]
 ) -> None:
-    """The routers' own choices in the pass of the old policy are compared with those in the
-    training pass, for all mini-batches except the first. The experts that were used do not
-    matter."""
+    """The metrics compare the routers' own choices in the pass of the old policy with the routers'
+    own choices in the training pass, for all mini-batches except the first. Which experts were used
+    does not matter."""
     updater = updater_for(moe_policy(), {"volatility": True, **routing}, objective)
     with watched() as seen:
         metrics = update(updater, routes=routing.get("replay") == "r3")
@@ -203,8 +203,8 @@ def test_a_steps_volatility_compares_natural_choices(
 
 @pytest.mark.parametrize("replay", ["off", "r2"])
 def test_padding_of_a_steps_micro_batches_is_in_no_figure(replay: str) -> None:
-    """The metrics are the same for padded rows and for packed rows. All padding tokens are equal,
-    so they would add load to a few experts."""
+    """The metrics are the same for padded rows and for packed rows. Padding tokens are all equal,
+    so if they counted, they would add load to a few experts."""
     routing = {"volatility": True, "replay": replay}
     policies = [moe_policy() for _ in range(2)]
     policies[1].models[0].load_state_dict(policies[0].models[0].state_dict())
@@ -223,13 +223,13 @@ def test_one_mini_batch_has_nothing_to_compare() -> None:
 
 
 def test_scores_are_kept_of_at_most_512_tokens_a_micro_batch() -> None:
-    """The scores of all tokens would take 32 times the memory of the routes. So only tokens at
-    equal distances are kept, and the shift is a mean over them."""
+    """The scores of all tokens would take 32 times the memory of the routes. So only the scores of
+    tokens at equal distances are kept, and the shift is a mean over these tokens."""
     scores = torch.randn(1300, EXPERTS)
     recording = Recording(keep_scores=True)
     recording.choose(1, scores, top_k(scores))
     assert len(recording.scores[1]) == len(range(0, 1300, 3)) <= 512
-    moved = scores + torch.arange(1300)[:, None] % 3  # the kept tokens do not change
+    moved = scores + torch.arange(1300)[:, None] % 3  # the scores of the kept tokens do not change
     metrics = RoutingMetrics(1, EXPERTS, CPU, replayed=False)
     observing = Observing(recording.table(), recording.scores, None, metrics, None)
     observing.choose(1, moved, top_k(moved))
@@ -249,4 +249,4 @@ def test_recorded_routes_and_scores_go_to_the_host_during_the_pass(
         recording.choose(layer, of_layer, top_k(of_layer))
     assert moved == [(TOKENS, EXPERTS)] * LAYERS + [(LAYERS, TOKENS, TOP_K)]
     recording.table()
-    assert len(moved) == LAYERS + 1  # the routes are moved once
+    assert len(moved) == LAYERS + 1  # the routes are moved only once

@@ -1,4 +1,5 @@
-"""The learning rate of a stage in each update, compared with the formula of its curve."""
+"""The learning rate of a supervised stage in each update, compared with the formula of the
+curve."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ CURVES = {
 
 
 def rates(**optimizer: object) -> list[float]:
-    """The rates of all updates of a run, from Megatron-Core's scheduler."""
+    """The learning rates of all updates of a run, from Megatron-Core's scheduler."""
     optimizer |= {"learning_rate": PEAK, "min_learning_rate": FLOOR, "warmup_steps": WARM_UP}
     data = {"tokenizer": "t", "train": ["a"]}
     config = parse_config(
@@ -41,9 +42,10 @@ def rates(**optimizer: object) -> list[float]:
 
 
 def expected(number: int, first: int, curve: str) -> float:
-    """The rate of update `number`, which counts from 0. The decay begins after update `first`."""
+    """The learning rate of the update `number`. Numbers begin with 0. The decay begins after the
+    update `first`."""
     if number < WARM_UP:
-        return PEAK * (number + 1) / WARM_UP  # the first update has a rate above 0
+        return PEAK * (number + 1) / WARM_UP  # the rate of the first update is above 0
     done = max(0.0, (number - first) / (STEPS - first))
     return FLOOR + (PEAK - FLOOR) * CURVES[curve](done)
 

@@ -1,6 +1,6 @@
-"""The losses and gradients of preference models by transformers alone, and by TRL's RewardTrainer.
-The functions run in a process of their own, without Megatron-Core and without the package's
-substitutes for CUDA."""
+"""The losses and gradients of preference models, computed by transformers alone and by TRL's
+RewardTrainer. These functions run in a separate process, without Megatron-Core and without the
+package's substitutes for CUDA."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 from tests.unit.hf.preference_folder import PAD
 from tests.unit.hf.published import VOCABULARY
 
-# the responses, of which the first is chosen; and the margins
+# (responses to a prompt, margins). The first response is the chosen one.
 Group = tuple[list[list[int]], list[float]]
 Step = tuple[float, dict[str, Tensor]]  # loss and gradients
 NAMES = ["<pad>", "<eos>", *(f"t{n}" for n in range(2, VOCABULARY))]
 
 
 def plain_step(folder: Path, groups: list[Group], center: float) -> Step:
-    """The step by its formulas in float64, one sequence after the other."""
+    """The loss and gradients by the formulas, in float64, one sequence after the other."""
     import transformers
 
     model = transformers.AutoModelForSequenceClassification.from_pretrained(
@@ -29,7 +29,8 @@ def plain_step(folder: Path, groups: list[Group], center: float) -> Step:
         experts_implementation="eager",  # the grouped product does not support float64
         dtype=torch.float64,
     )
-    model.config.pad_token_id = None  # so the score is that of the last token, whatever token it is
+    # so the score is that of the last token, even if this is the padding token
+    model.config.pad_token_id = None
     total = torch.zeros((), dtype=torch.float64)
     for responses, margins in groups:
         chosen, *rejected = (model(torch.tensor([ids])).logits[0, 0] for ids in responses)
@@ -44,7 +45,7 @@ def plain_step(folder: Path, groups: list[Group], center: float) -> Step:
 
 
 def trl_step(folder: Path, groups: list[Group], center: float, output: Path) -> Step:
-    """The step of TRL's trainer in fp32, with its own collator, padding and loss."""
+    """The loss and gradients of TRL's trainer in fp32, with TRL's collator, padding and loss."""
     import transformers
     from datasets import Dataset
     from tokenizers import Tokenizer

@@ -1,5 +1,5 @@
-"""The work that both sides of the RL-step benchmark do: shapes of the model, and the sizes of a
-step.
+"""The work that both sides of the RL-step benchmark do: the shapes of models, and the sizes of
+steps.
 
 Only the standard library is imported, because our side and TRL's run in different environments.
 """
@@ -13,10 +13,10 @@ import statistics
 from dataclasses import dataclass, replace
 
 SEED = 1
-THREADS = 2  # of each side: one process with two threads, or two ranks with one thread each
+THREADS = 2  # threads of each side: one process with two threads, or two ranks with one thread each
 
-# TRL would use the 1e-3 of the model's configuration, but is faster without this loss. Both sides
-# must have the same value.
+# By default TRL would use the model's own coefficient, 1e-3. Without this loss TRL is faster. Both
+# sides must have the same value.
 ROUTER_AUX_LOSS_COEF = 0.0
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -43,9 +43,9 @@ SHAPES: dict[str, dict[str, int]] = {
         "vocab_size": 1024,
     },
 }
-# All experts together have 100 MB. As in a real model, this is far more than the CPU's caches.
+# All experts together take 100 MB. As in a real model, this is far more than the caches of the CPU.
 SHAPES["long"] = SHAPES["mid"] | {"num_experts": 64, "top_k": 8, "vocab_size": 32_768}
-# The sizes of examples/smollm2_moe: 374 million parameters, 214 million for each token.
+# The sizes of examples/smollm2_moe: 374 million parameters, of which a token uses 214 million.
 SHAPES["smollm2"] = {
     "num_layers": 30,
     "hidden_size": 576,
@@ -63,17 +63,17 @@ SHAPES["smollm2"] = {
 class Workload:
     """The responses of an RL step. If `median` is set, their lengths are log-normal."""
 
-    prompts: int  # of a step
-    group: int  # responses to a prompt
-    longest: int  # the most tokens of a response; without a median, all responses have so many
+    prompts: int  # number of prompts of a step
+    group: int  # number of responses to a prompt
+    longest: int  # most tokens of a response; without a median, every response has this number
     median: float | None = None
     sigma: float = 1.0  # standard deviation of the logarithm of the length
     prompt_tokens: int = 8
     mini_batches: int = 4
     warmup_steps: int = 3
-    shape: str = ""  # the key in SHAPES; empty: that of the workload
-    precision: str = "fp32"  # or bf16
-    ranks: int = THREADS  # of our side; each has its share of the threads
+    shape: str = ""  # the key in SHAPES; empty: the workload's own name
+    precision: str = "fp32"  # "fp32" or "bf16"
+    ranks: int = THREADS  # number of ranks on our side; each gets an equal share of the threads
 
     @property
     def responses(self) -> int:
@@ -81,7 +81,7 @@ class Workload:
 
     def lengths(self, step: int) -> list[int]:
         """Return the tokens of each response of a step, prompt by prompt: [responses]. Both sides
-        force these lengths, because otherwise one side might have shorter responses."""
+        force responses of these lengths. Otherwise one side might have shorter responses."""
         if self.median is None:
             return [self.longest] * self.responses
         source = random.Random(SEED * 1_000_003 + step)
@@ -98,7 +98,7 @@ class Workload:
         )
 
 
-# The copies of the weights and gradients in a second rank would need 3 GB.
+# This workload has one rank. In a second rank, copies of the weights and gradients would need 3 GB.
 _SMOLLM2 = Workload(
     8, 8, 64, prompt_tokens=32, mini_batches=2, warmup_steps=1, shape="smollm2", ranks=1
 )
@@ -112,7 +112,7 @@ WORKLOADS = {
 
 
 def shape_of(size: str) -> dict[str, int]:
-    """Return the model's shape in the workload `size`."""
+    """Return the shape of the model in the workload `size`."""
     return SHAPES[WORKLOADS[size].shape or size]
 
 

@@ -1,9 +1,10 @@
 """Starts vLLM's API server on a reserved port: `python -m gspo_vllm_server OPTIONS`.
 
-The process that starts a server holds its port (`hold_port`), and shares it only with sockets that
-have SO_REUSEPORT. vLLM itself sets this option only if it has several API servers. Two more changes
-save time at the start: the server does not collect facts about the machine, and on a CPU the engine
-is a fork of the server, if `cpu_environment` set the variable for that.
+The process that starts a server holds the server's port (`hold_port`), and shares it only with
+sockets that have the option SO_REUSEPORT. vLLM itself sets this option only if it has several API
+servers, so this module sets it. Two more changes save time at the start: the server does not
+collect facts about the machine; and if `cpu_environment` has set FORK_VARIABLE, the engine on a CPU
+is a fork of the server.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ def describe_no_machine() -> None:
 
 
 def fork_engine() -> None:
-    """Make the engine a fork of this process, so that it need not import the modules again.
+    """Make the engine a fork of this process, so that the engine need not import the modules again.
 
-    The imports are half of a server's start. vLLM starts a new interpreter, which an engine needs
-    if the server has used a GPU. On a CPU the server has computed nothing yet. The workers of an
-    engine are still new interpreters, because the engine has threads when it starts them.
+    The imports take half of the time of a server's start. vLLM itself starts a new interpreter for
+    the engine. This is needed only if the server has already used a GPU. The workers of an engine
+    are still new interpreters, because the engine has threads when it starts the workers.
     """
     native = multiprocessing.get_context
 
@@ -72,4 +73,4 @@ if __name__ == "__main__":
         describe_no_machine()
         runpy.run_module(_MODULE, run_name="__main__", alter_sys=True)
     finally:
-        remove_folder()  # in case the process that started this server has died
+        remove_folder()  # needed if the process that started this server has died

@@ -3,7 +3,7 @@
 A server loads this file with `--worker-extension-cls gspo_vllm_worker.GspoWorker` and `--middleware
 gspo_vllm_worker.TokenGuard`; this folder is on its PYTHONPATH. The server's environment may lack
 gspo_megatron and its dependencies, so nothing here imports gspo_megatron. This folder is not a
-package and holds only modules named gspo_vllm_*, so that they cannot hide modules of the server.
+package. Its modules are all named gspo_vllm_*, so that they cannot hide modules of the server.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from gspo_vllm_end import STARTER_VARIABLE, kill_group, remove_folder
 from gspo_vllm_group import Group, broadcast, make_group
 from safetensors import safe_open
 
-PATIENCE_SECONDS = 10.0  # time for a server to end by itself
+PATIENCE_SECONDS = 10.0  # a server has this time to end by itself
 
-_PART = 1 << 22  # elements in one partial sum
+_PART = 1 << 22  # number of elements in one partial sum
 _CHALLENGE = re.compile(r"[0-9a-f]{64}")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
-# A tensor belongs to the first family with a part that occurs in the tensor's name.
+# Each family has parts of names. A tensor belongs to the first family of which a part occurs in the
+# tensor's name.
 _FAMILIES = {
     "norms": ("norm",),
     "router": (".gate.", "router", "e_score_correction_bias"),
@@ -51,23 +52,25 @@ _FAMILIES = {
 class GspoWorker:
     """Methods for `/collective_rpc`. vLLM adds this class to the bases of its worker class."""
 
-    model_runner: Any  # vLLM's worker has it
+    model_runner: Any  # an attribute of vLLM's worker
     reload_weights: Callable[..., None]
     device: torch.device
-    rank: int  # in the server, from 0
-    _sender: tuple[str, Group] | None = None  # key, and the group with rank 0 of a run
+    rank: int  # number of the worker in the server, from 0
+    # key of the server, and process group with rank 0 of a run
+    _sender: tuple[str, Group] | None = None
 
     def tell_config(self) -> str:
-        """Return config.json of the served model, with all of its defaults."""
+        """Return the config.json of the served model, with the default values of all missing
+        fields."""
         return self.model_runner.model_config.hf_config.to_json_string(use_diff=False)
 
     def forget_prepacked_experts(self) -> int:
         """Make the next `reload_weights` pack the experts again; returns the number of MoE layers.
 
-        On a CPU vLLM copies the experts' weights into the layout of its kernel, but only if a
-        layer has no kernel yet. So after a reload every layer would silently compute with its first
-        weights. On GPUs the kernel reads the weights in place, and CUDA graphs hold their
-        addresses. There this method does nothing and returns 0.
+        On a CPU vLLM copies the experts' weights into the layout of its kernel, but only if a layer
+        has no kernel yet. So after a reload every layer would silently compute with the weights
+        that it had first. On a GPU the kernel reads the weights in place, and CUDA graphs hold
+        their addresses. So on a GPU this method does nothing and returns 0.
         """
         methods = [
             method
@@ -83,7 +86,7 @@ class GspoWorker:
         """Return the number of response tokens of each request of this worker, by vLLM's name.
 
         The numbers are exact while the server is paused. Requests that have just ended may still be
-        included. None: this version of vLLM stores requests elsewhere.
+        included. Returns None if this version of vLLM stores requests in another place.
         """
         requests = getattr(self.model_runner, "requests", None)
         if not isinstance(requests, dict):
@@ -93,22 +96,23 @@ class GspoWorker:
     def weight_sums(self, folder: str | None = None) -> dict[str, list[float]]:
         """Return [elements, sum, sum of squares] of each family of tensors in each layer.
 
-        Without `folder`, they are the sums of this worker's parameters. With a Hugging Face folder,
-        they are the sums of its tensors, which only worker 0 reads. vLLM fuses, pads and reorders
-        tensors for its kernels. That does not change the sums, so a tensor that differs from the
-        folder's is detected in any layout. The sums are float64.
+        Without `folder`, these are the sums of this worker's parameters. With a Hugging Face
+        folder, these are the sums of the folder's tensors, which only worker 0 reads. vLLM fuses,
+        pads and reorders tensors for its kernels. This does not change the sums, so a tensor that
+        differs from the folder's is detected in any layout. The sums are float64.
         """
         if folder is None:
             return _sums(self.model_runner.get_model().named_parameters())
         return {} if self.rank else _sums(_tensors_of(Path(folder), self.device))
 
     def adapter_sums(self, folder: str | None = None) -> dict[str, float]:
-        """Return the sum of squares of each matrix A of an adapter. The key is the name of the
-        adapted matrix, from `layers.` on. The experts of a layer count as one matrix.
+        """Return the sum of squares of each matrix A of an adapter. The key is the part of the
+        adapted matrix's name that begins with `layers.`. The experts of a layer count as one
+        matrix.
 
         folder: a PEFT folder, which only worker 0 reads; None: the adapter that this worker loaded
-        last. The sums are needed because vLLM silently ignores parts of an adapter that none of its
-        layers takes.
+        last. The sums are needed because vLLM silently ignores the parts of an adapter for which it
+        has no layer.
         """
         if folder is None:
             return _adapter_sums(_loaded_parts(self.model_runner.lora_manager._adapter_manager))
@@ -119,7 +123,7 @@ class GspoWorker:
         return _adapter_sums((matrix, t) for (matrix, is_a, _), t in names if is_a)
 
     def receive_weights(self, plan: Mapping[str, Any], key: str, world_size: int) -> int:
-        """Load the tensors that rank 0 of a run sends; returns their number.
+        """Load the tensors that rank 0 of a run sends, and return their number.
 
         plan: WeightStream.plan of that run; key: the key of this server in that run; world_size:
         the size of the process group. The group is reused for the next version with the same key.
@@ -142,7 +146,7 @@ class GspoWorker:
         )
         rank = self.rank + 1
         store.set(f"{key}/{rank}", "here")
-        # not the address that the host's name has, because rank 0 may not be able to reach it
+        # The address of the host's name is not used, because rank 0 may not be able to reach it.
         own = _own_address(plan["host"], plan["port"])
         shared = dist.PrefixStore(key, store)
         return make_group(plan["backend"], shared, rank, world_size, seconds, own)
@@ -167,7 +171,7 @@ def _own_address(host: str, port: int) -> str:
     """Return the address that this machine uses to reach `host`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as way:
-        way.connect((host, port))  # sends nothing
+        way.connect((host, port))  # a connect of this socket sends nothing
         return way.getsockname()[0]
 
 
@@ -180,7 +184,7 @@ def _tensors_of(folder: Path, device: torch.device) -> Iterator[tuple[str, torch
 
 
 def _loaded_parts(manager: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the matrices A of the adapter with the highest number, as vLLM's layers hold them:
+    """Yield the matrices A of the adapter with the highest number in the form of vLLM's layers,
     padded with zeros. manager: vLLM's LoRAModelManager."""
     newest = max((n for n in manager.lora_index_to_id if n is not None), default=None)
     if newest is None:
@@ -192,10 +196,11 @@ def _loaded_parts(manager: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield from ((name, each[place]) for stacked in experts for each in stacked)
             continue
         stacked = layer.lora_a_stacked
-        if isinstance(stacked, torch.Tensor):  # of the embedding and the output layer
+        if isinstance(stacked, torch.Tensor):  # in the embedding and in the output layer
             stacked = (stacked,)
         parts = manager.packed_modules.get(name, [name])
-        if len(parts) != len(stacked):  # the layer joins matrices in its own way
+        # the layer joins matrices in a way that `packed_modules` does not describe
+        if len(parts) != len(stacked):
             parts = [name] * len(stacked)
         yield from ((part, each[place]) for part, each in zip(parts, stacked, strict=True))
 
@@ -226,10 +231,12 @@ def _sums(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, list[float]]
 
 
 def _end_with_others() -> None:
-    """End this process when the server ends, and the server when its starter ends.
+    """If this process is an engine or a worker, end it when the server ends. If it is the server,
+    end it when the process that started it ends.
 
-    An engine does not notice that its server was killed. The server gets SIGTERM when its starter
-    dies. But its engine ends first, and then the server may wait forever for answers of the engine.
+    Without this, an engine does not notice that its server was killed. A server gets SIGTERM when
+    its starter dies. But the engine ends first, and then the server may wait forever for answers of
+    the engine.
     """
     if not (starter := os.environ.get(STARTER_VARIABLE)):
         return
@@ -241,14 +248,15 @@ def _end_with_others() -> None:
 
 
 def _kill_after(other: int, patience: float) -> None:
-    """Kill this process and its group `patience` seconds after the process `other` has ended."""
+    """Kill this process and its process group `patience` seconds after the process `other` has
+    ended."""
 
     def watch() -> None:
         try:
             ended = select.poll()
             ended.register(os.pidfd_open(other), select.POLLIN)
             ended.poll()
-        except ProcessLookupError:  # it ended before the watch began
+        except ProcessLookupError:  # `other` ended before the watch began
             pass
         time.sleep(patience)
         remove_folder()
@@ -259,7 +267,7 @@ def _kill_after(other: int, patience: float) -> None:
 
 
 def family_of(name: str) -> str:
-    """Return the family of a parameter of vLLM or a tensor of a Hugging Face folder.
+    """Return the family of a parameter of vLLM, or of a tensor of a Hugging Face folder.
 
     Examples: `experts of layer 2`, `embedding`.
     """
@@ -272,7 +280,7 @@ class TokenGuard:
     """Middleware that answers 401 to requests without the token in GSPO_SERVER_TOKEN.
 
     Only /health and PROOF need no token. If the variable is not set, only /health is answered. The
-    guard is necessary because the routes for new weights run code that a request names. It also
+    guard is necessary because the routes for new weights run any code that a request names. It also
     protects the routes of `Answers`.
 
     With PROOF a client checks that this server knows the token, before it sends the token."""
@@ -292,7 +300,7 @@ class TokenGuard:
             await send({"type": "http.response.start", "status": 401, "headers": headers})
             told = f"this server wants the token in its {TOKEN_VARIABLE}\n"
             await send({"type": "http.response.body", "body": told.encode()})
-        else:  # a websocket: if it is closed before it is open, the server answers 403
+        else:  # If a websocket is closed before it is open, the server answers 403.
             await send({"type": "websocket.close", "code": 1008})
 
     @staticmethod
