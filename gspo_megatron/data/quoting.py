@@ -68,7 +68,7 @@ class Controls:
         return any(each != self.unknown for each in self.names.keys() & set(ids))
 
     def place(self, number: int, text: str, span: Span) -> Span | None:
-        """Return where token `number` is a control token in `text`; None if it is another token.
+        """Return where token `number` is a control token in `text`; None if it is no such token.
 
         `span` is the token's range. It may include spaces around the control token, or a different
         spelling that the tokenizer treats as the same."""
@@ -79,7 +79,7 @@ class Controls:
         return None if number == self.unknown else span
 
     def quotations(self, text: str) -> list[Span]:
-        """Return all spans of `text` that spell a control token, also overlapping ones."""
+        """Return all spans of `text` that spell a control token, including overlapping spans."""
         spans, start = [], 0
         while match := self._pattern.search(text, start):
             spans.append(match.span())
@@ -94,8 +94,8 @@ class Controls:
     def pieces(self, text: str, quoted: Sequence[Span]) -> Iterator[tuple[Span, int | None]]:
         """Split `text` into control tokens and other text; yield (span, id or None).
 
-        A control token that contains a character of `quoted` is other text. Other text has None and
-        must be encoded without control tokens."""
+        A control token that contains a character of `quoted` is other text. Other text has the id
+        None and must be encoded without control tokens."""
         end, hidden = 0, text
         if quoted:
             letters = list(text)
@@ -133,7 +133,7 @@ def trace(
 
     Most templates only copy the data. For such a template, a rendering in which all characters of
     the data are replaced shows exactly which output is data. Other templates inspect the data (trim
-    it, search it for "</think>", write it as JSON). For those, characters that the template may
+    it, search it for "</think>", write it as JSON). For such a template, characters that it may
     look for are not replaced, unless they belong to a quoted control token. If the output still
     differs, the template reacts to the quotation. Then the result is the output without the
     quotation's effect, in which the quotation is text.
@@ -202,7 +202,7 @@ class _Exchange:
             self._table = dict(zip(sorted(n for n in numbers if n not in _PRIVATE), free))
 
     def strange(self, text: str, most: bool = False) -> str:
-        """Replace all characters. With `most`, keep those that templates trim or escape."""
+        """Replace all characters. With `most`, keep characters that templates trim or escape."""
         if self._is_shifted:
             with contextlib.suppress(UnicodeEncodeError):
                 table = _MOST_SHIFTED if most else _SHIFTED

@@ -199,7 +199,7 @@ class _ModelCopy:
     def __init__(
         self, shards: Sequence[Shard], weights: WeightMap, lora: Lora | None = None
     ) -> None:
-        """lora: adapters to merge into the weights that are sent, if there are any."""
+        """lora: the adapters to merge into the sent weights; None if there are no adapters."""
         self._shards, self._weights, self._lora = shards, weights, lora
         # HF tensor -> rank -> the rank's parts of the tensor: (number of the shard, box in the
         # shard)

@@ -1,11 +1,11 @@
-"""Runs one rank of any layout in a single process, to find its shapes and bytes. This takes no
+"""Runs one rank of any layout in a single process, to find its shapes and bytes. This needs no
 memory for the model, and no other ranks.
 
-The unchanged package builds and runs the rank's part of the model on torch's meta device, over fake
-process groups. Two things need more than shapes. First, some values decide shapes: the number of
-tokens of each expert. Here it is the same for all experts. Second, the reference formula of
-attention would keep tensors that no fused kernel keeps. Here attention keeps what a fused kernel
-keeps.
+The unchanged code of training builds and runs the rank's part of the model on torch's meta device,
+over fake process groups. Two things need more than shapes. First, the number of tokens of each
+expert is a value that decides shapes. Here this number is the same for all experts. Second, the
+reference formula of attention would keep tensors that no fused kernel keeps. Here attention keeps
+what a fused kernel keeps.
 """
 
 from __future__ import annotations
@@ -270,7 +270,8 @@ class EqualLoad(TorchFunctionMode):
         if func is torch.nn.functional.scaled_dot_product_attention:
             return _FusedAttention.apply(*args[:3])
         if getattr(func, "__name__", "") in ("grouped_mm", "_grouped_mm"):
-            return _GroupedProduct.apply(args[0], args[1])  # torch's supports only bf16 on meta
+            # On the meta device, torch's grouped product supports only bf16.
+            return _GroupedProduct.apply(args[0], args[1])
         if func is torch.autograd.backward:
             return self._backward(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], Tensor) else None
@@ -335,8 +336,8 @@ class _Selected(torch.autograd.Function):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Multiplies rows [rows, in], by group, with weights [groups, in, out]. Keeps both for the
-    backward pass."""
+    """Multiplies each group of rows [rows, in] with its weights [groups, in, out]. Keeps rows and
+    weights for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:

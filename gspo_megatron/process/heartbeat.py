@@ -115,9 +115,9 @@ class Heartbeat:
                     self._moving.touch()
             silence = now - max(self._last, others)
             # Only a rank that has been silent for half the time-out looks at the shared files. The
-            # clocks of hosts differ, so it compares the file's time at two looks: if it changed,
-            # another rank has heartbeats. Ranks do not reach the time-out at the same moment. When
-            # the first rank has reached it, all silent ranks end, too.
+            # clocks of hosts differ, so it compares the file's time at two looks: if the time
+            # differs, another rank has heartbeats. Ranks do not reach the time-out at the same
+            # moment. When the first rank has reached it, all silent ranks end, too.
             is_suspicious = silence > self._timeout / 2
             before, seen = seen, self._time_of_others() if is_suspicious else None
             if before is not None and seen is not None and seen != before:

@@ -1,7 +1,7 @@
 """Calls functions in worker processes, because a function may hang, crash or use up the memory.
 
-In such a case, the owner ends the worker with all processes that it has started, and only this call
-fails.
+In such a case, the owner ends the worker with all processes that the worker has started, and only
+the call of this function fails.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Workers:
 
 
 class _Worker:
-    """One worker: a process, which is replaced by another one after its end."""
+    """One worker: a process. After its end, a new process takes its place."""
 
     def __init__(self, job: Job) -> None:
         self._job = job

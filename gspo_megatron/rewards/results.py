@@ -116,7 +116,7 @@ def _value(told: Any, deadline: float) -> Any:
 
 
 def _key(value: Any) -> str:
-    """Return a key as text, as `str` writes it."""
+    """Return a key as the text that `str` writes."""
     if isinstance(value, str):
         return value
     if isinstance(value, int) and value.bit_length() > _LARGEST_KEY:

@@ -71,7 +71,7 @@ class ExampleBatches(Generic[E, B]):
 
     def next(self) -> B:
         """Return the next `batch_size` examples as a batch; the last step may have fewer."""
-        # Take only `count` examples: if the run is continued with more steps, the others come next.
+        # Take only `count` examples: a run that continues with more steps begins with the next one.
         count = min(self.batch_size, self.num_examples - self.drawn)
         assert count > 0, "all examples are drawn"
         self.drawn += count

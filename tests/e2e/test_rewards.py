@@ -17,8 +17,8 @@ pytestmark = pytest.mark.slow
 STEPS, EVALUATED, RESPONSES = 4, 8, 16
 LAST = f"rl_{STEPS:08d}"
 
-# If there is a file `broken_at`, the reward fails after the number of calls in it. The ranks count
-# their calls together: each call appends a letter to a file.
+# If there is a file `broken_at`, the reward fails after as many calls as the file says. The ranks
+# count their calls together: each call appends a letter to another file.
 REWARD = """
 import zlib
 from pathlib import Path

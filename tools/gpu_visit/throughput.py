@@ -7,9 +7,9 @@ The model has two layers and the vocabulary of Qwen3-30B-A3B: 1.9 B random param
 product of two bf16 matrices of 8,192 x 8,192. Each of three steps has 64 responses of 512 tokens to
 prompts of 256 tokens, and two updates, in bf16. The second step is profiled, the third is measured.
 FLOPs are counted by formula: 2 for each active parameter and token of a pass, plus causal
-attention, and three times that with gradients. Decoding reads all weights once for each token, so
-its ceiling is the bandwidth of the copy. --rehearse takes a tiny model, for a machine without a
-GPU. The last line has all figures.
+attention. A pass with gradients counts as three passes. Decoding reads all weights once for each
+token, so its ceiling is the bandwidth of the copy. --rehearse takes a tiny model, for a machine
+without a GPU. The last line has all figures.
 """
 
 from __future__ import annotations

@@ -49,7 +49,8 @@ def request_to_json(request: RolloutRequest) -> dict[str, Any]:
 
 
 class Scorers:
-    """Scores groups: many at a time if there are reward workers, else singly in the main thread.
+    """Scores groups. With reward workers, it scores many groups at a time. Without them, it scores
+    one group after the other in the main thread.
 
     Reward functions may use signals, which Python handles only in the main thread.
     """
@@ -281,7 +282,7 @@ class ServedRequests:
         def make() -> RolloutGroup:
             has_episodes = self.episodes is not None
             group = assemble(played, samples, request.per_prompt, has_episodes=has_episodes)
-            played.clear()  # frees memory; the group has all of it
+            played.clear()  # frees memory: the group holds the same data
             return group
 
         running.scoring += 1
@@ -322,7 +323,7 @@ class ServedRequests:
     async def _turns(
         self, running: RunningRequest, asked: TurnRequest, samples: Sequence[int]
     ) -> list[Response]:
-        """Generate a turn of each sample. Request seed, sample and turn number give its seed."""
+        """Generate a turn of each sample. A turn's seed comes from request, sample and number."""
         request, turn = running.request, (asked.turn,) if asked.turn else ()
         seeds = [(request.seed, sample, *turn) for sample in samples]
         sampling = self._sampling(request, asked)

@@ -225,7 +225,7 @@ def in_processes(count: int, work: Callable[[WorkerShard], object]) -> list[Base
 
         try:
             work(WorkerShard(rank, count, gather))
-        except DataError as error:  # all of them raise it
+        except DataError as error:  # all processes raise this error
             failures.append(error)
         except BaseException as error:  # noqa: BLE001 (for the main thread to show)
             failures.append(error)
@@ -240,7 +240,7 @@ def in_processes(count: int, work: Callable[[WorkerShard], object]) -> list[Base
 
 
 def test_several_processes_write_one_folder(tmp_path: Path) -> None:
-    """Each writes its own files, and they wait for each other."""
+    """Each process writes its own files, and the processes wait for each other."""
     source = write_model(tmp_path / "hf", "qwen3_moe", seed=10)
     hf_to_megatron(source, tmp_path / "ours")
     back = tmp_path / "back"
@@ -252,7 +252,7 @@ def test_several_processes_write_one_folder(tmp_path: Path) -> None:
 def test_several_processes_take_one_checkpoint_of_a_run_that_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run publishes another checkpoint just after the first process has listed them."""
+    """The run publishes a checkpoint just after the first process has listed the checkpoints."""
     sources = [write_model(tmp_path / f"hf{seed}", "qwen3", seed=seed) for seed in (11, 12)]
     checkpoints, lock = tmp_path / "run/checkpoints", threading.Lock()
     names = ["rl_00000001", "rl_00000002"]

@@ -113,7 +113,8 @@ def test_entropy_collapse() -> None:
     ("metric", "values", "steps"),
     [
         ("response/length_mean", [20.0] * 10 + [90.0] * 6, (15, 16)),
-        ("response/length_mean", [70.0] * 10 + [90.0] * 6, None),  # long from the start
+        # The responses are long from the start.
+        ("response/length_mean", [70.0] * 10 + [90.0] * 6, None),
         # The responses grow, but are far from the limit.
         ("response/length_mean", [20.0] * 10 + [60.0] * 6, None),
         ("response/truncated", [0.0] * 10 + [0.3] * 6, (15, 16)),

@@ -1,5 +1,5 @@
-"""The filter of system calls. An interpreter of classic BPF computes its decisions. Programs that
-solve tasks never notice it."""
+"""The filter of system calls. An interpreter of classic BPF computes the filter's decisions. The
+filter never stops programs that solve tasks."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_other_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         sandbox.fault.cache_clear()
 
 
-# The usual things that solutions do. All of them work.
+# What solutions usually do. The filter allows all of it.
 USUAL = """
 import asyncio, bisect, collections, ctypes, datetime, decimal, fcntl, fractions, functools, glob
 import hashlib, heapq, io, itertools, json, locale, math, os, pathlib, pickle, platform, queue

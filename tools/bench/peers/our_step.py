@@ -1,8 +1,9 @@
 """Generated tokens per second of this package over whole RL steps: our side of the benchmark.
 
-The shapes and workloads of workload.py, as for trl_step.py, on the code path of `gspo-megatron
-train`: the package's launcher and its ReinforcementLoop. A small model has two data-parallel ranks
-with one thread each: with a second thread its operators would be slower. Prints one JSON line.
+The benchmark takes the shapes and workloads of workload.py, as trl_step.py does. It runs the code
+of `gspo-megatron train`: the package's launcher and its ReinforcementLoop. A small model has two
+data-parallel ranks with one thread each, because its operators are slower with a second thread.
+Prints one JSON line.
 """
 
 from __future__ import annotations
