@@ -23,7 +23,7 @@ _LIMITS = {
 class Key:
     """A description of one key."""
 
-    name: str  # section.key
+    name: str  # with its section: section.key
     type: str
     default: str
     meaning: str

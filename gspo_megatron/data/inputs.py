@@ -336,7 +336,7 @@ def _load_tokenizer(config: AnyConfig) -> tuple[Tokenizer | None, list[str]]:
     wanted = None
     with gathered_in(problems):
         data, model = config.data, config.model
-        options = getattr(data, "chat_template_options", None)  # absent in pre-training
+        options = getattr(data, "chat_template_options", None)  # pre-training has no such key
         name, tokenizer = data.tokenizer, load_tokenizer(data.tokenizer, options)
         wanted = model_vocab_size(config, tokenizer)
     if wanted is None:

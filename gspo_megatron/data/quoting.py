@@ -61,7 +61,7 @@ class Controls:
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
         longest_first = sorted(filter(None, self.ids), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")  # matches nothing
+        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")  # (?!) never matches
 
     def among(self, ids: Iterable[int]) -> bool:
         """Whether `ids` contain a control token other than `unknown`."""

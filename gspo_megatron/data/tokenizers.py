@@ -229,7 +229,7 @@ class HuggingFaceTokenizer:
         unk_id = self._tokenizer.unk_token_id
         self.unk_id: int | None = None if unk_id in (self.eos_id, bos_id) else unk_id
         template = self._tokenizer.chat_template
-        if isinstance(template, dict):  # several templates by name
+        if isinstance(template, dict):  # the tokenizer has several templates, by name
             template = template.get("default")
         self.chat_template: str | None = template or None
         self.template_options: Mapping[str, Any] = {}
@@ -445,5 +445,5 @@ _TRAINING_DEFAULTS: dict[str, Any] = {
     "pad_id": 1,
     "eos_id": 2,
     "bos_id": -1,
-    "minloglevel": 2,  # errors only
+    "minloglevel": 2,  # the library prints errors only
 }

@@ -59,13 +59,14 @@ def pretended_rank(rank: int, world_size: int) -> Generator[Trace]:
         objects[:] = [own] * len(objects)
 
     def no_record(*_args: Any, **_kwargs: Any) -> Any:
-        """Record nothing. Routers add their losses to a process-wide record of the first model's
-        size, which must not be created for a fake rank. Megatron-Core 0.19 calls `record` of
-        the result."""
+        """Record nothing. Routers add their losses to a process-wide record, which gets the size
+        of the first model. It must not be created for a fake rank. Megatron-Core 0.19 calls the
+        method `record` of the result."""
         return SimpleNamespace(record=no_record)
 
     record = "save_to_aux_losses_tracker"
-    record = record if hasattr(router, record) else "get_moe_metrics_tracker"  # 0.16 or 0.19
+    # Megatron-Core 0.16 has the first of these functions, 0.19 the second.
+    record = record if hasattr(router, record) else "get_moe_metrics_tracker"
     # After each init_process_group, torch puts the rank once more before every line of a traceback.
     # So the hook that does this is removed at the end.
     with patch.object(sys, "excepthook", sys.excepthook):
@@ -157,7 +158,7 @@ def _remembered(result: Any, inputs: Any) -> _Result | None:
     if kind not in (Tensor, tuple, list) or not tensors:
         return None
     if kind is not Tensor and len(tensors) != len(result):
-        return None  # there are other values among them
+        return None  # the result has values that are not tensors
     given = list(tensors_in(inputs))
     if not all(tensor.is_meta for tensor in (*given, *tensors)):
         return None

@@ -131,7 +131,7 @@ def _key(value: Any) -> str:
 
 def _sorted(pairs: list[tuple[str, Any]]) -> _Pairs:
     """Sort pairs by key. If a key occurs several times, its last value counts."""
-    ordered = sorted(pairs, key=lambda pair: pair[0])  # stable
+    ordered = sorted(pairs, key=lambda pair: pair[0])  # pairs of one key stay in their order
     following = [*ordered[1:], None]
     return _Pairs(
         tuple(

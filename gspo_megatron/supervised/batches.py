@@ -18,9 +18,9 @@ from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.policy import HeadInputs
 
-E = TypeVar("E")  # an example of a file
+E = TypeVar("E")  # the type of an example
 E_co = TypeVar("E_co", covariant=True)
-B = TypeVar("B")  # a batch
+B = TypeVar("B")  # the type of a batch
 
 
 class Rows(Protocol[E_co]):
@@ -66,7 +66,7 @@ class ExampleBatches(Generic[E, B]):
         self.loader = PromptLoader(
             len(train), self.batch_size, training.seed, shuffle=config.data.shuffle
         )
-        self.num_examples = config.num_examples(len(train))  # in the whole run
+        self.num_examples = config.num_examples(len(train))  # the examples of the whole run
         self.drawn = 0
 
     def next(self) -> B:

@@ -18,7 +18,7 @@ from tests.programs import wait_until
 STEPS = 12
 LAST = f"rl_{STEPS:08d}"
 KILLS = 3
-MANY_KILLS = 50  # for each layout
+MANY_KILLS = 50  # the number of kills for each layout
 EARLY = 3  # every third kill comes while the run is starting
 
 

@@ -41,7 +41,7 @@ TINY = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_query
         "kv_channels": 16, "num_moe_experts": 8, "moe_router_topk": 2, "ffn_hidden_size": 64,
         "moe_ffn_hidden_size": 32}  # fmt: skip
 TINY_VOCABULARY = 512
-PROFILED, MEASURED = 2, 3  # numbers of steps
+PROFILED, MEASURED = 2, 3  # the numbers of the steps that are profiled and measured
 # CUPTI's names of the calls that start a kernel. WAITS names the calls that wait for the device,
 # and NO_KERNEL the operators that start no kernel.
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
@@ -254,7 +254,7 @@ def measure(case: Case, config: Any) -> dict[str, float]:
         "mismatch": record["mismatch/abs_mean"],
     }
     if on_gpu:
-        weights = 2.0 * parameters  # bytes in bf16
+        weights = 2.0 * parameters  # the bytes of the weights in bf16
         least = weights * work.longest / (limits["copy_gb_per_second"] * 1e9)
         figures["train_share_of_matmul"] = figures["train_tflops"] / limits["matmul_tflops"]
         figures["logprob_share_of_matmul"] = figures["logprob_tflops"] / limits["matmul_tflops"]

@@ -102,7 +102,7 @@ class Rows:
     """
 
     response: Tensor  # int64: the number of the response
-    samples: Tensor  # int64: its sample index
+    samples: Tensor  # int64: the sample index of the response
     limits: Tensor  # int64: the largest number of tokens of the response
     prompt_lengths: Tensor  # int64
     lengths: Tensor  # int64: tokens of the response so far

@@ -153,7 +153,7 @@ class Scorers:
                 ended = RewardError(f"the reward function ended with {error!r}")
                 ended.__cause__ = error
                 told = partial(_settle, future, None, ended)
-            with contextlib.suppress(RuntimeError):  # the service has ended
+            with contextlib.suppress(RuntimeError):  # raised if the service has ended meanwhile
                 loop.call_soon_threadsafe(told)
 
         self._jobs.put(job)
@@ -161,7 +161,7 @@ class Scorers:
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None = None) -> None:
-    if future.done():  # the caller was cancelled
+    if future.done():  # the caller was cancelled and waits no more
         return
     if error is None:
         future.set_result(result)
@@ -177,7 +177,7 @@ class RunningRequest:
 
     def __init__(self, request: RolloutRequest) -> None:
         self.request = request
-        self.file: RequestFile | None = None  # None: not read yet
+        self.file: RequestFile | None = None  # None until the file has been read
         self.error: UserError | None = None
         self.tokens = 0  # tokens of finished turns
         self.scoring = 0  # groups that have responses but no rewards yet

@@ -181,7 +181,8 @@ def emptied(policy: Policy) -> dict[str, Tensor]:
 def test_stock_megatron_core_loads_what_was_converted(tmp_path: Path) -> None:
     from megatron.core import dist_checkpointing
 
-    source = write_model(tmp_path / "hf", "qwen3_moe", seed=8, vocab_size=48)  # without padding
+    # A vocabulary of 48 needs no padding.
+    source = write_model(tmp_path / "hf", "qwen3_moe", seed=8, vocab_size=48)
     hf_to_megatron(source, tmp_path / "ours")
     policy = policy_of(config_of(source))
     expected = emptied(policy)

@@ -121,8 +121,8 @@ def test_attention_keeps_what_a_fused_kernel_keeps() -> None:
         )
     assert out.shape == query.shape
     shapes = [tuple(t.shape) for t in kept]
-    assert shapes.count((2, 4, 10, 8)) == 2  # query and output
-    assert (2, 4, 10) in shapes  # log-sum-exp
+    assert shapes.count((2, 4, 10, 8)) == 2  # the shape of query and output
+    assert (2, 4, 10) in shapes  # the shape of the log-sum-exp of each row
     assert (2, 1, 10, 12) not in shapes
     out.sum().backward()
     assert key.grad is not None and key.grad.shape == key.shape

@@ -56,7 +56,7 @@ def test_calls_are_denied_by_their_numbers(machine: str) -> None:
         assert number is None or decision(machine, number) == errno.EPERM, name
     open_, read = ((2, 0), (56, 63))[MACHINES.index(machine)]
     assert decision(machine, open_) == decision(machine, read) == ALLOWED
-    assert decision(machine, 435) == errno.ENOSYS  # clone3
+    assert decision(machine, 435) == errno.ENOSYS  # 435 is clone3
     assert decision(machine, 463) == decision(machine, 0x40000000) == errno.ENOSYS
     assert decision(machine, read, audit=0x40000003) == KILLED  # a call of 32-bit code
 
