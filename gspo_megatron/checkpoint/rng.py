@@ -31,7 +31,7 @@ def save_rng(folder: Path) -> None:
     if torch.cuda.is_available():
         tensors["cuda"] = torch.cuda.get_rng_state().cpu()
     for name, state in get_cuda_rng_tracker().get_states().items():
-        # A graph-safe tracker holds a generator, another tracker holds its state.
+        # A graph-safe tracker holds generators. Other trackers hold states of generators.
         state = state.get_state() if isinstance(state, torch.Generator) else state
         tensors[_TRACKER + name] = state.cpu()
     numpy_state = np.random.get_state(legacy=False)

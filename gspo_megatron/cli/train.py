@@ -189,7 +189,8 @@ def _tell_interrupted(config: AnyConfig) -> None:
 
 
 def command_of(name: str, arguments: argparse.Namespace) -> list[str]:
-    """Return the words that start a run, without --fresh. Messages append overrides to them."""
+    """Return the words that start a run, without --fresh. Messages to the user append overrides to
+    these words."""
     nproc = getattr(arguments, "nproc", None)
     words = ["gspo-megatron", name, *([] if nproc is None else [f"--nproc={nproc}"])]
     return [*words, arguments.config, *arguments.overrides]

@@ -67,7 +67,7 @@ def _list_section(section: str, described: Mapping[str, Any], inner: Any) -> Ite
 def find_keys(word: str = "", stage: str | None = None) -> list[str]:
     """Return a line for each key that has `word` in its name or meaning.
 
-    If the stage is not given and RL does not have a key, the line of the key names another stage.
+    If `stage` is None, the line of a key that RL does not have names a stage that has the key.
     """
     labels: dict[Key, str] = {}
     for each in [stage] if stage else STAGES:

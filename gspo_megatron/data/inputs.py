@@ -135,7 +135,7 @@ class PromptForm:
 
     fields: FieldMap
     chat_template: bool
-    max_tokens: int  # the limit of the tokens of a prompt
+    max_tokens: int  # the largest number of tokens of a prompt
     max_setting: str  # the setting that gives `max_tokens`, for error messages
     limit: int | None = None  # the number of prompts to use; None: all
 

@@ -68,7 +68,8 @@ class Controls:
         return any(each != self.unknown for each in self.names.keys() & set(ids))
 
     def place(self, number: int, text: str, span: Span) -> Span | None:
-        """Return where token `number` is a control token in `text`; None if it is no such token.
+        """Return where token `number` is a control token in `text`, or None if it is not a control
+        token.
 
         `span` is the token's range. It may include spaces around the control token, or a different
         spelling that the tokenizer treats as the same."""

@@ -74,7 +74,7 @@ class NewFolder:
         with write_errors(self.path):
             make_folder(self.partial.parent)
             if self.partial.exists():
-                lock = _lock(self.partial)  # it lasts as long as this process runs
+                lock = _lock(self.partial)  # the lock lasts as long as this process runs
                 if lock is None:
                     raise DataError(f"{self.path}: another process is writing to it")
                 os.close(lock)

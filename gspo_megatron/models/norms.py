@@ -50,8 +50,8 @@ class TorchNorm(torch.nn.Module):
             return torch.nn.functional.layer_norm(hidden, shape, weight, self.bias, self.eps)
         is_wide = hidden.dtype == weight.dtype and hidden.dtype.itemsize >= 4
         # Passes with and without gradients use the same function, so that they agree bit for bit.
-        # Decoding (inference mode) need not agree. On the meta device, which estimates memory, this
-        # function stands for a GPU's norm, which keeps the same tensors for the backward pass.
+        # Decoding (inference mode) need not agree. Memory is estimated on the meta device, where
+        # this function stands for a GPU's norm: both keep the same tensors for the backward pass.
         is_ours = hidden.is_meta or faster.applies_to(hidden)
         if is_ours and is_wide and not torch.is_inference_mode_enabled():
             return CpuRmsNorm.apply(hidden, weight, self.eps)

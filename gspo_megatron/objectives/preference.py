@@ -33,5 +33,8 @@ def bradley_terry(
 
 
 def regression(scores: Tensor, ratings: Tensor) -> Tensor:
-    """Return the sum of the squared differences between scores and ratings, [sequences] each."""
+    """Return the sum of the squared differences between scores and ratings, a scalar.
+
+    scores, ratings: [sequences] each.
+    """
     return (scores - ratings).square().sum()

@@ -64,7 +64,7 @@ def exit_code_of(command: Callable[[], int], interrupted: str | None = None) -> 
         return tell_failure(error)
     try:
         sys.stdout.flush()
-    except BrokenPipeError:  # the command has done its work nevertheless
+    except BrokenPipeError:  # the command has done its work, but the reader of stdout is gone
         _drop_unread_output()
     return code
 

@@ -1,7 +1,7 @@
 """Calls functions in worker processes, because a function may hang, crash or use up the memory.
 
 In such a case, the owner ends the worker with all processes that the worker has started, and only
-the call of this function fails.
+the call that caused this fails.
 """
 
 from __future__ import annotations
@@ -187,8 +187,8 @@ class _Process:
         return WorkerError("time-out", self._job.timed_out, timed_out=True)
 
     async def _listen(self) -> None:
-        """Receive answers until the keeper is gone. No other process keeps the other socket as
-        long."""
+        """Receive answers until the keeper is gone, which is the last process that holds the other
+        socket."""
         reader, self._writer = await asyncio.open_connection(sock=self._socket)
         self._connected.set()
         try:

@@ -39,9 +39,8 @@ def teacher_of(folder: str | Path, policy: Policy, *, offload: bool) -> Referenc
     is damaged, holds a model of another shape, or has weights that are not finite."""
     weights = ReferencePolicy(policy, offload=offload)  # the policy's weights, until `swap` below
     try:
-        load_hf(
-            folder, policy, ignore_custom_code=True
-        )  # the start of the run has checked the code
+        # Whether the folder may have custom code was checked before the start.
+        load_hf(folder, policy, ignore_custom_code=True)
     finally:
         weights.swap()
     wrong = f"{folder}: this teacher has weights that are not finite; give an undamaged folder"

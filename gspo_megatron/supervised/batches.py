@@ -71,7 +71,7 @@ class ExampleBatches(Generic[E, B]):
 
     def next(self) -> B:
         """Return the next `batch_size` examples as a batch; the last step may have fewer."""
-        # Take only `count` examples: a run that continues with more steps begins with the next one.
+        # Take only `count` examples, so that a run with more steps continues with the next example.
         count = min(self.batch_size, self.num_examples - self.drawn)
         assert count > 0, "all examples are drawn"
         self.drawn += count

@@ -66,7 +66,7 @@ class Killer:
 
     def kill(self, *, early: bool) -> bool:
         """Start or resume the run, and kill it at a random moment. With `early`, the moment is
-        during the start, while processes start, look for a checkpoint and read it. Otherwise the
+        during the start, while new processes look for a checkpoint and read it. Otherwise the
         moment is later, so that the run makes progress. Returns True if the run was killed, and
         False if it had ended before."""
         process = self.start(self.run)

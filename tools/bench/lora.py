@@ -1,4 +1,4 @@
-"""Memory and time of an update that trains adapters of rank 16, and of one that trains all weights.
+"""Memory and time of an update that trains adapters of rank 16, and of an update of all weights.
 
     python tools/bench/lora.py [--layers 30] [--tokens 512] [--rounds 3] [--precision bf16]
 

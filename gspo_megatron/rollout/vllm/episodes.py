@@ -323,7 +323,8 @@ class ServedRequests:
     async def _turns(
         self, running: RunningRequest, asked: TurnRequest, samples: Sequence[int]
     ) -> list[Response]:
-        """Generate a turn of each sample. A turn's seed comes from request, sample and number."""
+        """Generate a turn of each sample. The seed of a turn depends on the request's seed, the
+        sample and the number of the turn."""
         request, turn = running.request, (asked.turn,) if asked.turn else ()
         seeds = [(request.seed, sample, *turn) for sample in samples]
         sampling = self._sampling(request, asked)

@@ -138,7 +138,7 @@ def fp8_autocast(enabled: bool, fp8_recipe: Any, fp8_group: Any) -> Iterator[Non
 def autocast(
     enabled: bool, recipe: Any, amax_reduction_group: Any
 ) -> contextlib.AbstractContextManager[None]:
-    """Do what `fp8_autocast` does. This is its newer name."""
+    """The newer name of `fp8_autocast`."""
     return fp8_autocast(enabled, recipe, amax_reduction_group)
 
 

@@ -131,9 +131,9 @@ def softmax(logits: list[float], temperature: float) -> list[float]:
 
 
 def kept(probabilities: list[float], top_k: int = 0, top_p: float = 1.0, **_: Any) -> set[int]:
-    """The tokens that can be sampled: of the `top_k` most probable tokens, the smallest number of
-    most probable tokens that reaches the share `top_p` of their sum. transformers and vLLM do the
-    same."""
+    """The tokens that can be sampled. The probabilities of the `top_k` most probable tokens are
+    added up, the largest first, until the share `top_p` of their sum is reached. transformers and
+    vLLM do the same."""
     order = sorted(range(len(probabilities)), key=lambda i: -probabilities[i])[: top_k or None]
     total = sum(probabilities[i] for i in order)
     chosen: set[int] = set()
