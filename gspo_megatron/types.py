@@ -61,7 +61,7 @@ class Sample:
     # The messages (role, content) that the chat template got; () without a template.
     messages: tuple[Message, ...] = ()
     row_id: str = ""  # the id of the prompt's row, else "file name:line"
-    num_prompt_tokens: int = 0  # tokens of the whole prompt, with those of the chat template
+    num_prompt_tokens: int = 0  # tokens of the whole prompt, including the chat template's tokens
     transcript: str = ""  # for an episode: all its turns, and the text between them
     group: int = 0  # the prompt's number in the step: the same for all responses to one prompt
 

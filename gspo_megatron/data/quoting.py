@@ -41,7 +41,7 @@ class Traced:
 
     text: str
     answers: list[Span] | None
-    quoted: list[Span]  # spans of data in `text`, at least those that matter for control tokens
+    quoted: list[Span]  # spans of data in `text`: at least the spans that matter for control tokens
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,9 @@ class Controls:
 
 
 def touches(span: Span, quoted: Sequence[Span]) -> bool:
-    """Whether `span` overlaps one of `quoted`, which are sorted and do not touch each other."""
-    after = bisect.bisect_left(quoted, (span[1], span[1]))  # first one that begins after the span
+    """Whether `span` overlaps one of the `quoted` spans, which are sorted and do not touch."""
+    # the first quoted span that begins after `span`
+    after = bisect.bisect_left(quoted, (span[1], span[1]))
     return after > 0 and quoted[after - 1][1] > span[0]
 
 
@@ -268,7 +269,7 @@ def _is_clear(key: object, words: frozenset[str]) -> bool:
 
 
 def _strings(value: Any, words: frozenset[str]) -> Iterator[str]:
-    """Yield the texts of a JSON value, and those of its keys that are not in `words`."""
+    """Yield the texts of a JSON value, and its keys that are not in `words`."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

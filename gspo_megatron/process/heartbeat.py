@@ -1,7 +1,7 @@
 """Ends a run that hangs, and shows the stacks of every rank.
 
-If one rank does not join a collective, the others wait for a time-out that names no rank. Here a
-thread of each rank notices that nothing happens, writes the stacks of all threads, and ends the
+If one rank does not join a collective, the other ranks wait for a time-out that names no rank. Here
+a thread of each rank notices that nothing happens, writes the stacks of all threads, and ends the
 process.
 
 A heartbeat is a forward pass, or a piece of long work without forward passes: a tensor written or
@@ -90,7 +90,8 @@ class Heartbeat:
             faulthandler.cancel_dump_traceback_later()
 
     def forget_earlier(self) -> None:
-        """Remove the files of an earlier start. Called on the main rank before the others enter."""
+        """Remove the files of an earlier start. Called on the main rank before the other ranks
+        enter the context."""
         with contextlib.suppress(OSError):
             for path in (*self._folder.glob("*"), self._moving):
                 path.unlink(missing_ok=True)

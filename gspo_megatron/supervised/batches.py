@@ -45,7 +45,7 @@ class SupervisedBatch:
 
 
 class ExampleBatches(Generic[E, B]):
-    """The batches of a run. They are the same on every layout; their order depends only on the seed
+    """The batches of a run. Every layout has the same batches; their order depends only on the seed
     and the file. All ranks call `next` together."""
 
     def __init__(
@@ -87,7 +87,7 @@ class ExampleBatches(Generic[E, B]):
         self.drawn = state["drawn"]
 
     def evaluation(self) -> Iterator[B]:
-        """Yield all batches of the evaluation data; they are the same at each call."""
+        """Yield all batches of the evaluation data. Each call yields the same batches."""
         data = self.evaluation_data
         for start in range(0, 0 if data is None else len(data), self.batch_size):
             assert data is not None

@@ -85,7 +85,7 @@ class _Region:
         self.recipe: Any = None
         self.group: Any = None
         self.depth = 0
-        # The order is that of the model, which is the same on all ranks.
+        # The states are in the order of the model's modules, which is the same on all ranks.
         self.states: dict[bool, dict[State, None]] = {True: {}, False: {}}
 
 

@@ -168,7 +168,7 @@ def test_a_model_loads_what_was_converted(tmp_path: Path, variant: Variant) -> N
 
 
 def emptied(policy: Policy) -> dict[str, Tensor]:
-    """Copy the weights of a model on one rank, then overwrite those in the model."""
+    """Copy the weights of a model on one rank, then overwrite the weights in the model."""
     (model,) = policy.models
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     with torch.no_grad():
