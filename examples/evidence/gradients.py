@@ -151,8 +151,8 @@ def coefficients(
 
 def response_advantages(batches: Sequence[Batch], deviation: float) -> Tensor:
     """The advantages [batches, responses] float64: the reward minus the mean of the other
-    responses in the group, divided by a constant. Dividing by a group's standard deviation would change the
-    expectation, which is the policy gradient."""
+    responses in the group, divided by a constant. Dividing by a group's standard deviation would
+    change the expectation, which is the policy gradient."""
     rewards = torch.stack([batch.rewards for batch in batches])
     return (rewards - others_mean(rewards)) / deviation
 
