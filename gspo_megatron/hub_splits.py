@@ -107,7 +107,8 @@ def _data_files(given: Any) -> Iterable[tuple[str, list[str]]]:
 
 def _fits(path: str, pattern: str) -> bool:
     """Whether a path fits a pattern of the header, in which ** stands for any folders."""
-    have, reached = path.split("/"), {0}  # numbers of parts of the path that are matched
+    # reached: how many parts of the path the pattern's parts so far can match
+    have, reached = path.split("/"), {0}
     for part in pattern.split("/"):
         if part == "**":
             reached = set(range(min(reached), len(have) + 1))
@@ -119,7 +120,7 @@ def _fits(path: str, pattern: str) -> bool:
 
 
 def _of_names(files: Sequence[str]) -> dict[tuple[str, str], list[str]]:
-    """Return files by configuration and split, as words in their paths tell."""
+    """Return files by configuration and split. Words in a file's path tell its split."""
     found: dict[tuple[str, str], list[str]] = {}
     for file in files:
         split = next((name for name, words in _WORDS.items() if _has_word(file, words)), None)

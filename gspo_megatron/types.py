@@ -34,7 +34,8 @@ class Prompt:
     text: str  # the prompt; for messages, the text of the last user message
     answer: Any  # the row's value, mostly a string; None: the file has no answers
     source: str  # "file:line", for error messages
-    # The other fields of the row, and objects of which only a part is the prompt or the answer.
+    # The other fields of the row. If only a part of a field is the prompt or the answer, the whole
+    # field is here, too.
     fields: dict[str, Any] = field(default_factory=dict)
     token_ids: tuple[int, ...] = ()  # filled in by data.prompts
     # Input of the chat template: the row's messages, or one user message; () without a template.
@@ -60,9 +61,9 @@ class Sample:
     # The messages (role, content) that the chat template got; () without a template.
     messages: tuple[Message, ...] = ()
     row_id: str = ""  # the id of the prompt's row, else "file name:line"
-    num_prompt_tokens: int = 0  # tokens of the whole prompt, with those of the chat template
+    num_prompt_tokens: int = 0  # tokens of the whole prompt, including the chat template's tokens
     transcript: str = ""  # for an episode: all its turns, and the text between them
-    group: int = 0  # the prompt's number in the step; all responses to it have the same
+    group: int = 0  # the prompt's number in the step: the same for all responses to one prompt
 
 
 class Reasoned(float):
@@ -125,7 +126,8 @@ class RolloutBatch:
     # their log-probs
     teacher_tokens: Tensor | None = None  # int32
     teacher_top_logprobs: Tensor | None = None  # float32
-    # [num_sequences] int32, the number of the sequence's teacher, if there are several; -1: none
+    # [num_sequences] int32, the number of the sequence's teacher, if there are several; -1: the
+    # sequence has no teacher
     teachers: Tensor | None = None
 
 
@@ -144,7 +146,7 @@ class LossInputs:
     advantages: Tensor  # [num_sequences] float32
     sequence_lengths: Tensor  # [num_sequences] float32, tokens with mask 1 over all shards
     global_num_sequences: int  # in the optimizer mini-batch, over all ranks and micro-batches
-    global_num_tokens: int  # tokens with mask 1 in the optimizer mini-batch, likewise
+    global_num_tokens: int  # tokens with mask 1 in the mini-batch, over all ranks and micro-batches
     sum_over_shards: Callable[[Tensor], Tensor]  # [num_sequences] summed over a sequence's ranks
     is_primary_shard: bool  # True on exactly one of the ranks that share these sequences
     entropy: Tensor | None = None  # [tokens] float32

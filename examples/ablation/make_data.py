@@ -1,4 +1,4 @@
-"""Data for sorting letters: answers of 12 tokens, longer than in the other toy tasks.
+"""Make data for sorting letters. An answer has 12 tokens, more than in the other toy tasks.
 
 python examples/ablation/make_data.py -o FOLDER
 """

@@ -1,4 +1,4 @@
-"""Measure the gradient of each objective, k updates after the policy that sampled.
+"""Measure each objective's gradient at a policy that is k updates ahead of the sampling policy.
 
     python examples/evidence/gradients.py --length 32 --mismatch router_noise
 
@@ -45,10 +45,10 @@ SAME_SCALE = {"aggregation": "sequence_mean", "advantage": "group_mean_std"}
 class Arm:
     """An objective, and its old policy."""
 
-    section: Mapping[str, Any]  # its keys of the section `objective`
+    section: Mapping[str, Any]  # keys of the section `objective`
     routes: str = "now"  # the experts of its gradient: now, r2 or r3
-    # its old log-probs: "off" or "r3": the trainer's, with its own or the engine's experts;
-    # "rollout": the engine's
+    # The source of its old log-probs. "off": the trainer with the trainer's experts; "r3": the
+    # trainer with the engine's experts; "rollout": the engine.
     old: str = "off"
 
 
@@ -60,8 +60,8 @@ WITH_COSINE = ("gspo", "gspo ±0.1/√L", "gspo unclipped", "grpo", "grpo unclip
 def arms_of(mismatch: str, length: int) -> dict[str, Arm]:
     """The objectives that are compared.
 
-    The paper's clip range for GSPO is for thousands of tokens. For L tokens there is a range of
-    0.1/√L, because the spread of the sequence ratio falls like 1/√L.
+    The paper's clip range for GSPO is for thousands of tokens. GSPO is also measured with a range
+    of 0.1/√L for L tokens, because the spread of the sequence ratio falls like 1/√L.
     """
     clip = 0.1 / math.sqrt(length)
     gspo = {"name": "gspo", "clip_low": clip, "clip_high": clip}
@@ -104,11 +104,11 @@ class Sizes:
 
     own: int  # for the objectives
     true: int  # for the slope of the reward
-    direction: int = 8  # for the direction
+    direction: int = 8  # for the direction of the policy gradient
 
 
-# With 64 responses the noise of the gradient is about a third of it at any length, so 16 batches
-# have a noise of 10%. The cost of a token does not depend on the length.
+# With 64 responses the noise of the gradient is about a third of the gradient at any length, so 16
+# batches have a noise of 10%. The cost of a token does not depend on the length.
 SIZES = {8: Sizes(64, 16), 32: Sizes(32, 12), 128: Sizes(16, 8), 512: Sizes(6, 4, 4)}
 
 
@@ -150,9 +150,9 @@ def coefficients(
 
 
 def response_advantages(batches: Sequence[Batch], deviation: float) -> Tensor:
-    """The advantages [batches, responses] float64: the reward minus the mean of the others in the
-    group, divided by a constant. Dividing by a group's standard deviation would change the
-    expectation, which is the policy gradient."""
+    """The advantages [batches, responses] float64: the reward minus the mean of the other
+    responses in the group, divided by a constant. Dividing by a group's standard deviation would
+    change the expectation, which is the policy gradient."""
     rewards = torch.stack([batch.rewards for batch in batches])
     return (rewards - others_mean(rewards)) / deviation
 

@@ -1,4 +1,4 @@
-"""Prompts with three instructions that a program can check, as rows in the format of IFEval.
+"""Make prompts with three instructions that a program can check, as rows in the format of IFEval.
 
     python examples/smollm2_moe/make_prompts.py -o FOLDER
 
@@ -26,7 +26,7 @@ _TOPICS = (
     "an old car,summer,clouds,theatre,a school,apples,the farm"
 )
 TOPICS = _TOPICS.split(",")
-TEST_TOPICS = 12  # the others are for training
+TEST_TOPICS = 12  # the remaining topics are for training
 REQUESTS = (
     "Describe {}.",
     "Tell me about {}.",
@@ -35,8 +35,8 @@ REQUESTS = (
 )
 FIRST_WORDS = ("Today", "Imagine", "Many", "Sometimes", "Once", "Look")
 KEYWORDS = ("quiet", "old", "warm", "small", "bright", "friend", "morning", "water", "life", "road")
-FEWEST = (4, 5, 6)  # words of an answer
-RANGE = 4  # so many more are allowed
+FEWEST = (4, 5, 6)  # the smallest number of words that an instruction may ask for
+RANGE = 4  # the largest number of words minus the smallest
 
 
 def last_instruction(generator: random.Random) -> tuple[str, str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Greedy answers of exported models, by transformers.
+"""Generate greedy answers of exported models with transformers.
 
     python answer.py MODEL_FOLDER... --prompts test.jsonl -o answers.json
 

@@ -32,7 +32,7 @@ class StepIndex:
     rewards: Tensor  # [num_sequences] float64
     # Prompt and response tokens of each branch of each sequence; None: each has a single branch.
     branches: tuple[tuple[tuple[int, int], ...], ...] | None = None
-    teachers: tuple[int, ...] | None = None  # its teacher, if there are several; -1: none
+    teachers: tuple[int, ...] | None = None  # the number of the sequence's teacher; -1: no teacher
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -62,8 +62,8 @@ class Sequences:
 
 
 def gather_index(batch: RolloutBatch, rewards: Tensor, group: dist.ProcessGroup) -> StepIndex:
-    """Gather the index of all sequences. It takes 48 bytes for each sequence, 24 for each branch,
-    and 8 more for each sequence if there are several teachers.
+    """Gather the index of all sequences. The ranks exchange 48 bytes for each sequence, 24 for each
+    branch, and 8 more for each sequence if there are several teachers.
 
     rewards: [num_sequences] float64, for this rank's `batch`.
     """
@@ -163,7 +163,8 @@ def redistribute(
     def move(flat: Tensor, pieces: Tensor, sizes: Tensor) -> Tensor:
         """Send `flat`, which holds one piece for each local sequence, in the order of `batch`.
 
-        pieces: the length of each of these pieces; sizes: the same for all sequences of the step.
+        pieces: the length of each of these pieces; sizes: the same lengths for all sequences of the
+        step.
         """
         rows = _rows_of(row_of[torch.cat(sent)], pieces.cpu()).to(flat.device)
         send_counts = [int(sizes[mine[numbers]].sum()) for numbers in sent]
@@ -198,7 +199,7 @@ def redistribute(
 
 def _rows_of(chosen: Tensor, lengths: Tensor) -> Tensor:
     """Return the row numbers of the chosen pieces in a flat tensor. lengths: the length of each
-    piece of it."""
+    piece in the tensor."""
     starts, sizes = (lengths.cumsum(0) - lengths)[chosen], lengths[chosen]
     shifts = starts - (sizes.cumsum(0) - sizes)
     return torch.arange(int(sizes.sum())) + shifts.repeat_interleave(sizes)
@@ -209,7 +210,8 @@ def _all_to_all(
 ) -> Tensor:
     if group.size() == 1:
         return outgoing
-    if outgoing.dtype is torch.int16:  # routes of more than 256 experts; gloo and NCCL lack it
+    # Routes of more than 256 experts are int16, which gloo and NCCL do not have.
+    if outgoing.dtype is torch.int16:
         as_bytes = outgoing.contiguous().view(torch.uint8)
         return _all_to_all(as_bytes, send_counts, receive_counts, group).view(torch.int16)
     incoming = outgoing.new_empty((sum(receive_counts), *outgoing.shape[1:]))

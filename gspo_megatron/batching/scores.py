@@ -88,8 +88,8 @@ def sequence_scores(
     [num_sequences] float32 on the device.
 
     tokens: [sum(lengths)] int64, the sequences of this data-parallel rank, end to end. Other
-    data-parallel ranks may have other sequences, or none. All ranks call it together. token_budget:
-    the largest number of tokens of a micro-batch on one rank."""
+    data-parallel ranks have their own sequences, or no sequences. All ranks call this function
+    together. token_budget: the largest number of tokens of a micro-batch on one rank."""
     device = torch.device(torch.cuda.current_device())
     builder = MicroBatchBuilder(policy, 0, 1.0, padded=padded)
     budget = token_budget * builder.spec.context_parallel_size

@@ -31,7 +31,7 @@ def save_rng(folder: Path) -> None:
     if torch.cuda.is_available():
         tensors["cuda"] = torch.cuda.get_rng_state().cpu()
     for name, state in get_cuda_rng_tracker().get_states().items():
-        # graph-safe trackers hold generators, others hold states
+        # A graph-safe tracker holds generators. Other trackers hold states of generators.
         state = state.get_state() if isinstance(state, torch.Generator) else state
         tensors[_TRACKER + name] = state.cpu()
     numpy_state = np.random.get_state(legacy=False)
@@ -57,9 +57,9 @@ def save_rng(folder: Path) -> None:
 
 
 def load_rng(folder: Path) -> bool:
-    """Set this rank's generators to the state that save_rng wrote. Every rank calls it. If another
-    layout or kind of device wrote it, this returns False on all ranks and leaves the generators
-    unchanged. Raises DataError, the same on all ranks.
+    """Set this rank's generators to the state that save_rng wrote. Every rank calls this function.
+    If a run on another layout or kind of device wrote the state, the function returns False on all
+    ranks and leaves the generators unchanged. Raises DataError, the same on all ranks.
     """
     same = True
     with raised_everywhere():

@@ -25,7 +25,7 @@ Shares = Sequence[tuple[Files, str | None]]  # for each rank: its files, and wha
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time into a folder; every rank calls every method."""
+    """Writes one checkpoint at a time into a folder. Every rank calls `begin` and `finish`."""
 
     def __init__(self, folder: Path, policy: Policy) -> None:
         self.folder, self.policy = folder, policy
@@ -129,7 +129,8 @@ class CheckpointWriter:
         shares: Shares,
     ) -> str | None:
         """Publish a checkpoint if all ranks have written it, else remove it. Returns what went
-        wrong, or None. Called on the main rank. `is_full`: it holds the optimizer's state."""
+        wrong, or None. Called on the main rank. `is_full`: the checkpoint holds the optimizer's
+        state."""
         problem = next((text for _, text in shares if text is not None), None)
         files = {name: record for own, _ in shares for name, record in own.items()}
         if problem is None:
@@ -152,8 +153,8 @@ class CheckpointWriter:
 def _all_written(folder: Path) -> list[str]:
     """Return, on every rank, the files that all ranks have written. Each rank calls it after its
     last file. Only the main rank lists the folder: thousands of ranks at once would slow down a
-    shared file system. If that fails, the main rank raises OSError and the others get an empty
-    list.
+    shared file system. If the listing fails, the main rank raises OSError and the other ranks get
+    an empty list.
     """
     if dist.get_world_size() == 1:
         return files_below(folder)

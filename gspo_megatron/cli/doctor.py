@@ -15,8 +15,8 @@ from typing import Any
 from gspo_megatron.cli.arguments import Commands, new_parser
 from gspo_megatron.observe import environment
 
-# The first version that works, and the first that was not tried. The same numbers are in
-# pyproject.toml.
+# The first version that works, and the first later version that was not tried. The same numbers are
+# in pyproject.toml.
 SUPPORTED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "python": ((3, 10), (3, 14)),
     "torch": ((2, 8), (3,)),
@@ -35,7 +35,7 @@ except BaseException as error:
     print((type(error).__name__ + ": " + str(error)).splitlines()[0])
     raise SystemExit({_IMPORT_FAILED})
 """
-Finding = tuple[str, str, str]  # name, what was found, and what to do: "" for nothing
+Finding = tuple[str, str, str]  # name, what was found, and what to do ("" if there is nothing)
 
 
 def add_parser(commands: Commands) -> None:
@@ -96,7 +96,8 @@ def _required(name: str, version: str | None) -> tuple[str, str]:
 
 
 def engine_trouble() -> str | None:
-    """Return why an installed Transformer Engine cannot be imported; None if it can, or is absent.
+    """Return why an installed Transformer Engine cannot be imported. None means that the import
+    works, or that Transformer Engine is not installed.
 
     Another process tries the import, because a library that is missing or built for another torch
     may end that process.
@@ -190,8 +191,8 @@ def _gpus(gpu: Mapping[str, Any] | None) -> tuple[str, str]:
 
 
 def _precisions(can_use_engine: bool) -> str:
-    """Describe which values of training.precision can train on this machine, and what others
-    need."""
+    """Describe which values of training.precision can train on this machine, and what the other
+    values need."""
     from gspo_megatron.config.precision import FP8, device_lacks, engine_lacks
 
     possible, others = ["fp32", "bf16"], []

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 TEMPLATES = Path(__file__).with_name("new_templates")
 PROMPT_FILES = ("prompts.jsonl", "eval_prompts.jsonl")
-VOCABULARY = 320  # the largest size: the bytes, and the characters of the prompts
+VOCABULARY = 320  # the largest number of pieces: 256 bytes, and the characters of the prompts
 BATCH_SCRIPT = "slurm/train_gspo.sbatch"
 
 

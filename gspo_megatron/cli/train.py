@@ -189,14 +189,15 @@ def _tell_interrupted(config: AnyConfig) -> None:
 
 
 def command_of(name: str, arguments: argparse.Namespace) -> list[str]:
-    """Return the words that start a run, without --fresh. Advice for the user appends overrides."""
+    """Return the words that start a run, without --fresh. Messages to the user append overrides to
+    these words."""
     nproc = getattr(arguments, "nproc", None)
     words = ["gspo-megatron", name, *([] if nproc is None else [f"--nproc={nproc}"])]
     return [*words, arguments.config, *arguments.overrides]
 
 
 def _is_finished(checked: Checked, command: Sequence[str]) -> bool:
-    """Return whether the run folder holds this run, finished and exported. If so, print that, and
+    """Return whether the run in the run folder is finished and exported. If so, print this, and
     write the report if it is missing."""
     from gspo_megatron.checkpoint.resume import finished_text, run_folder
     from gspo_megatron.config import Config

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 OBJECTIVES = ("grpo", "gspo")
 REPLAYS = ("off", "r2", "r3")
-REPORT_NAMES = ("plots", "report.html")  # beside the folders of the variants
+REPORT_NAMES = ("plots", "report.html")  # they lie beside the folders of the variants
 
 _FOLDER_NAME = re.compile(r"[A-Za-z0-9][\w+.-]*")
 _SET_BY_ABLATE = ("training.seed", "logging.dir", "routing.volatility")
@@ -48,8 +48,8 @@ class PlannedRun:
 def default_variants(config: Config) -> list[Variant]:
     """Return GRPO, GSPO and the objective of the configuration, each without replay, with r2 and
     with r3. GSPO cannot use rewards of turns. If turns may have rewards of their own, GSPO-token
-    takes its place. The objective of the configuration keeps its clip range, the others get their
-    defaults. Raises UserError for a custom objective.
+    takes the place of GSPO. The objective of the configuration keeps its clip range, the other
+    objectives get their default clip ranges. Raises UserError for a custom objective.
     """
     from gspo_megatron.config.load import override
     from gspo_megatron.environments.registry import environment_of
@@ -110,8 +110,9 @@ def read_variants(path: Path) -> list[Variant]:
 
 
 def choose_variants(words: Sequence[str], config: Config) -> list[Variant]:
-    """Return the variants that `--variants` names, in that order, or all if it names none. They
-    come from the file among the words, or else are the default variants. Raises UserError."""
+    """Return the variants that `--variants` names, in that order. Without names, return all
+    variants. If one of the words is a YAML file, the variants come from this file; otherwise they
+    are the default variants. Raises UserError."""
     from gspo_megatron.errors import suggest
 
     files = [word for word in words if word.endswith((".yaml", ".yml"))]
@@ -142,8 +143,8 @@ def plan_runs(
     seeds: Sequence[int],
     out: Path,
 ) -> list[PlannedRun]:
-    """Plan all runs: every variant with the first seed, then with the next one. So an ablation that
-    is stopped early has complete comparisons. Raises ConfigError."""
+    """Plan all runs: every variant with the first seed, then every variant with the second seed,
+    and so on. So an ablation that is stopped early has complete comparisons. Raises ConfigError."""
     from gspo_megatron.config.load import load_config, override
 
     is_moe = load_config(path, overrides).resolved_model().num_moe_experts is not None
@@ -167,7 +168,7 @@ def for_each_variant(variants: Sequence[Variant], action: Callable[[Variant], T]
     problems of all variants, one line each. A problem that all variants have is listed once,
     without names."""
     results: dict[str, T] = {}
-    problems: dict[str, list[str]] = {}  # names of variants, by line
+    problems: dict[str, list[str]] = {}  # for each problem, the variants that have it
     for variant in variants:
         try:
             results[variant.name] = action(variant)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from gspo_megatron.config.section import HubPath, Section, SuiteName, Text, harmless, shapes
 
 FORMS = ("reverse_kl", "forward_kl_topk", "reverse_kl_topk")
-TOP_K = 20  # the largest number that a vLLM server gives without --max-logprobs
+TOP_K = 20  # without --max-logprobs, a vLLM server gives at most this many log-probs for a token
 MOST_CANDIDATES = 1024  # the largest top_k: 8 KB a token
 
 _FOLDER = (
@@ -85,7 +85,7 @@ class DistillationSection(Section):
 
     @property
     def candidates(self) -> int:
-        """The number of most probable tokens of the teacher that the form reads at each
+        """The number of the teacher's most probable tokens that the form reads at each
         position."""
         return 0 if self.form == "reverse_kl" else self.top_k
 

@@ -23,7 +23,7 @@ _LIMITS = {
 class Key:
     """A description of one key."""
 
-    name: str  # section.key
+    name: str  # with its section: section.key
     type: str
     default: str
     meaning: str
@@ -67,7 +67,7 @@ def _list_section(section: str, described: Mapping[str, Any], inner: Any) -> Ite
 def find_keys(word: str = "", stage: str | None = None) -> list[str]:
     """Return a line for each key that has `word` in its name or meaning.
 
-    If RL does not have a key, its line names the stage.
+    If `stage` is None, the line of a key that RL does not have names a stage that has the key.
     """
     labels: dict[Key, str] = {}
     for each in [stage] if stage else STAGES:

@@ -34,7 +34,7 @@ class LoraSection(Section):
 
     @property
     def scale(self) -> float:
-        """The factor of the adapters."""
+        """The factor by which the output of the adapters is multiplied."""
         alpha = self.rank if self.alpha is None else self.alpha
         return alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 

@@ -50,8 +50,8 @@ class Layout:
         return cls(**sizes)
 
     def __str__(self) -> str:
-        """Return text that `parse` reads back. It has only the values that differ from the
-        defaults; it is `tp=1` if there are none."""
+        """Return text that `parse` reads back. The text has only the values that differ from the
+        defaults. If no value differs, it is `tp=1`."""
         sizes = {each.name: getattr(self, each.name) for each in fields(self)}
         changed = {name: size for name, size in sizes.items() if size != getattr(Layout, name)}
         return ",".join(f"{name}={size}" for name, size in changed.items()) or "tp=1"
@@ -68,7 +68,7 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks; the smallest possible one if dp is None."""
+        """The number of ranks; the smallest possible number if dp is None."""
         if self.dp is not None:
             return self.model_parallel_size * self.dp
         return math.lcm(self.model_parallel_size, self.expert_parallel_size)
@@ -124,12 +124,13 @@ def parse_sizes(text: str, key: str) -> tuple[dict[str, int], list[str]]:
 def expand_layout(section: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Fill the keys of a raw parallel section from its `layout`.
 
-    If both give a size with different values, that is a problem: neither takes precedence.
+    If `layout` and a key give different values for a size, this is a problem: neither of the two
+    takes precedence.
     """
     values = dict(section)
     text = values.get("layout")
     if not isinstance(text, str):
-        return values, []  # absent, or of a type that the schema refuses
+        return values, []  # there is no layout, or the schema refuses its type
     sizes, problems = parse_sizes(text, "parallel.layout")
     for name, size in sizes.items():
         key = LAYOUT_KEYS[name]

@@ -1,4 +1,4 @@
-"""Keys that have a better name now. The old name still works, and warns once.
+"""Renamed keys. The old name of such a key still works, and warns once.
 
 A key is a contract: configuration files outside of the repository use it. So a renamed key keeps
 its old name as an alias, in files, in overrides and in the phases of a run. A checkpoint or run

@@ -107,7 +107,7 @@ def read_inputs(config: Config, tools: Sequence[dict[str, Any]] = ()) -> Inputs:
         if key in forms:
             loaded[key] = _first(loaded[key], forms[key].limit)
     warnings: list[str] = []
-    # Without a tokenizer or a limit, a problem is reported already.
+    # If the tokenizer or a limit is missing, its problem is among the reported problems already.
     if tokenizer is not None and all(form.max_tokens > 0 for form in forms.values()):
         with gathered_in(problems):
             _check_template(config, tokenizer, itertools.chain(*loaded.values()))
@@ -135,9 +135,9 @@ class PromptForm:
 
     fields: FieldMap
     chat_template: bool
-    max_tokens: int  # longest prompt
-    max_setting: str  # the setting that limits it, for error messages
-    limit: int | None = None  # use only the first prompts
+    max_tokens: int  # the largest number of tokens of a prompt
+    max_setting: str  # the setting that gives `max_tokens`, for error messages
+    limit: int | None = None  # the number of prompts to use; None: all
 
 
 def prompt_forms(config: Config) -> dict[str, PromptForm]:
@@ -162,7 +162,7 @@ def prompt_forms(config: Config) -> dict[str, PromptForm]:
 
 
 def _form_of_suite(config: Config, name: str, length: int) -> PromptForm:
-    """Return how to read a suite's files. length: longest sequence of the model."""
+    """Return how to read a suite's files. length: the model's longest sequence."""
     key, suite = suite_key(name), config.evaluation.suites[name]
     return PromptForm(
         suite_fields(key, suite),
@@ -336,7 +336,7 @@ def _load_tokenizer(config: AnyConfig) -> tuple[Tokenizer | None, list[str]]:
     wanted = None
     with gathered_in(problems):
         data, model = config.data, config.model
-        options = getattr(data, "chat_template_options", None)  # absent in pre-training
+        options = getattr(data, "chat_template_options", None)  # pre-training has no such key
         name, tokenizer = data.tokenizer, load_tokenizer(data.tokenizer, options)
         wanted = model_vocab_size(config, tokenizer)
     if wanted is None:

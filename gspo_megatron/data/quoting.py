@@ -41,7 +41,7 @@ class Traced:
 
     text: str
     answers: list[Span] | None
-    quoted: list[Span]  # spans of data in `text`, at least those that matter for control tokens
+    quoted: list[Span]  # spans of data in `text`: at least the spans that matter for control tokens
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,15 @@ class Controls:
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
         longest_first = sorted(filter(None, self.ids), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")  # matches nothing
+        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")  # (?!) never matches
 
     def among(self, ids: Iterable[int]) -> bool:
         """Whether `ids` contain a control token other than `unknown`."""
         return any(each != self.unknown for each in self.names.keys() & set(ids))
 
     def place(self, number: int, text: str, span: Span) -> Span | None:
-        """Return where token `number` is a control token in `text`; None if it is another token.
+        """Return where token `number` is a control token in `text`, or None if it is not a control
+        token.
 
         `span` is the token's range. It may include spaces around the control token, or a different
         spelling that the tokenizer treats as the same."""
@@ -79,7 +80,7 @@ class Controls:
         return None if number == self.unknown else span
 
     def quotations(self, text: str) -> list[Span]:
-        """Return all spans of `text` that spell a control token, also overlapping ones."""
+        """Return all spans of `text` that spell a control token, including overlapping spans."""
         spans, start = [], 0
         while match := self._pattern.search(text, start):
             spans.append(match.span())
@@ -94,8 +95,8 @@ class Controls:
     def pieces(self, text: str, quoted: Sequence[Span]) -> Iterator[tuple[Span, int | None]]:
         """Split `text` into control tokens and other text; yield (span, id or None).
 
-        A control token that contains a character of `quoted` is other text. Other text has None and
-        must be encoded without control tokens."""
+        A control token that contains a character of `quoted` is other text. Other text has the id
+        None and must be encoded without control tokens."""
         end, hidden = 0, text
         if quoted:
             letters = list(text)
@@ -117,8 +118,9 @@ class Controls:
 
 
 def touches(span: Span, quoted: Sequence[Span]) -> bool:
-    """Whether `span` overlaps one of `quoted`, which are sorted and do not touch each other."""
-    after = bisect.bisect_left(quoted, (span[1], span[1]))  # first one that begins after the span
+    """Whether `span` overlaps one of the `quoted` spans, which are sorted and do not touch."""
+    # the first quoted span that begins after `span`
+    after = bisect.bisect_left(quoted, (span[1], span[1]))
     return after > 0 and quoted[after - 1][1] > span[0]
 
 
@@ -133,7 +135,7 @@ def trace(
 
     Most templates only copy the data. For such a template, a rendering in which all characters of
     the data are replaced shows exactly which output is data. Other templates inspect the data (trim
-    it, search it for "</think>", write it as JSON). For those, characters that the template may
+    it, search it for "</think>", write it as JSON). For such a template, characters that it may
     look for are not replaced, unless they belong to a quoted control token. If the output still
     differs, the template reacts to the quotation. Then the result is the output without the
     quotation's effect, in which the quotation is text.
@@ -202,7 +204,7 @@ class _Exchange:
             self._table = dict(zip(sorted(n for n in numbers if n not in _PRIVATE), free))
 
     def strange(self, text: str, most: bool = False) -> str:
-        """Replace all characters. With `most`, keep those that templates trim or escape."""
+        """Replace all characters. With `most`, keep characters that templates trim or escape."""
         if self._is_shifted:
             with contextlib.suppress(UnicodeEncodeError):
                 table = _MOST_SHIFTED if most else _SHIFTED
@@ -267,7 +269,7 @@ def _is_clear(key: object, words: frozenset[str]) -> bool:
 
 
 def _strings(value: Any, words: frozenset[str]) -> Iterator[str]:
-    """Yield the texts of a JSON value, and those of its keys that are not in `words`."""
+    """Yield the texts of a JSON value, and its keys that are not in `words`."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

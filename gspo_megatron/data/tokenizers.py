@@ -55,7 +55,7 @@ def load_tokenizer(
 
 
 class SentencePieceTokenizer:
-    """A sentencepiece `.model` file. If it has no padding token, end-of-sequence is used."""
+    """A sentencepiece `.model` file. Without a padding token, it pads with end-of-sequence."""
 
     def __init__(self, path: Path) -> None:
         import sentencepiece
@@ -87,7 +87,7 @@ class SentencePieceTokenizer:
         self.bos_text = self._processor.id_to_piece(bos_id) if bos_id >= 0 else ""
         # None if no id is reserved for unknown characters.
         self.unk_id: int | None = self._processor.unk_id()
-        # Plain text never becomes these symbols; the output of a chat template can.
+        # Plain text is never encoded as one of these symbols; the output of a chat template can be.
         self.special_tokens = {
             self._processor.id_to_piece(token_id): token_id
             for token_id in range(self.vocab_size)
@@ -100,7 +100,7 @@ class SentencePieceTokenizer:
 
     @property
     def controls(self) -> Controls:
-        """Tokens that a chat template may write; other text must never become one of them."""
+        """Tokens that a chat template may write. No other text may be encoded as such a token."""
         return self._controls_with(self.chat_template)
 
     @functools.lru_cache(maxsize=4)  # noqa: B019 (a run has few tokenizers)
@@ -123,8 +123,8 @@ class SentencePieceTokenizer:
         ]
 
     def _has_marks(self, ids: Sequence[int]) -> bool:
-        """Whether text became a mark of the template. The library prevents this only for special
-        tokens."""
+        """Whether plain text was encoded as a control token of the template. The library prevents
+        this only for special tokens."""
         controls = self.controls
         return len(controls.ids) > len(self.special_tokens) and controls.among(ids)
 
@@ -229,7 +229,7 @@ class HuggingFaceTokenizer:
         unk_id = self._tokenizer.unk_token_id
         self.unk_id: int | None = None if unk_id in (self.eos_id, bos_id) else unk_id
         template = self._tokenizer.chat_template
-        if isinstance(template, dict):  # several templates by name
+        if isinstance(template, dict):  # the tokenizer has several templates, by name
             template = template.get("default")
         self.chat_template: str | None = template or None
         self.template_options: Mapping[str, Any] = {}
@@ -445,5 +445,5 @@ _TRAINING_DEFAULTS: dict[str, Any] = {
     "pad_id": 1,
     "eos_id": 2,
     "bos_id": -1,
-    "minloglevel": 2,  # errors only
+    "minloglevel": 2,  # the library prints errors only
 }

@@ -71,8 +71,6 @@ class Agent:
             raise EpisodeError(f"the agent ended with exit code {code}: {said}")
         return session.reward
 
-    # The program
-
     async def _run(self, client: Client, task: Prompt, place: dict[str, str]) -> tuple[int, str]:
         """Run the program; return its exit code and the end of its output."""
         row = {**task.fields, "prompt": task.text, "answer": task.answer, "row_id": task.row_id}

@@ -69,7 +69,7 @@ def _turns(episode: Episode, rewards: Sequence[float] | None) -> Iterator[dict[s
             said, between = episode.client.conversation.added[number], transcript.between[number]
             for message in said:
                 yield {**_of_message(message), "branch": branch, "trained": False}
-            if not said and (number == 0 or between):  # text without messages
+            if not said and (number == 0 or between):  # the turn answers text instead of messages
                 ids = between if number else part.prompt
                 role, text = "environment" if number else "prompt", visible(tokenizer, ids)
                 yield {"role": role, "text": text, "branch": branch, "trained": False}

@@ -112,8 +112,6 @@ class Verifiers:
         if process.returncode:
             raise EpisodeError("verifiers gives no tasks; what it printed above says why")
 
-    # An episode
-
     @contextlib.contextmanager
     def _session(self, client: Client) -> Generator[tuple[str, EpisodeSession]]:
         """Open a session. The key of an aborted episode is not reused, because its program may
@@ -140,8 +138,6 @@ class Verifiers:
             del process.answers[number]
             if answer.cancelled():
                 process.tell({"cancel": number})
-
-    # The process
 
     async def _start(self, max_turns: int) -> _VerifiersProcess:
         """Start the process. Raises UnplayableError if verifiers refuses the settings."""

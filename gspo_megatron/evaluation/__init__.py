@@ -1,1 +1,1 @@
-"""Evaluation suites: the figures of a suite, and suites on an OpenAI-compatible server."""
+"""Figures of evaluation suites, and evaluation of the model behind an OpenAI-compatible server."""

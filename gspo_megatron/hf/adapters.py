@@ -1,7 +1,7 @@
 """Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
 The matrices are named after the modules of the Hugging Face model. Each expert has matrices of its
-own. All adapters have the same rank and alpha, because vLLM reads no others.
+own. All adapters have the same rank and alpha, because vLLM reads only one rank and one alpha.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class PeftFolder(HfFolder):
             stem, shape = joint_stem(name, joint), modules.shapes[name]
             names = [f"{stem}.lora_{letter}.weight" for letter in "AB"]
             if not set(names) <= self._joint:
-                continue  # `check` says that they are missing
+                continue  # `check` reports the missing tensors
             count = len(found) // shape[0]
             sizes = tuple(self.tensors[each].shape for each in names)
             ranks = [
@@ -209,8 +209,8 @@ def fitting_adapters(
 
 def peft_maps(family: Family, shape: ModelShape, vocab_size: int) -> tuple[WeightMap, WeightMap]:
     """Return two maps of a model. The first has tensors of single experts. The second has the
-    tensors of transformers' modules, which PEFT adapts: for some families, these hold all experts
-    of a layer."""
+    tensors of transformers' modules, which PEFT adapts: for some families, such a tensor holds all
+    experts of a layer."""
     joint = "experts_gate_up" in family.names
     weights = weight_map(family, shape, vocab_size)
     return weights, weight_map(family, shape, vocab_size, joint_experts=joint)

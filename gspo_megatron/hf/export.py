@@ -148,8 +148,8 @@ def stream_hf(
     """Yield (name, tensor) of every tensor in the layout of published files, layer by layer. All
     ranks must iterate together, to the end. The caller may keep or change a tensor.
 
-    The main rank gets each tensor whole, the others get None; with `everywhere` all ranks get the
-    tensor. The stream holds only one tensor at a time. The ranks of one copy of the model send
+    The main rank gets each tensor whole, all other ranks get None; with `everywhere` all ranks get
+    the tensor. The stream holds only one tensor at a time. The ranks of one copy of the model send
     their shards to the main rank, each element once.
 
     family: gives the names (default: the family that has models of this shape, or ConfigError);
@@ -199,7 +199,7 @@ class _ModelCopy:
     def __init__(
         self, shards: Sequence[Shard], weights: WeightMap, lora: Lora | None = None
     ) -> None:
-        """lora: adapters to merge into the weights that are sent, if there are any."""
+        """lora: the adapters to merge into the sent weights; None if there are no adapters."""
         self._shards, self._weights, self._lora = shards, weights, lora
         # HF tensor -> rank -> the rank's parts of the tensor: (number of the shard, box in the
         # shard)

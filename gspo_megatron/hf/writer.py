@@ -74,7 +74,7 @@ class NewFolder:
         with write_errors(self.path):
             make_folder(self.partial.parent)
             if self.partial.exists():
-                lock = _lock(self.partial)  # locked as long as its process runs
+                lock = _lock(self.partial)  # the lock lasts as long as this process runs
                 if lock is None:
                     raise DataError(f"{self.path}: another process is writing to it")
                 os.close(lock)
@@ -124,10 +124,10 @@ class HfWriter(NewFolder):
             writer.finish()
             writer.publish({"config.json": config}, copies=[folder / "tokenizer.json"])
 
-    Tensors may come in any order, whole or in blocks, from any thread. Each is written immediately
-    (safetensors' save_file would need all tensors of a file in memory). Until `finish`, the files
-    are invalid for readers. Several processes can write one folder, if each writes the tensors of
-    other `files`.
+    Tensors may come in any order, whole or in blocks, from any thread. A tensor or block is written
+    immediately (safetensors' save_file would need all tensors of a file in memory). Until `finish`,
+    the files are invalid for readers. Several processes can write one folder, if all tensors of
+    each of the `files` come from one process.
     """
 
     def __init__(
@@ -153,7 +153,8 @@ class HfWriter(NewFolder):
         self._file_of = {name: file for file in self.files for name in file.offsets}
         self._missing = {name: planned.nbytes for name, planned in self.tensors.items()}
         self._descriptors: dict[str, int] = {}
-        self._unsettled = dict.fromkeys((file.name for file in self.files), 0)  # bytes
+        # for each file, the bytes that are perhaps not on the disk yet
+        self._unsettled = dict.fromkeys((file.name for file in self.files), 0)
         # The kernel lets only one thread at a time write to a file. Without the lock, other threads
         # would wait in a busy loop.
         self._writing = threading.Lock()
@@ -211,7 +212,7 @@ class HfWriter(NewFolder):
             is_due = self.durable and self._unsettled[file.name] >= SETTLED
             if is_due:
                 self._unsettled[file.name] = 0
-        if is_due:  # outside the lock, so that others can write
+        if is_due:  # outside the lock, so that other threads can write
             with write_errors(self.path):
                 settle(self._descriptors[file.name])
 
@@ -242,7 +243,7 @@ class HfWriter(NewFolder):
                 text = json.dumps(content, indent=2, ensure_ascii=False)
                 (self.partial / name).write_bytes(f"{text}\n".encode())
             for name in (*contents, *(file.name for file in copies)):
-                if self.private:  # like the folder
+                if self.private:  # as private as the folder
                     (self.partial / name).chmod(0o600)
                 if self.durable:
                     sync(self.partial / name)

@@ -126,8 +126,8 @@ def build_policy(config: AnyConfig, parallel: ResolvedParallel, vocab_size: int)
 
 
 def build_frozen(config: AnyConfig, parallel: ResolvedParallel, vocab_size: int) -> Policy:
-    """Build a second model that is never trained, on the layout of the trained one. It has no
-    gradients, optimizer or DDP. Its weights are not initialised; load them.
+    """Build a second model that is never trained, on the layout of the trained model. The second
+    model has no gradients, optimizer or DDP. Its weights are not initialised; load them.
 
     If the model has no experts, expert parallelism is off (EP = ETP = 1).
     """

@@ -23,9 +23,9 @@ class TorchNorm(torch.nn.Module):
 
     Megatron-Core's own torch norm refuses sequence parallelism, which experts with tensor
     parallelism need. Under sequence parallelism each tensor-parallel rank computes the gradient of
-    its own tokens only. `finalize_model_grads` sums it over the ranks for parameters with the
-    attribute `sequence_parallel`, so the norm only sets this attribute. The norm is computed in
-    fp32, as in Transformer Engine.
+    its own tokens only. `finalize_model_grads` sums the gradients of parameters with the attribute
+    `sequence_parallel` over the ranks, so the norm only sets this attribute. The norm is computed
+    in fp32, as in Transformer Engine.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
@@ -50,8 +50,8 @@ class TorchNorm(torch.nn.Module):
             return torch.nn.functional.layer_norm(hidden, shape, weight, self.bias, self.eps)
         is_wide = hidden.dtype == weight.dtype and hidden.dtype.itemsize >= 4
         # Passes with and without gradients use the same function, so that they agree bit for bit.
-        # Decoding (inference mode) need not. On the meta device, where memory is estimated, this
-        # function stands for a GPU's norm, which keeps the same tensors for the backward pass.
+        # Decoding (inference mode) need not agree. Memory is estimated on the meta device, where
+        # this function stands for a GPU's norm: both keep the same tensors for the backward pass.
         is_ours = hidden.is_meta or faster.applies_to(hidden)
         if is_ours and is_wide and not torch.is_inference_mode_enabled():
             return CpuRmsNorm.apply(hidden, weight, self.eps)
@@ -59,7 +59,7 @@ class TorchNorm(torch.nn.Module):
 
 
 class PlainNorm(TorchNorm):
-    """A norm that multiplies by its weight, also in models whose other norms multiply by 1 +
+    """A norm that multiplies by its weight, even in a model whose other norms multiply by 1 +
     weight."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
@@ -121,7 +121,7 @@ class QKNorm(torch.nn.Module):
         assert config.normalization == "RMSNorm" and not config.layernorm_zero_centered_gamma
         self.eps = eps
         self.tp_group = parallel_state.get_tensor_model_parallel_group()
-        self.heads = getattr(config, self.heads_field)  # on all ranks
+        self.heads = getattr(config, self.heads_field)  # the heads of all ranks together
         kind: dict[str, Any] = {
             "dtype": config.params_dtype,
             "device": torch.cuda.current_device(),

@@ -18,10 +18,11 @@ def bradley_terry(
     """Return the sum of the losses of pairs, a scalar.
 
     The probability that the chosen response is better is a sigmoid of the difference of the scores.
-    The loss of a pair is minus the log of this probability, where the margin is subtracted from the
-    difference first. If a prompt has n rejected responses, each of them makes a pair of weight 1 /
-    n. With `center_coefficient`, the squared sum of both scores of a pair is added, because the
-    differences alone do not determine the level of the scores (section 4 of arXiv:2312.09244).
+    The margin is subtracted from the difference before the sigmoid. The loss of a pair is minus the
+    log of this probability. If a prompt has n rejected responses, each of them makes a pair of
+    weight 1 / n. `center_coefficient` times the squared sum of both scores of a pair is added,
+    because the differences alone do not determine the level of the scores (section 4 of
+    arXiv:2312.09244).
 
     chosen, rejected, margins, weights: [pairs] each.
     """
@@ -32,5 +33,8 @@ def bradley_terry(
 
 
 def regression(scores: Tensor, ratings: Tensor) -> Tensor:
-    """Return the sum of the squared errors of scores from ratings, [sequences] each, a scalar."""
+    """Return the sum of the squared differences between scores and ratings, a scalar.
+
+    scores, ratings: [sequences] each.
+    """
     return (scores - ratings).square().sum()

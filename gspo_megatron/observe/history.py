@@ -43,8 +43,8 @@ def _of_rollback(told: Mapping[str, Any]) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file; {} if it is missing or damaged, because its writer reports
-    that."""
+    """Return the content of a JSON file. If the file is missing or damaged, return {}, because the
+    code that writes the file reports this."""
     try:
         found = parse_json(path.read_bytes())
     except (OSError, *WRONG_VALUES):

@@ -1,11 +1,11 @@
-"""Runs one rank of any layout in a single process, to find its shapes and bytes. This takes no
+"""Runs one rank of any layout in a single process, to find its shapes and bytes. This needs no
 memory for the model, and no other ranks.
 
-The unchanged package builds and runs the rank's part of the model on torch's meta device, over fake
-process groups. Two things need more than shapes. First, some values decide shapes: the number of
-tokens of each expert. Here it is the same for all experts. Second, the reference formula of
-attention would keep tensors that no fused kernel keeps. Here attention keeps what a fused kernel
-keeps.
+The unchanged code of training builds and runs the rank's part of the model on torch's meta device,
+over fake process groups. Two things need more than shapes. First, the number of tokens of each
+expert is a value that decides shapes. Here this number is the same for all experts. Second, the
+reference formula of attention would keep tensors that no fused kernel keeps. Here attention keeps
+what a fused kernel keeps.
 """
 
 from __future__ import annotations
@@ -59,13 +59,14 @@ def pretended_rank(rank: int, world_size: int) -> Generator[Trace]:
         objects[:] = [own] * len(objects)
 
     def no_record(*_args: Any, **_kwargs: Any) -> Any:
-        """Record nothing. Routers add their losses to a process-wide record of the first model's
-        size, which must not be created for a fake rank. Megatron-Core 0.19 calls `record` of
-        the result."""
+        """Record nothing. Routers add their losses to a process-wide record, which gets the size
+        of the first model. Such a record must not be created for a fake rank. Megatron-Core 0.19
+        calls the method `record` of the result."""
         return SimpleNamespace(record=no_record)
 
     record = "save_to_aux_losses_tracker"
-    record = record if hasattr(router, record) else "get_moe_metrics_tracker"  # 0.16 or 0.19
+    # Megatron-Core 0.16 has the first of these functions, 0.19 the second.
+    record = record if hasattr(router, record) else "get_moe_metrics_tracker"
     # After each init_process_group, torch puts the rank once more before every line of a traceback.
     # So the hook that does this is removed at the end.
     with patch.object(sys, "excepthook", sys.excepthook):
@@ -157,7 +158,7 @@ def _remembered(result: Any, inputs: Any) -> _Result | None:
     if kind not in (Tensor, tuple, list) or not tensors:
         return None
     if kind is not Tensor and len(tensors) != len(result):
-        return None  # there are other values among them
+        return None  # the result has values that are not tensors
     given = list(tensors_in(inputs))
     if not all(tensor.is_meta for tensor in (*given, *tensors)):
         return None
@@ -270,7 +271,8 @@ class EqualLoad(TorchFunctionMode):
         if func is torch.nn.functional.scaled_dot_product_attention:
             return _FusedAttention.apply(*args[:3])
         if getattr(func, "__name__", "") in ("grouped_mm", "_grouped_mm"):
-            return _GroupedProduct.apply(args[0], args[1])  # torch's supports only bf16 on meta
+            # On the meta device, torch's grouped product supports only bf16.
+            return _GroupedProduct.apply(args[0], args[1])
         if func is torch.autograd.backward:
             return self._backward(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], Tensor) else None
@@ -335,8 +337,8 @@ class _Selected(torch.autograd.Function):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Multiplies rows [rows, in], by group, with weights [groups, in, out]. Keeps both for the
-    backward pass."""
+    """Multiplies each group of rows [rows, in] with its weights [groups, in, out]. Keeps rows and
+    weights for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:

@@ -12,13 +12,13 @@ _QUOTA_FILES = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
 
 
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the number of cores for the threads of this process: the number of cores that it may
-    run on, or the quota of its container if that is less. Libraries ignore the quota when they
-    start threads."""
+    """Return the number of cores for the threads of this process: the number of cores that the
+    process may run on, or the quota of its container if the quota is less. Libraries ignore the
+    quota when they start threads."""
     on_linux = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
     for names in _QUOTA_FILES:
-        with contextlib.suppress(OSError, ValueError):  # not there, or "max" for no quota
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max" for no quota
             texts = [(cgroup / name).read_text() for name in names]
             quota, period = map(int, " ".join(texts).split())
             if quota > 0:  # -1: no quota

@@ -25,7 +25,7 @@ USER_ERROR = 2
 DEFECT = 1
 INTERRUPTED = 128 + signal.SIGINT
 UNREAD = 128 + signal.SIGPIPE
-LOST_PEER = 76  # EX_PROTOCOL: another rank is gone, and nothing else is wrong with this one
+LOST_PEER = 76  # EX_PROTOCOL: another rank is gone, and this rank has no other error
 STOPPED = 75  # EX_TEMPFAIL: the run was stopped and saved; a batch script starts it again
 
 # Errors for a file that the user may not read or write. A traceback would explain nothing.
@@ -64,7 +64,7 @@ def exit_code_of(command: Callable[[], int], interrupted: str | None = None) -> 
         return tell_failure(error)
     try:
         sys.stdout.flush()
-    except BrokenPipeError:  # the command has done its work all the same
+    except BrokenPipeError:  # the command has done its work, but the reader of stdout is gone
         _drop_unread_output()
     return code
 

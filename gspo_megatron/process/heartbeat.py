@@ -1,7 +1,7 @@
 """Ends a run that hangs, and shows the stacks of every rank.
 
-If one rank does not join a collective, the others wait for a time-out that names no rank. Here a
-thread of each rank notices that nothing happens, writes the stacks of all threads, and ends the
+If one rank does not join a collective, the other ranks wait for a time-out that names no rank. Here
+a thread of each rank notices that nothing happens, writes the stacks of all threads, and ends the
 process.
 
 A heartbeat is a forward pass, or a piece of long work without forward passes: a tensor written or
@@ -90,7 +90,8 @@ class Heartbeat:
             faulthandler.cancel_dump_traceback_later()
 
     def forget_earlier(self) -> None:
-        """Remove the files of an earlier start. Called on the main rank before the others enter."""
+        """Remove the files of an earlier start. Called on the main rank before the other ranks
+        enter the context."""
         with contextlib.suppress(OSError):
             for path in (*self._folder.glob("*"), self._moving):
                 path.unlink(missing_ok=True)
@@ -115,9 +116,9 @@ class Heartbeat:
                     self._moving.touch()
             silence = now - max(self._last, others)
             # Only a rank that has been silent for half the time-out looks at the shared files. The
-            # clocks of hosts differ, so it compares the file's time at two looks: if it changed,
-            # another rank has heartbeats. Ranks do not reach the time-out at the same moment. When
-            # the first rank has reached it, all silent ranks end, too.
+            # clocks of hosts differ, so it compares the file's time at two looks: if the time
+            # differs, another rank has heartbeats. Ranks do not reach the time-out at the same
+            # moment. When the first rank has reached it, all silent ranks end, too.
             is_suspicious = silence > self._timeout / 2
             before, seen = seen, self._time_of_others() if is_suspicious else None
             if before is not None and seen is not None and seen != before:

@@ -1,7 +1,7 @@
 """Calls functions in worker processes, because a function may hang, crash or use up the memory.
 
-In such a case, the owner ends the worker with all processes that it has started, and only this call
-fails.
+In such a case, the owner ends the worker with all processes that the worker has started, and only
+the call that caused this fails.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Workers:
 
 
 class _Worker:
-    """One worker: a process, which is replaced by another one after its end."""
+    """One worker: a process. After its end, a new process takes its place."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -159,7 +159,7 @@ class _Process:
             done, _ = await asyncio.wait({answer}, timeout=limit)
         except asyncio.CancelledError:
             self._calls.pop(number, None)
-            self.end()  # the function is still busy with it
+            self.end()  # the function is still busy with this call
             raise
         self._calls.pop(number, None)
         if not done:
@@ -179,7 +179,7 @@ class _Process:
         assert kind == ERROR, kind
         name, text, where = content
         if name == "MemoryError":
-            self.end()  # the state of the process is unknown
+            self.end()  # after the error, the state of the process is unknown
             text = f"{text or 'out of memory'}, with {self._job.memory_limit}"
         raise WorkerError(name, f"raised {name}: {text} ({where})")
 
@@ -187,7 +187,8 @@ class _Process:
         return WorkerError("time-out", self._job.timed_out, timed_out=True)
 
     async def _listen(self) -> None:
-        """Receive answers until the keeper is gone, which is the last to hold the other socket."""
+        """Receive answers until the keeper is gone, which is the last process that holds the other
+        socket."""
         reader, self._writer = await asyncio.open_connection(sock=self._socket)
         self._connected.set()
         try:

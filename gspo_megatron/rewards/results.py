@@ -116,7 +116,7 @@ def _value(told: Any, deadline: float) -> Any:
 
 
 def _key(value: Any) -> str:
-    """Return a key as text, as `str` writes it."""
+    """Return a key as the text that `str` writes."""
     if isinstance(value, str):
         return value
     if isinstance(value, int) and value.bit_length() > _LARGEST_KEY:
@@ -131,7 +131,7 @@ def _key(value: Any) -> str:
 
 def _sorted(pairs: list[tuple[str, Any]]) -> _Pairs:
     """Sort pairs by key. If a key occurs several times, its last value counts."""
-    ordered = sorted(pairs, key=lambda pair: pair[0])  # stable
+    ordered = sorted(pairs, key=lambda pair: pair[0])  # pairs of one key stay in their order
     following = [*ordered[1:], None]
     return _Pairs(
         tuple(

@@ -39,7 +39,8 @@ def teacher_of(folder: str | Path, policy: Policy, *, offload: bool) -> Referenc
     is damaged, holds a model of another shape, or has weights that are not finite."""
     weights = ReferencePolicy(policy, offload=offload)  # the policy's weights, until `swap` below
     try:
-        load_hf(folder, policy, ignore_custom_code=True)  # checked before the start
+        # Whether the folder may have custom code was checked before the start.
+        load_hf(folder, policy, ignore_custom_code=True)
     finally:
         weights.swap()
     wrong = f"{folder}: this teacher has weights that are not finite; give an undamaged folder"
@@ -176,7 +177,8 @@ def bucket_divergence(form: str, policy: Tensor, teacher: Tensor, chosen: Tensor
         values = (q * (log_q - log_p)).sum(1)
         slopes = q * (log_q - log_p - values[:, None])
     movable = policy.where(exists, 0.0)
-    attached = (slopes.to(policy.dtype) * (movable - movable.detach())).sum(1)  # value 0
+    # `attached` has the value 0. It gives the gradient.
+    attached = (slopes.to(policy.dtype) * (movable - movable.detach())).sum(1)
     return values.to(policy.dtype) + attached
 
 

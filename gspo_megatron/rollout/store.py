@@ -27,10 +27,10 @@ FOLDER = "rollouts"  # in the run folder
 SUFFIX = ".groups"
 
 # The format version of the records. Groups in another version are generated again. A new column
-# that readers can do without needs no new version.
+# that readers do not need requires no new version.
 _MAGIC = b"GSP2"
 _HEADER = struct.Struct("<4sqQI")
-_REQUEST = -1  # in place of a group's number: the record of the request
+_REQUEST = -1  # the number of the request's record, in place of a group's number
 
 
 class RequestFile:
@@ -86,10 +86,10 @@ class RequestFile:
 
 
 def read_groups(path: Path, wanted: Collection[int] | None = None) -> dict[int, RolloutGroup]:
-    """Read the groups with the numbers in `wanted`; None: all that are complete.
+    """Read the groups with the numbers in `wanted`; None: all complete groups.
 
-    Other groups are skipped without reading them. Raises DataError if the file cannot be read. With
-    `wanted`, also raises it if a wanted group is missing or lacks columns.
+    All other groups are skipped without reading them. Raises DataError if the file cannot be read,
+    or if a group in `wanted` is missing or lacks columns.
     """
     groups: dict[int, RolloutGroup] = {}
     try:
@@ -143,7 +143,7 @@ def forget(folder: Path, is_needed: Callable[[str], bool]) -> None:
 def _records(
     path: Path, wanted: Callable[[int], bool] = lambda _: True
 ) -> Iterator[tuple[int, bytes | None, int]]:
-    """Yield number, content and end of each record, up to the first incomplete one.
+    """Yield number, content and end of each record, up to the first incomplete record.
 
     The content is empty if the record is not wanted, and None if it is damaged.
     """

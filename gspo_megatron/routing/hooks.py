@@ -82,7 +82,7 @@ def attach_hooks(models: Sequence[torch.nn.Module]) -> tuple[int, ...]:
     """
     layers = []
     for name, module in chain.from_iterable(model.named_modules() for model in models):
-        # Only newer routers have `is_mtp_layer`; the module's name identifies the others.
+        # Only newer routers have `is_mtp_layer`. For older routers, the module's name is decisive.
         further = ".mtp." in f".{name}." or getattr(module, "is_mtp_layer", False)
         if not isinstance(module, Router) or further:
             continue

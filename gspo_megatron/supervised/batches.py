@@ -18,9 +18,9 @@ from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.policy import HeadInputs
 
-E = TypeVar("E")  # an example of a file
+E = TypeVar("E")  # the type of an example
 E_co = TypeVar("E_co", covariant=True)
-B = TypeVar("B")  # a batch
+B = TypeVar("B")  # the type of a batch
 
 
 class Rows(Protocol[E_co]):
@@ -45,7 +45,7 @@ class SupervisedBatch:
 
 
 class ExampleBatches(Generic[E, B]):
-    """The batches of a run. They are the same on every layout; their order depends only on the seed
+    """The batches of a run. Every layout has the same batches; their order depends only on the seed
     and the file. All ranks call `next` together."""
 
     def __init__(
@@ -66,12 +66,12 @@ class ExampleBatches(Generic[E, B]):
         self.loader = PromptLoader(
             len(train), self.batch_size, training.seed, shuffle=config.data.shuffle
         )
-        self.num_examples = config.num_examples(len(train))  # in the whole run
+        self.num_examples = config.num_examples(len(train))  # the examples of the whole run
         self.drawn = 0
 
     def next(self) -> B:
         """Return the next `batch_size` examples as a batch; the last step may have fewer."""
-        # Take only `count` examples: if the run is continued with more steps, the others come next.
+        # Take only `count` examples, so that a run with more steps continues with the next example.
         count = min(self.batch_size, self.num_examples - self.drawn)
         assert count > 0, "all examples are drawn"
         self.drawn += count
@@ -87,7 +87,7 @@ class ExampleBatches(Generic[E, B]):
         self.drawn = state["drawn"]
 
     def evaluation(self) -> Iterator[B]:
-        """Yield all batches of the evaluation data; they are the same at each call."""
+        """Yield all batches of the evaluation data. Each call yields the same batches."""
         data = self.evaluation_data
         for start in range(0, 0 if data is None else len(data), self.batch_size):
             assert data is not None

@@ -70,7 +70,8 @@ def metric_error(result: StepResult, expected: StepResult, name: str) -> float:
 
 
 def describe_not_finite(result: StepResult, expected: StepResult) -> list[str]:
-    """Return lines about values that are not finite: those that differ, then those that agree."""
+    """Return lines about values that are not finite: first values that differ between the results,
+    then values that agree."""
     lines = []
     ends = [side.lost_in or "none" for side in (result, expected)]
     if ends != ["none", "none"]:
@@ -110,7 +111,8 @@ def _metric(result: StepResult, expected: StepResult, name: str) -> tuple[Tensor
 def where_not_finite(value: Tensor, reference: Tensor) -> str | None:
     """Describe the elements that differ and are not finite in at least one of two tensors.
 
-    Returns their number and the first one as text; None if there are none."""
+    Returns the number of these elements and the first of them, as text. If there are no such
+    elements, returns None."""
     value, reference = value.double(), reference.double()
     finite, equal = _both_finite(value, reference)
     places = (~(finite | equal)).nonzero()

@@ -1,5 +1,6 @@
 // A "cuda" device in the memory of the host. Every operation on its tensors runs as the CPU's operation
-// on the same memory. clocks.h records the stream on which it would have run. Loaded before torch.
+// on the same memory. clocks.h records the stream on which a GPU would run the operation. This library
+// is loaded before torch.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -26,7 +27,7 @@ void use_device(int index) {
   current_device = index;
 }
 
-struct OnDevice {  // while it exists, this device is the current one
+struct OnDevice {  // while this object exists, its device is the current device
   int before = current_device;
   explicit OnDevice(int index) { use_device(index); }
   ~OnDevice() { current_device = before; }
@@ -99,7 +100,7 @@ struct DeviceAllocator final : public at::Allocator {
 void unpin(void* base) {
   Lock lock(board().mutex);
   auto& memory = board().pinned.at(static_cast<char*>(base));
-  memory.freed = true;  // kept until its copies are done, as in torch
+  memory.freed = true;  // the memory is kept until copies from and to it are done, as in torch
   if (board().busy.count(memory.base)) return;
   munmap(memory.base, memory.size);
   board().pinned.erase(memory.base);
@@ -141,7 +142,7 @@ Kind make_kind(const OperatorHandle& op) {
   }
   for (auto& r : schema.returns()) kind.is_view |= r.alias_info() && !r.alias_info()->isWrite();
   kind.is_view |= contains({"aten::_unsafe_view", "aten::_reshape_alias", "aten::_version"}, kind.name);
-  // operators that accept a number on the host as a scalar
+  // operators that accept a tensor on the host as a scalar, if it holds a single number
   bool listed = contains({"aten::masked_fill", "aten::masked_fill_", "aten::fill_", "aten::index_put_", "aten::_index_put_impl_",
                           "aten::index_fill_", "aten::index_fill", "aten::index", "aten::where", "aten::floor_divide"}, kind.name);
   kind.takes_scalars = listed || kind.name.rfind("aten::_foreach_", 0) == 0 || kind.name.rfind("aten::_fused_", 0) == 0;
@@ -304,7 +305,7 @@ void operate(const OperatorHandle& op, DispatchKeySet, Stack* stack) {
     each_tensor(v, [&](const at::Tensor& t) {
       call.check_host(t, kind.writes[i], is_index);
       if (!is_index || !t.defined()) return;
-      // for a mask, the host must wait for its positions; `index` has called `nonzero` for it before
+      // The host must wait for the positions that a mask selects. `index` has called `nonzero` before.
       bool is_mask = kind.name != "aten::index" && (t.scalar_type() == at::kBool || t.scalar_type() == at::kByte);
       call.has_mask |= is_mask || t.device().is_cpu();
     });
@@ -542,7 +543,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
   m.impl("copy_", copy);
-  // GPUs have a kernel for bf16. For other types torch computes it with the host, as on the CPU
+  // GPUs have a kernel for bf16. For other types, torch loops over the groups on the host, as on the CPU.
   m.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&operate>());
   m.impl("mm.dtype", mm_dtype);
   m.impl("mm.dtype_out", mm_dtype_out);

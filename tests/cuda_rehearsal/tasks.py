@@ -139,8 +139,8 @@ def save(config: Config) -> dict[str, float]:
     }
 
 
-# The worker of a server, without vLLM. If there are devices, it has one of its own. It prints the
-# tensors that it has loaded.
+# The worker of a server, without vLLM. If there are devices, the worker has a device of its own. It
+# prints the tensors that it has loaded.
 _WORKER = """
 import json, sys, torch
 from gspo_vllm_worker import GspoWorker
@@ -160,8 +160,8 @@ for line in sys.stdin:
 
 
 def stream_weights(config: Config) -> list[dict[str, tuple[str, float]]]:
-    """Send two versions of the weights to the worker of a server. Returns the dtype and the sum of
-    each tensor that it has loaded, by name."""
+    """Send two versions of the weights to the worker of a server. Returns, by name, the dtype and
+    the sum of each tensor that the worker has loaded."""
     from gspo_megatron.hf.export import stream_hf, stream_specs
     from tests.parallel.models import build_on_ranks
 

@@ -1,4 +1,4 @@
-"""The figures in docs/costs.md are those that `check` prints."""
+"""The figures in docs/costs.md are the figures that `check` prints."""
 
 from __future__ import annotations
 

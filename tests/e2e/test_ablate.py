@@ -1,5 +1,5 @@
-"""`ablate` on real runs. It is killed after the first run, continues, and writes a report. It also
-refuses some mistakes."""
+"""`ablate` on real runs. It is killed after the first run, continues, and writes a report. Wrong
+input is refused."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from tests.programs import wait_until
 STEPS = 12
 LAST = f"rl_{STEPS:08d}"
 KILLS = 3
-MANY_KILLS = 50  # for each layout
-EARLY = 3  # one of this many kills comes while the run is starting
+MANY_KILLS = 50  # the number of kills for each layout
+EARLY = 3  # every third kill comes while the run is starting
 
 
 def kill_one(process: subprocess.Popen[str], chance: random.Random) -> None:
@@ -66,9 +66,9 @@ class Killer:
 
     def kill(self, *, early: bool) -> bool:
         """Start or resume the run, and kill it at a random moment. With `early`, the moment is
-        during the start, while processes come up, look for a checkpoint and read it. Otherwise it
-        is later, so that the run makes progress. Returns whether the run was killed. If not, it has
-        ended."""
+        during the start, while new processes look for a checkpoint and read it. Otherwise the
+        moment is later, so that the run makes progress. Returns True if the run was killed, and
+        False if it had ended before."""
         process = self.start(self.run)
         if early:
             until = time.monotonic() + self.chance.uniform(0, self.launch_seconds)
@@ -98,7 +98,7 @@ class Killer:
 
     def remove_moved(self) -> None:
         """Remove the folders of runs that were killed before their first checkpoint. A new start
-        has moved them aside."""
+        has given these folders other names."""
         for moved in self.run.parent.glob(f"{self.run.name}.*"):
             assert not any(moved.glob("checkpoints/.partial-*")), "no one would ever remove it"
             shutil.rmtree(moved)

@@ -45,9 +45,9 @@ def test_the_rule_is_that_of_the_page() -> None:
         count = 2000
         return sum(own.prefers_first("abcd", first, second, chance) for _ in range(count)) / count
 
-    assert share("abcd", "efgh") > 0.99  # the rule decides
-    # The probability is sigmoid(-4 * (0.5 - 0.3)). With the rule alone it would be sigmoid(-4 *
-    # 0.5) = 0.12.
+    assert share("abcd", "efgh") > 0.99
+    # The share is near the probability sigmoid(-4 * (0.5 - 0.3)) = 0.31. With the rule alone, the
+    # probability would be sigmoid(-4 * 0.5) = 0.12.
     assert 0.27 < share("abcdabcd", "abcd") < 0.35
     assert 0.45 < share("abcd", "dcba") < 0.55
 

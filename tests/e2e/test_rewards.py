@@ -17,8 +17,8 @@ pytestmark = pytest.mark.slow
 STEPS, EVALUATED, RESPONSES = 4, 8, 16
 LAST = f"rl_{STEPS:08d}"
 
-# If there is a file `broken_at`, the reward fails after the number of calls in it. The ranks count
-# their calls together: each call appends a letter to a file.
+# If there is a file `broken_at`, the reward fails after as many calls as the file says. The ranks
+# count their calls together: each call appends a letter to another file.
 REWARD = """
 import zlib
 from pathlib import Path
@@ -166,7 +166,7 @@ def test_a_run_of_no_steps_evaluates(toy: Path, tmp_path: Path, undisturbed: Pat
         final = records(undisturbed)[-1]
         for key in ("evaluation/reward", "evaluation/accuracy"):
             assert record[key] == final[key]
-        # The responses are those of the model at the end of the complete run.
+        # The model at the end of the complete run gives the same responses.
         mine, theirs = held_out(run), held_out(undisturbed)[EVALUATED:]
         assert [r["response"] for r in mine] == [r["response"] for r in theirs]
         assert record["step"] == 0 and not checkpoint_names(run)

@@ -1,5 +1,5 @@
-"""A run that selects its prompts by their pass rates. Its prompts follow the rules, and a stopped
-run uses the same prompts."""
+"""A run that selects its prompts by their pass rates. The selected prompts follow the rules, and a
+run that was stopped selects the same prompts."""
 
 from __future__ import annotations
 
@@ -158,8 +158,8 @@ def test_other_layouts_draw_the_same(undisturbed: Path, tmp_path: Path) -> None:
 
 
 def test_statistics_stay_when_files_grow_between_phases(toy: Path, tmp_path: Path) -> None:
-    """The second phase has more prompts, in another order. It keeps the pass rates of the first
-    phase."""
+    """The second phase has more prompts, in another order. It still uses the pass rates that the
+    first phase has recorded."""
     config = a_run(toy, tmp_path / "grown", rows=8)
     lines = (toy / "train.jsonl").read_text().splitlines(keepends=True)[:12]
     (config.parent / "more.jsonl").write_text("".join(reversed(lines)))

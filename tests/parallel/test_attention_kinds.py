@@ -24,13 +24,13 @@ from tests.unit.hf.published import DELTA_NETS, VOCABULARY, write_model
 # Latent attention with YaRN from 8 tokens on; rotary positions for half of each head, with biases;
 # and gated delta nets beside attention with an output gate.
 YARN = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 8}
-# even in fp64, because Megatron-Core computes the sigmoid of output gates in fp32
+# The tolerance is that of fp32 even in fp64: Megatron-Core computes output gates' sigmoid in fp32.
 FP32_GATES = 1e-7
 MODELS: dict[str, dict[str, Any]] = {
     "olmoe": {},
     "deepseek_v3": {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}},
     "glm4_moe": {},
-    "minimax_m2": {},  # norms over all heads; half of each head is rotated
+    "minimax_m2": {},  # has norms over all heads; half of each head has rotary positions
     # Rotates neighbouring channels, and has the package's own router.
     "ernie4_5_moe": {"tie_word_embeddings": True},
     "llama": {},
@@ -45,8 +45,8 @@ def _update(pool: Pool, folder: Path, layout: str, function: Any = run_update) -
     # The gradient of a delta net's decay is a sum of terms that nearly cancel. In fp32 its rounding
     # would hide mistakes.
     dtype = "float64" if folder.name in DELTA_NETS else "float32"
-    # Large weights, because mistakes hardly change the log-probs and gradients of an untrained
-    # model.
+    # The weights are large, because mistakes hardly change the results of a model with usual
+    # initial weights.
     config = config_of(folder, dtype, layout=layout, init_method_std=0.15)
     return update(pool, config, function, vocab_size=VOCABULARY)
 

@@ -28,7 +28,7 @@ from tests.unit.hf.published import VOCABULARY
 from tests.unit.hf.transformers_side import transformers_process
 
 LAYOUTS = ("tp=2,pp=2,ep=2", "dp=4,ep=2", "cp=2,dp=2")
-TOLERANCE = 1e-5  # for fp32, whose sums over shards have another order
+TOLERANCE = 1e-5  # for fp32: sums over shards have another order than sums on one rank
 _source = np.random.default_rng(3)
 CONVERSATIONS = [_source.integers(1, VOCABULARY, size=n).tolist() for n in (5, 1, 12, 7, 30, 2, 9)]
 

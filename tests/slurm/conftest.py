@@ -65,7 +65,7 @@ def run(tmp_path: Path) -> Run:
 
 @pytest.fixture(scope="package")
 def undisturbed(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The same run, finished without interruption."""
+    """A run like that of `run`, finished without interruption."""
     run = make_run(tmp_path_factory.mktemp("undisturbed"))
     job = shared_cluster.finish(run.submit(shared_cluster))
     assert job["JobState"] == "COMPLETED", shared_cluster.log(job)

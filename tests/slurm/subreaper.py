@@ -1,9 +1,9 @@
 """Run a command, and end all its descendants with it: python subreaper.py COMMAND ARGUMENT ...
 
-The grandchildren of a daemon leave its process group, its session and its parent. Slurm's job steps
-do so, too. This process is their subreaper (Linux, prctl(2)), so they stay its descendants. It
-kills all of them when the command ends, on SIGTERM, or at the end of standard input, which shows
-that the process at the other end has died.
+A daemon's grandchildren leave the daemon's process group and session, and get another parent.
+Slurm's job steps do so, too. This process is their subreaper (Linux, prctl(2)), so they stay its
+descendants. It kills all of them when the command ends, on SIGTERM, or at the end of standard
+input, which shows that the process at the other end has died.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def kill_descendants() -> None:
-    """Kill all descendants, also those that start meanwhile."""
+    """Kill all descendants, including processes that start in the meantime."""
     while True:
         found = [p for p in psutil.Process().children(recursive=True) if not _has_ended(p)]
         if not found:

@@ -107,7 +107,7 @@ def test_only_the_modules_meant_to_import_megatron_core_do() -> None:
 
 
 def import_cycle(package: str) -> list[str] | None:
-    """The modules of one import cycle in a package, with the first one again at the end; None if
+    """The modules of one import cycle in a package, with the first module again at the end; None if
     there is no cycle. Imports inside functions count, but imports for type checkers do not."""
     graph = grimp.build_graph(package, exclude_type_checking_imports=True, cache_dir=None)
     imports = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
@@ -158,7 +158,7 @@ def test_the_check_for_cycles_sees_every_kind_of_import(
 
 
 def test_every_package_has_an_init_file() -> None:
-    # setuptools installs no folder without one.
+    # setuptools installs no folder without an __init__.py.
     folders = {path.parent for path in python_files("gspo_megatron")}
     # pyproject.toml names the files of these folders
     for data in ("cli/new_templates", "rollout/vllm/worker"):

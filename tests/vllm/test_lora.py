@@ -72,8 +72,8 @@ def names_in_log(run: Run, done: str) -> list[str]:
 def test_servers_sample_with_the_adapters_of_each_version(
     vllm_python: Path, tmp_path: Path
 ) -> None:
-    """The run also crosses a border of phases. At a border, no adapter is sent that the server
-    already has."""
+    """The run has two phases. When the second phase begins, the run does not send the adapter that
+    the server already has."""
     run = adapter_run(tmp_path, vllm_python)
     phases = "[{until_step: 1}, {rollout: {max_response_tokens: 20}}]"
     said = run.finish(run.start(f"training.phases={phases}", "checkpoint.interval=1"))

@@ -1,14 +1,14 @@
-"""Memory and time of an update: adapters of rank 16 on all matrices against all weights.
+"""Memory and time of an update that trains adapters of rank 16, and of an update of all weights.
 
     python tools/bench/lora.py [--layers 30] [--tokens 512] [--rounds 3] [--precision bf16]
 
 The model has the shape of examples/smollm2_moe (SmolLM2-135M with 4 experts, of which each token
-uses 2) and random weights. Each side runs in its own process, on one rank and one thread, and the
-sides take turns. For each side, the output has the GB that the rank holds (weights, gradients,
-optimizer), the GB that autograd keeps for the backward pass, and the estimates of `gspo-megatron
-check` for both. It also has the CPU time of an update (forward, backward, optimizer), which is
-reliable on a busy machine, too. The last line has the largest error of `check` and the ratio of the
-times.
+uses 2) and random weights. All its matrices have adapters. The two kinds of update run in separate
+processes, on one rank and one thread, and the processes alternate. For each kind, the output has
+the GB that the rank holds (weights, gradients, optimizer), the GB that autograd keeps for the
+backward pass, and the estimates of `gspo-megatron check` for both numbers. It also has the CPU time
+of an update (forward, backward, optimizer), which is reliable even on a busy machine. The last line
+has the largest error of `check` and the ratio of the times.
 """
 
 from __future__ import annotations

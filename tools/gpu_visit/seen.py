@@ -18,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, VISITS = ROOT / "docs" / "gpu.md", ROOT / "docs" / "gpu_visits"
 BEGIN, END = "<!-- visits: begin -->", "<!-- visits: end -->"
-MOST_FIGURES = 6  # of a step in the table; the JSON has all
+MOST_FIGURES = 6  # the most figures of a step in the table; the JSON file has all figures
 # The most important figures, which come first.
 IMPORTANT = (
     *("equal", "worst_error", "tensors", "train_share_of_matmul", "logprob_share_of_matmul"),

@@ -7,9 +7,9 @@ The model has two layers and the vocabulary of Qwen3-30B-A3B: 1.9 B random param
 product of two bf16 matrices of 8,192 x 8,192. Each of three steps has 64 responses of 512 tokens to
 prompts of 256 tokens, and two updates, in bf16. The second step is profiled, the third is measured.
 FLOPs are counted by formula: 2 for each active parameter and token of a pass, plus causal
-attention, and three times that with gradients. Decoding reads all weights once for each token, so
-its ceiling is the bandwidth of the copy. --rehearse takes a tiny model, for a machine without a
-GPU. The last line has all figures.
+attention. A pass with gradients counts as three passes. Decoding reads all weights once for each
+token, so its ceiling is the bandwidth of the copy. --rehearse takes a tiny model, for a machine
+without a GPU. The last line has all figures.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TINY = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_query
         "kv_channels": 16, "num_moe_experts": 8, "moe_router_topk": 2, "ffn_hidden_size": 64,
         "moe_ffn_hidden_size": 32}  # fmt: skip
 TINY_VOCABULARY = 512
-PROFILED, MEASURED = 2, 3  # numbers of steps
+PROFILED, MEASURED = 2, 3  # the numbers of the steps that are profiled and measured
 # CUPTI's names of the calls that start a kernel. WAITS names the calls that wait for the device,
 # and NO_KERNEL the operators that start no kernel.
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
@@ -254,7 +254,7 @@ def measure(case: Case, config: Any) -> dict[str, float]:
         "mismatch": record["mismatch/abs_mean"],
     }
     if on_gpu:
-        weights = 2.0 * parameters  # bytes in bf16
+        weights = 2.0 * parameters  # the bytes of the weights in bf16
         least = weights * work.longest / (limits["copy_gb_per_second"] * 1e9)
         figures["train_share_of_matmul"] = figures["train_tflops"] / limits["matmul_tflops"]
         figures["logprob_share_of_matmul"] = figures["logprob_tflops"] / limits["matmul_tflops"]

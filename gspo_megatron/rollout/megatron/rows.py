@@ -25,7 +25,8 @@ class Responses:
     logprobs: Tensor  # [responses + 1, max_tokens + 1] float32
     lengths: Tensor  # [responses + 1] int64, with the end token
     ended: Tensor  # [responses + 1] bool; false: cut off at max_tokens
-    # [responses + 1, positions, MoE layers of this rank, k], also of prompts; None: not recorded
+    # [responses + 1, positions of prompt and response, MoE layers of this rank, k]; None: not
+    # recorded
     routes: Tensor | None
 
     @classmethod
@@ -101,8 +102,8 @@ class Rows:
     """
 
     response: Tensor  # int64: the number of the response
-    samples: Tensor  # int64: its sample index
-    limits: Tensor  # int64: the most tokens of the response
+    samples: Tensor  # int64: the sample index of the response
+    limits: Tensor  # int64: the largest number of tokens of the response
     prompt_lengths: Tensor  # int64
     lengths: Tensor  # int64: tokens of the response so far
     going: Tensor  # bool: the row has a response in progress
@@ -161,7 +162,8 @@ class Rows:
         return self.going.int().argsort(stable=True)[:count]
 
     def keep(self, count: int) -> Tensor:
-        """Keep `count` rows; drop the others, free rows first. Returns the kept rows' numbers."""
+        """Keep `count` rows and drop the others; rows without a response are dropped first.
+        Returns the numbers of the kept rows."""
         rows = self.going.logical_not().int().argsort(stable=True)[:count]
         vars(self).update({name: values[rows] for name, values in vars(self).items()})
         return rows
@@ -186,7 +188,8 @@ class Rows:
         """End the responses whose text contains a stop string; cuts off the tokens after it.
 
         searched [rows]: how many tokens of each row were searched already. At most `most_new`
-        tokens follow them; rows without new tokens are skipped. Reads from the device once.
+        tokens follow the searched tokens; rows without new tokens are skipped. Reads from the
+        device once.
         """
         width = stop_strings.window + most_new
         columns = self.lengths[:, None] - width + torch.arange(width, device=searched.device)

@@ -49,7 +49,8 @@ def request_to_json(request: RolloutRequest) -> dict[str, Any]:
 
 
 class Scorers:
-    """Scores groups: many at a time if there are reward workers, else singly in the main thread.
+    """Scores groups. With reward workers, it scores many groups at a time. Without them, it scores
+    one group after the other in the main thread.
 
     Reward functions may use signals, which Python handles only in the main thread.
     """
@@ -152,7 +153,7 @@ class Scorers:
                 ended = RewardError(f"the reward function ended with {error!r}")
                 ended.__cause__ = error
                 told = partial(_settle, future, None, ended)
-            with contextlib.suppress(RuntimeError):  # the service has ended
+            with contextlib.suppress(RuntimeError):  # raised if the service has ended meanwhile
                 loop.call_soon_threadsafe(told)
 
         self._jobs.put(job)
@@ -160,7 +161,7 @@ class Scorers:
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None = None) -> None:
-    if future.done():  # the caller was cancelled
+    if future.done():  # the caller was cancelled and waits no more
         return
     if error is None:
         future.set_result(result)
@@ -176,7 +177,7 @@ class RunningRequest:
 
     def __init__(self, request: RolloutRequest) -> None:
         self.request = request
-        self.file: RequestFile | None = None  # None: not read yet
+        self.file: RequestFile | None = None  # None until the file has been read
         self.error: UserError | None = None
         self.tokens = 0  # tokens of finished turns
         self.scoring = 0  # groups that have responses but no rewards yet
@@ -281,7 +282,7 @@ class ServedRequests:
         def make() -> RolloutGroup:
             has_episodes = self.episodes is not None
             group = assemble(played, samples, request.per_prompt, has_episodes=has_episodes)
-            played.clear()  # frees memory; the group has all of it
+            played.clear()  # frees memory: the group holds the same data
             return group
 
         running.scoring += 1
@@ -322,7 +323,8 @@ class ServedRequests:
     async def _turns(
         self, running: RunningRequest, asked: TurnRequest, samples: Sequence[int]
     ) -> list[Response]:
-        """Generate a turn of each sample. Request seed, sample and turn number give its seed."""
+        """Generate a turn of each sample. The seed of a turn depends on the request's seed, the
+        sample and the number of the turn."""
         request, turn = running.request, (asked.turn,) if asked.turn else ()
         seeds = [(request.seed, sample, *turn) for sample in samples]
         sampling = self._sampling(request, asked)

@@ -61,7 +61,7 @@ class ServiceClient:
         """
         section = config.rollout.vllm
         before, self._settings = self._settings, {**self._settings, **settings}
-        self._requests = {}  # those of the phase before are done
+        self._requests = {}  # the requests of the previous phase are done
         told = self._call(
             "POST", "/phase", self._settings, seconds=section.weight_update_timeout_seconds
         )
@@ -76,10 +76,10 @@ class ServiceClient:
     def take_weights(self, weights: dict[str, Any]) -> dict[str, int]:
         """Begin to load new weights on all servers, see `Weights`.
 
-        Returns the servers to which rank 0 must stream them: key of a server -> number of its
-        workers.
+        Returns the servers to which rank 0 must stream the weights: key of a server -> number of
+        its workers.
         """
-        # for a restarted service, whose new servers can load only from a folder
+        # for a restarted service: its new servers can load weights from a folder only
         self._weights = {**weights, "stream": None}
         return self._call("POST", "/weights", weights)["receivers"]
 
@@ -97,8 +97,8 @@ class ServiceClient:
     def weights_status(self) -> dict[str, bool]:
         """Return the status of the newest weights. Waits some seconds for `done`.
 
-        done: all remaining servers have passed the check; can_stream: they support streams from
-        rank 0.
+        done: all remaining servers have passed the check; can_stream: the servers support streams
+        from rank 0.
         """
         status = self._call("GET", "/weights")
         self._done(status)
@@ -150,7 +150,7 @@ class ServiceClient:
         """Start the service; restart it if it is killed before it reports that it listens."""
         while not (line := self._first_line()):
             assert self._process is not None
-            if self._process.wait() >= 0:  # it was not killed, so it would end again
+            if self._process.wait() >= 0:  # not killed: a new process would end in the same way
                 raise RolloutError(self._how_it_ended())
             self._use_restart()
         told = json.loads(line)
@@ -159,7 +159,8 @@ class ServiceClient:
         self._url = f"http://127.0.0.1:{self._settings['port']}"
 
     def _first_line(self) -> str:
-        """Start a process; returns its first line: that it listens, or why it cannot start.
+        """Start a process. Its first line, which is returned, says that the process listens, or
+        why it cannot start.
 
         The line is empty if the process has ended. This process reserves the port, so that no other
         user can listen there after a service has died. Each process gets a new token, so that the
@@ -234,12 +235,13 @@ class ServiceClient:
             method=verb,
             headers={"Authorization": f"Bearer {self._settings['token']}"},
         )
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is loopback
+        # The address is on loopback, so no proxy is used.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(request, timeout=seconds) as answer:
             return json.load(answer)
 
     def _done(self, status: dict[str, Any]) -> bool:
-        """Return whether a status is done. Raises its error."""
+        """Return whether a status is done. If the status has an error, this error is raised."""
         self.needs_folder = status.get("needs_folder", False)
         error = status.get("error")
         if error is not None:
@@ -278,7 +280,7 @@ def service_settings(
 def _gpus_for_servers(config: Config) -> list[str]:
     """Return the GPUs of this machine that no rank uses.
 
-    Raises RolloutError if they are too few for the servers.
+    Raises RolloutError if these GPUs are too few for the servers.
     """
     import torch  # only here, because the service runs without torch
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 
 class Format(enum.Enum):
-    """The formats as pairs: the largest value of activations and weights, and the largest value of
-    gradients."""
+    """The formats as pairs. The first number is the largest value of activations and weights, the
+    second the largest value of gradients."""
 
     E2M1 = (6.0, 6.0)
     E4M3 = (448.0, 448.0)
@@ -80,12 +80,12 @@ class _Region:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the groups and modules of an earlier task, as if the process was new."""
+        """Forget the groups and modules of an earlier task, as if the process were new."""
         self.enabled = self.recomputing = self.is_first_module = False
         self.recipe: Any = None
         self.group: Any = None
         self.depth = 0
-        # The order is that of the model, which is the same on all ranks.
+        # The states are in the order of the model's modules, which is the same on all ranks.
         self.states: dict[bool, dict[State, None]] = {True: {}, False: {}}
 
 
@@ -138,7 +138,7 @@ def fp8_autocast(enabled: bool, fp8_recipe: Any, fp8_group: Any) -> Iterator[Non
 def autocast(
     enabled: bool, recipe: Any, amax_reduction_group: Any
 ) -> contextlib.AbstractContextManager[None]:
-    """A newer name for the function above."""
+    """The newer name of `fp8_autocast`."""
     return fp8_autocast(enabled, recipe, amax_reduction_group)
 
 

@@ -18,7 +18,7 @@ from tests.cuda_rehearsal.engine.precision import region
 from tests.cuda_rehearsal.tasks import train
 from tests.gpu import one_step
 
-# the compute capability of the GPU that the device represents; (9, 0) for all other precisions
+# The compute capability of the GPU that the device stands for, by precision; otherwise (9, 0).
 CAPABILITIES = {"mxfp8": (10, 0)}
 CUDA = (12, 9)  # the CUDA version for which torch would be built
 
@@ -42,7 +42,7 @@ def _gpu_for(precision: str) -> Iterator[None]:
 
 
 def train_on_a_gpu(config: Config) -> list[dict[str, float]]:
-    """Run tasks.train on such a GPU."""
+    """Run tasks.train on a GPU that supports the precision of the configuration."""
     with _gpu_for(config.training.precision):
         return train(config)
 

@@ -1,4 +1,4 @@
-"""A checkpoint gets its name when it is complete. Old ones are removed, but never the newest."""
+"""A checkpoint gets its name when it is complete. Old checkpoints are removed, never the newest."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def test_a_model_loads_what_was_converted(tmp_path: Path, variant: Variant) -> N
 
 
 def emptied(policy: Policy) -> dict[str, Tensor]:
-    """Copy the weights of a model on one rank, then overwrite those in the model."""
+    """Copy the weights of a model on one rank, then overwrite the weights in the model."""
     (model,) = policy.models
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     with torch.no_grad():
@@ -181,7 +181,8 @@ def emptied(policy: Policy) -> dict[str, Tensor]:
 def test_stock_megatron_core_loads_what_was_converted(tmp_path: Path) -> None:
     from megatron.core import dist_checkpointing
 
-    source = write_model(tmp_path / "hf", "qwen3_moe", seed=8, vocab_size=48)  # without padding
+    # A vocabulary of 48 needs no padding.
+    source = write_model(tmp_path / "hf", "qwen3_moe", seed=8, vocab_size=48)
     hf_to_megatron(source, tmp_path / "ours")
     policy = policy_of(config_of(source))
     expected = emptied(policy)
@@ -225,7 +226,7 @@ def in_processes(count: int, work: Callable[[WorkerShard], object]) -> list[Base
 
         try:
             work(WorkerShard(rank, count, gather))
-        except DataError as error:  # all of them raise it
+        except DataError as error:  # all processes raise this error
             failures.append(error)
         except BaseException as error:  # noqa: BLE001 (for the main thread to show)
             failures.append(error)
@@ -240,7 +241,7 @@ def in_processes(count: int, work: Callable[[WorkerShard], object]) -> list[Base
 
 
 def test_several_processes_write_one_folder(tmp_path: Path) -> None:
-    """Each writes its own files, and they wait for each other."""
+    """Each process writes its own files, and the processes wait for each other."""
     source = write_model(tmp_path / "hf", "qwen3_moe", seed=10)
     hf_to_megatron(source, tmp_path / "ours")
     back = tmp_path / "back"
@@ -252,7 +253,7 @@ def test_several_processes_write_one_folder(tmp_path: Path) -> None:
 def test_several_processes_take_one_checkpoint_of_a_run_that_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run publishes another checkpoint just after the first process has listed them."""
+    """The run publishes a checkpoint just after the first process has listed the checkpoints."""
     sources = [write_model(tmp_path / f"hf{seed}", "qwen3", seed=seed) for seed in (11, 12)]
     checkpoints, lock = tmp_path / "run/checkpoints", threading.Lock()
     names = ["rl_00000001", "rl_00000002"]

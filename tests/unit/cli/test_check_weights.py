@@ -51,14 +51,14 @@ def test_a_checkpoint_that_is_not_there_or_not_of_this_model(
     config: Path, tmp_path: Path, gspo: Command
 ) -> None:
     nothing = f"model.checkpoint_path={tmp_path / 'nothing'}"
-    # this problem is reported together with all others
+    # The missing folder is reported together with all other problems.
     absent, size = sorted(refused(gspo, config, nothing, "rollout.group_size=1"))
     assert size.startswith("rollout.group_size = 1")
     assert absent == f"model.checkpoint_path = '{tmp_path / 'nothing'}': no such folder"
     for shape in ("model.preset=", "model.preset=tiny"):
         assert refused(gspo, config, nothing, shape) == [absent]
 
-    dense = "model.megatron.moe_layer_freq=2"  # every second layer
+    dense = "model.megatron.moe_layer_freq=2"  # every second layer is dense
     other = load_any_config(config, [f"logging.dir={tmp_path / 'other'}", dense])
     path = add(other, Position("rl", 2))
     given = f"model.checkpoint_path={tmp_path / 'other'}"
@@ -77,10 +77,10 @@ def test_a_run_that_goes_on_and_one_that_cannot(
 ) -> None:
     path = add(load_any_config(config, [SIZE]), Position("rl", 3))
     assert weights(gspo, config, SIZE) == f"{path}: the run is resumed"
-    # a run that is resumed does not read these weights
+    # A run that is resumed does not read the weights in model.checkpoint_path.
     nothing = f"model.checkpoint_path={tmp_path / 'nothing'}"
     words = (SIZE, nothing, "training.seed=7", "objective.clip_low=0.1")
-    # the changed keys are listed beside the problems of rules
+    # The error lists the changed keys together with the values that break rules.
     lines = refused(gspo, config, *words)
     changed = [line for line in lines if ": was " in line]
     assert [line.split(" = ")[0] for line in changed] == [

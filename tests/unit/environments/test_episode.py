@@ -30,8 +30,8 @@ from gspo_megatron.errors import EpisodeError, RolloutError
 from gspo_megatron.types import Message, Prompt, TurnRewards
 from tests.unit.environments.characters import character_tokenizer
 
-# This template drops the text before "!" in all responses except the last, as Qwen3's does with
-# thoughts.
+# This template drops the text before "!" in all responses except the last, as Qwen3's template
+# drops thoughts.
 FORGETFUL = (
     "{%- for message in messages -%}{%- set content = message['content'] -%}"
     "{%- if message['role'] == 'assistant' and not loop.last -%}"
@@ -57,8 +57,8 @@ def tokenizer(folder: Path) -> Tokenizer:
 def client_of(
     tokenizer: Tokenizer, turns: list[tuple[str, bool]], limits: EpisodeLimits | None = None
 ) -> tuple[Client, list[TurnRequest]]:
-    """A client whose policy writes these turns. The flag says whether a turn is cut off; otherwise
-    the end-of-sequence token follows."""
+    """A client whose policy writes these turns. The flag says whether a turn is cut off. A turn
+    that is not cut off ends with the end-of-sequence token."""
     messages: tuple[Message, ...] = ({"role": "user", "content": "hi"},)
     rendered = tokenizer.render(messages, open_answer=True)
     ids = tuple(tokenizer.encode_rendered(rendered.text).ids)

@@ -46,7 +46,8 @@ FILLED = ((30, 70), (30, 70), (1, 49))
 @pytest.mark.parametrize(
     ("layout", "keys", "lengths", "micro_batches"),
     [
-        ("tp=1", {}, FILLED, 10),  # two whole sequences, and a part of a third up to the budget
+        # a micro-batch: two whole sequences, and a part of a third sequence that fills the budget
+        ("tp=1", {}, FILLED, 10),
         ("tp=1", {"budget": 64}, ((30, 70),), 20),  # one sequence exceeds the budget
         # without packing, all rows have the same length
         ("tp=1", {"packing": False}, ((30, 70), (30, 70)), 10),

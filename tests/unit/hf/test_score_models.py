@@ -143,7 +143,7 @@ def with_config(folder: Path, **keys: Any) -> Path:
 
 
 def test_folders_that_hold_none(tmp_path: Path) -> None:
-    """Each folder gives one line of refusal, for a frozen scorer and for a model to train."""
+    """The error for each folder is one line, for a frozen scorer and for a model to train."""
     config = odd_moe("tp=1")
     language = write_model(tmp_path / "lm", "qwen3", seed=1)
     (line,) = scorer_problems(config, str(language), 1)

@@ -15,7 +15,8 @@ from gspo_megatron.models.norms import TorchNorm
 from gspo_megatron.platform.cpu import faster
 from tests.unit.models.one_rank import tiny_policy
 
-# Relative to the largest entry. The errors are the rounding of a dot product of 20 to 64 terms.
+# Tolerances relative to the largest entry. The errors come from rounding in dot products of 20 to
+# 64 terms.
 TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 COUNTS = {
     "ragged": [3, 1, 7, 2],

@@ -113,7 +113,8 @@ def test_entropy_collapse() -> None:
     ("metric", "values", "steps"),
     [
         ("response/length_mean", [20.0] * 10 + [90.0] * 6, (15, 16)),
-        ("response/length_mean", [70.0] * 10 + [90.0] * 6, None),  # long from the start
+        # The responses are long from the start.
+        ("response/length_mean", [70.0] * 10 + [90.0] * 6, None),
         # The responses grow, but are far from the limit.
         ("response/length_mean", [20.0] * 10 + [60.0] * 6, None),
         ("response/truncated", [0.0] * 10 + [0.3] * 6, (15, 16)),
@@ -133,8 +134,10 @@ def test_length_explosion(metric: str, values: list[float], steps: tuple[int, ..
     ("metric", "values", "warned"),
     [
         ("response/repeated", [0.05] * 10 + [0.3] * 10, True),
-        ("response/repeated", [0.04] * 10 + [0.09] * 10, False),  # lists repeat words
-        ("response/repeated", [0.3] * 20, False),  # from the start
+        # Normal texts repeat words, too, for example in lists.
+        ("response/repeated", [0.04] * 10 + [0.09] * 10, False),
+        # The responses have repeated words from the start.
+        ("response/repeated", [0.3] * 20, False),
         ("response/length_mean", [20.0] * 10 + [40.0] * 10, True),
         ("response/length_mean", [20.0] * 10 + [28.0] * 10, False),
     ],

@@ -1,5 +1,5 @@
-"""The simulated world: its answers about itself, its complete removal, and the need for each of its
-substitutions."""
+"""The simulated process group: its size and rank, its complete removal, and the need for each of
+the substitutions in torch and Megatron-Core."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ def test_attention_keeps_what_a_fused_kernel_keeps() -> None:
         )
     assert out.shape == query.shape
     shapes = [tuple(t.shape) for t in kept]
-    assert shapes.count((2, 4, 10, 8)) == 2  # query and output
-    assert (2, 4, 10) in shapes  # log-sum-exp
+    assert shapes.count((2, 4, 10, 8)) == 2  # the shape of query and output
+    assert (2, 4, 10) in shapes  # the shape of the log-sum-exp of each row
     assert (2, 1, 10, 12) not in shapes
     out.sum().backward()
     assert key.grad is not None and key.grad.shape == key.shape
@@ -232,7 +232,7 @@ def test_the_second_time_torch_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> 
             torch.cat([values, values])
             assert len(made) == 1
             assert torch.cat([values, fewer]).shape == (5, 5)
-            assert len(made) > 2  # torch itself is asked for a new shape
+            assert len(made) > 2  # for a new shape, torch itself runs the operation
 
 
 def test_a_view_stays_a_view() -> None:

@@ -1,4 +1,4 @@
-"""Programs that attack the sandbox. It holds, and reports each attack."""
+"""Programs that attack the sandbox. No attack succeeds, and the result reports each attack."""
 
 from __future__ import annotations
 
@@ -155,9 +155,9 @@ SHARED = SHARED.replace("ESCAPED", ESCAPED)
 
 @pytest.mark.parametrize("who", ["this user", "an ordinary user"])
 def test_shared_memory_is_its_own_and_small_and_ends_with_it(who: str, user: User) -> None:
-    """Two programs run one after the other. Neither of them sees the other's shared memory, and the
-    host sees none. The limit of its size does not need a cgroup, which an ordinary user mostly
-    cannot make."""
+    """Two programs run one after the other. No program sees the shared memory of the other program,
+    and the host sees no shared memory of either. The size of shared memory is limited without a
+    cgroup, because an ordinary user mostly cannot make a cgroup."""
     is_other = who == "an ordinary user"
     own = user.run([SHARED] * 2, LIMITS) if is_other else [run(SHARED), run(SHARED)]
     for outcome in own:

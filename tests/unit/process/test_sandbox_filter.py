@@ -1,5 +1,5 @@
-"""The filter of system calls. An interpreter of classic BPF computes its decisions. Programs that
-solve tasks never notice it."""
+"""The filter of system calls. An interpreter of classic BPF computes the filter's decisions. The
+filter never stops programs that solve tasks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_calls_are_denied_by_their_numbers(machine: str) -> None:
         assert number is None or decision(machine, number) == errno.EPERM, name
     open_, read = ((2, 0), (56, 63))[MACHINES.index(machine)]
     assert decision(machine, open_) == decision(machine, read) == ALLOWED
-    assert decision(machine, 435) == errno.ENOSYS  # clone3
+    assert decision(machine, 435) == errno.ENOSYS  # 435 is clone3
     assert decision(machine, 463) == decision(machine, 0x40000000) == errno.ENOSYS
     assert decision(machine, read, audit=0x40000003) == KILLED  # a call of 32-bit code
 
@@ -137,7 +137,7 @@ def test_other_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         sandbox.fault.cache_clear()
 
 
-# The usual things that solutions do. All of them work.
+# What solutions usually do. The filter allows all of it.
 USUAL = """
 import asyncio, bisect, collections, ctypes, datetime, decimal, fcntl, fractions, functools, glob
 import hashlib, heapq, io, itertools, json, locale, math, os, pathlib, pickle, platform, queue

@@ -1,6 +1,6 @@
 r"""200 unusual forms of answers, in responses and in files, as math-verify reads them.
 
-Most of the responses are given as the inside of \boxed{...} alone. Those in WHOLE are given
+Most of the responses are given as the inside of \boxed{...} alone. The responses in WHOLE are given
 completely.
 """
 

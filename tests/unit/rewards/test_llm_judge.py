@@ -38,7 +38,7 @@ def test_the_last_score_counts(judges: Any) -> None:
     assert rewards == [0.75] and not any(failed)
     ((path, key, request),) = judge.requests
     assert (path, key) == ("/v1/chat/completions", "Bearer secret")
-    # Placeholders are filled in once, so those inside the values stay.
+    # Placeholders are filled in once, so placeholders inside the values stay.
     content = 'What? | ["a", 1] | {response} | {answer} {nothing} | {}'
     assert request["messages"] == [{"role": "user", "content": content}]
     assert (request["model"], request["temperature"]) == ("judge", 0.0)
@@ -103,7 +103,7 @@ def test_a_question_is_asked_once(judges: Any, tmp_path: Path) -> None:
         for file in files:
             file.write_text(text)  # the cache is damaged
         assert score(judge, "x", cache=cache)[0] == [0.7]
-    # other parameters make it another question
+    # The same prompt with other parameters is another question.
     assert score(judge, "x", cache=cache, max_tokens=5)[0] == [0.7]
     assert len(judge.requests) == 9
 

@@ -44,9 +44,9 @@ class Tokenizer:
 class Row:
     """One sequence.
 
-    kinds: p is a token of a prompt, R is one that the policy wrote, r is one between turns. ages:
-    the age of each token outside of prompts. lost: numbers of tokens for which the server returned
-    no experts.
+    kinds: p is a token of a prompt, R is a token that the policy wrote, r is a token between turns.
+    ages: the age of each token outside of prompts. lost: numbers of tokens for which the server
+    returned no experts.
     """
 
     kinds: str
@@ -105,8 +105,8 @@ def write(folder: Path, groups: list[list[Row]], *, episodes: bool, routes: bool
 
 
 def experts(sequence: Row) -> np.ndarray:
-    """The experts [tokens, layers, k]. The last token of a branch has none, because it was never an
-    input."""
+    """The experts [tokens, layers, k]. The last token of a branch has no experts, because it was
+    never an input."""
     found = np.ones((len(sequence.kinds), LAYERS, TOP_K), np.uint8)
     found[list(sequence.lost)] = 0
     found[[n for n in range(len(found)) if sequence.kinds[n : n + 2] in ("Rp", "R", "r")]] = 0
@@ -155,7 +155,7 @@ def test_ages_of_episodes_are_those_of_what_the_policy_wrote(tmp_path: Path) -> 
         "max": 3,
         "tokens_older_than_1": pytest.approx(6 / 14),
     }
-    # Without a bound of the age, a step learns from all tokens of the policy.
+    # Without a limit of the age, a step learns from all tokens of the policy.
     assert drawn.group.learnt is not None
     assert drawn.group.learnt.tolist() == drawn.group.sampled.tolist()
 
@@ -202,8 +202,8 @@ def test_turns_and_branches_of_episodes_are_counted(tmp_path: Path) -> None:
 
 
 def test_missing_experts_are_counted_beside_the_last_token_of_each_branch(tmp_path: Path) -> None:
-    """The 29 tokens are in seven branches, whose last tokens have no experts. The server left out
-    three more."""
+    """The 29 tokens are in seven branches, whose last tokens have no experts. The server returned
+    no experts for three other tokens."""
     _, _, source = read(tmp_path, EPISODES, routes=True)
     assert sum(len(each.kinds) for group in EPISODES for each in group) == 29
     assert (source.counted["missing_routes"], source.counted["routes"]) == (3, 29 - 7)

@@ -143,8 +143,8 @@ def test_groups_of_an_older_form_are_drawn_again(tmp_path: Path) -> None:
 
 
 def test_groups_of_the_version_before_are_used(tmp_path: Path) -> None:
-    """The record consists of the bytes that the earlier version wrote: header, names, shapes and
-    types."""
+    """The record consists of the bytes that the earlier format version wrote: header, names, shapes
+    and types."""
     path, group = tmp_path / "a.groups", a_group(0)
     columns = {
         "tokens": group.tokens.astype(np.int32),

@@ -85,7 +85,8 @@ LOAD = {"seconds": 10, "forgets_prepacked": False}
 
 
 def test_a_lost_answer_is_no_reason_to_load_weights_twice() -> None:
-    """The workers may still be loading. Only requests that do no harm twice are repeated."""
+    """The workers may still load the weights. The client repeats only requests that do no harm if
+    the server gets them twice."""
 
     async def load(client: ServerClient) -> None:
         with pytest.raises(ServerGone, match="/collective_rpc: Server disconnected"):

@@ -139,7 +139,7 @@ def test_a_port_that_is_taken_is_told_at_once(taken: int, tmp_path: Path) -> Non
 def test_a_server_without_a_place_for_its_files_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It leaves neither a port nor a folder, and reports the reason."""
+    """The server leaves neither a port nor a folder, and the error gives the reason."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     (tmp_path / "file").touch()
@@ -217,7 +217,7 @@ def test_the_cause_is_found_in_a_log(tmp_path: Path) -> None:
     log.write_text("INFO: nothing is wrong\n")
     assert errors_of(log) == f"its log: {log}"
     assert last_lines_of(log) == f"INFO: nothing is wrong (all of it: {log})"
-    # the only message, so it is shown
+    # This is the only message of the log, so it is shown.
     log.write_text("vllm.EngineDeadError: See stack trace (above)\n")
     assert "EngineDeadError" in errors_of(log)
     log.unlink()

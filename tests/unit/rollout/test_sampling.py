@@ -1,5 +1,5 @@
-"""Random numbers, the sampling of tokens, and stop strings. They are compared with references in
-plain Python."""
+"""Random numbers, the sampling of tokens, and stop strings, compared with references in plain
+Python."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def test_every_number_is_that_of_splitmix64(seed: int) -> None:
 
 
 def kolmogorov_smirnov(values: Tensor) -> float:
-    """The Kolmogorov-Smirnov statistic: the largest distance between the empirical distribution and
-    the uniform one, times sqrt(n)."""
+    """The Kolmogorov-Smirnov statistic: the largest distance between the empirical and the uniform
+    distribution, times sqrt(n)."""
     ordered = values.flatten().sort().values
     count = ordered.numel()
     steps = torch.arange(count + 1, dtype=torch.float64) / count
@@ -131,8 +131,9 @@ def softmax(logits: list[float], temperature: float) -> list[float]:
 
 
 def kept(probabilities: list[float], top_k: int = 0, top_p: float = 1.0, **_: Any) -> set[int]:
-    """The tokens that can be sampled: the `top_k` most probable ones, and of these as few as reach
-    `top_p` of their sum. transformers and vLLM do the same."""
+    """The tokens that can be sampled. The probabilities of the `top_k` most probable tokens are
+    added up, the largest first, until the share `top_p` of their sum is reached. transformers and
+    vLLM do the same."""
     order = sorted(range(len(probabilities)), key=lambda i: -probabilities[i])[: top_k or None]
     total = sum(probabilities[i] for i in order)
     chosen: set[int] = set()
@@ -213,8 +214,8 @@ def test_greedy_takes_the_largest_logit_and_its_logprob_at_temperature_one() -> 
 
 
 def test_a_token_without_probability_is_never_drawn() -> None:
-    # The tokens without probability are at both ends and between, and the numbers at both ends of
-    # the unit interval.
+    # The tokens without probability are the first, the last and one in the middle. The random
+    # numbers are at both ends of the unit interval.
     logits = torch.tensor([[-math.inf, 1.0, -math.inf, 1.0, -math.inf]])
     for u, expected in ((2.0**-54, 1), (0.25, 1), (0.75, 3), (1.0 - 2.0**-53, 3)):
         uniform = torch.tensor([u], dtype=torch.float64)

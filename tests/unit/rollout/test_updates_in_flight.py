@@ -109,7 +109,7 @@ def test_no_token_of_weights_that_are_not_proven_is_used(tmp_path: Path) -> None
 
         doubles[1].faults["/weight_info"] = another
         await fleet.update(weights(tmp_path, 1))
-        # the other server generated the response again
+        # The server that has not failed generated the response again.
         assert (await call).versions.tolist() == [1] * 6
         assert fleet.scheduler.resubmitted == 1 and len(fleet.problems()) == 1
 

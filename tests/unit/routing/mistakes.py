@@ -73,8 +73,8 @@ def recomputation_without_context() -> Mistake:
 
 @contextlib.contextmanager
 def newest_routes_only() -> Iterator[None]:
-    """There is one variable for routes, with those of the pass that began last. Recomputation reads
-    it, too."""
+    """One variable holds the routes of the pass that began last. Recomputation reads this variable,
+    too."""
     newest: list[Routes | None] = [None]
 
     @contextlib.contextmanager
@@ -134,7 +134,7 @@ def one_layer_is_passed_by() -> Mistake:
 
 
 def experts_are_recorded_twice() -> Mistake:
-    """Experts are already recorded when a pass begins, as if it ran twice with one recording."""
+    """Experts are already recorded when a pass begins, as if the pass ran twice."""
     native = step_routes.Recording
 
     def recording(*args: Any, **kwargs: Any) -> Recording:

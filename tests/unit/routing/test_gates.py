@@ -162,7 +162,7 @@ def test_recorded_experts_are_those_of_the_plain_choice(name: str) -> None:
 
 @every_router
 def test_replay_takes_the_recorded_experts_and_the_live_weights(name: str) -> None:
-    """The gradients through the weights are those of the formula, too."""
+    """The gradients through the weights also equal the gradients of the formula."""
     router = ROUTERS[name]
     table = recorded_table(random_logits(1), router)
     logits = random_logits(2).requires_grad_()

@@ -70,7 +70,7 @@ def test_every_token_goes_to_its_recorded_experts(mode: str, recompute: str) -> 
         if one.with_gradients:
             training.append(one)
     assert moved > 10, "the routers would have gone there anyway"
-    # The number of micro-batches that replay. With r2, those of the first mini-batch do not.
+    # The number of micro-batches that replay routes. With r2, the first mini-batch replays none.
     replaying = {"r2": 4, "r3": 6}[mode]
     assert len(training) == replaying * LAYERS
     # With recomputation, each pass with gradients follows a pass without them.

@@ -1,8 +1,9 @@
 """Generated tokens per second of this package over whole RL steps: our side of the benchmark.
 
-The shapes and workloads of workload.py, as for trl_step.py, on the code path of `gspo-megatron
-train`: the package's launcher and its ReinforcementLoop. A small model has two data-parallel ranks
-with one thread each: with a second thread its operators would be slower. Prints one JSON line.
+The benchmark takes the shapes and workloads of workload.py, as trl_step.py does. It runs the code
+of `gspo-megatron train`: the package's launcher and its ReinforcementLoop. A small model has two
+data-parallel ranks with one thread each, because its operators are slower with a second thread.
+Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ def loop_of(config: Any, work: Workload, vocab_size: int) -> Any:
 
 def step(loop: Any, number: int) -> dict[str, float]:
     """Run RL step `number`. Returns its metrics."""
-    loop.collector.source.engine.step = number  # for PlannedLengths
+    loop.collector.source.engine.step = number  # the engine is a PlannedLengths
     return loop.step(number)
 
 
@@ -178,7 +179,7 @@ def measure(size: str, steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         loop = build_loop(size, last + 1, folder)
         records = [step(loop, number) for number in range(1, last + 1)][work.warmup_steps :]
-        memory = peak_memory_gb()  # of rank 0
+        memory = peak_memory_gb()  # the record has the memory of rank 0
         limit = measure_limit(lambda: step(loop, last + 1), loop.updater)
     for number, record in enumerate(records, work.warmup_steps + 1):
         mean = sum(work.lengths(number)) / work.responses

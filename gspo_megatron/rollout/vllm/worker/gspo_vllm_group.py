@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Group(Protocol):
-    """A process group of gloo or NCCL. torch's annotations lack the methods of both."""
+    """A process group of gloo or NCCL. torch's annotations lack the methods of these groups."""
 
     def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions, /) -> dist.Work: ...
 
