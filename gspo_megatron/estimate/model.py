@@ -99,9 +99,8 @@ def with_values(config: AnyConfig, section: str, **values: Any) -> AnyConfig:
 
 
 def without_kernels(config: AnyConfig) -> AnyConfig:
-    """Return the configuration without parts that need GPU kernels.
-
-    These are Transformer Engine's layers, and low precision, which becomes bf16."""
+    """Return the configuration without parts that need GPU kernels: without Transformer Engine's
+    layers, and with bf16 instead of FP8."""
     low = ("fp8", "moe_router_padding_for")
     megatron = {k: v for k, v in config.model.megatron.items() if not k.startswith(low)}
     config = with_values(config, "model", backend="torch_native", megatron=megatron)
@@ -131,7 +130,8 @@ def state_bytes(model: RankModel) -> StateBytes:
     for chunk in model.policy.chunks:
         for buffers, kind in ((chunk.buffers, DENSE), (chunk.expert_parallel_buffers, EXPERTS)):
             for buffer in buffers:
-                # Add the padding only: the buffer minus its parameters, which are added below.
+                # Add only the padding here: the bytes of the buffer minus those of its parameters,
+                # which are added below.
                 gradients[kind] += buffer.grad_data.nbytes
                 gradients[kind] -= sum(p.main_grad.nbytes for p in buffer.params)
                 if buffer.param_data is not None:
