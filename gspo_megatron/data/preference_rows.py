@@ -36,7 +36,7 @@ class PreferenceFields:
     rejected: str = "rejected"
     # The field with a number that says which response is better. If it is negative, the response in
     # the field `chosen` is better; if it is positive, the response in the field `rejected`; 0 is a
-    # tie. None: the scores decide, or else the response in the field `chosen` is better.
+    # tie. None: the response in the field `chosen` is better.
     strength: str | None = None
     # The fields with the scores of the two responses. Equal scores are a tie.
     scores: tuple[str, str] | None = None
