@@ -1,4 +1,5 @@
 """Writes and checks manifest.json, which holds the size and CRC-32 of every file of a checkpoint.
+
 The manifest is written last. It shows which files are cut short, altered, missing or foreign.
 """
 

@@ -1,5 +1,6 @@
-"""Finds paths of a configuration that do not exist in the current folder, but beside its file. A
-relative path is relative to the current folder, as in a shell. If it does not exist there, it is
+"""Finds paths of a configuration that do not exist in the current folder, but beside its file.
+
+A relative path is relative to the current folder, as in a shell. If it does not exist there, it is
 looked for in the folder of the configuration file, so that `check task/config.yaml` works from
 anywhere. One message tells which paths were found in that folder.
 """

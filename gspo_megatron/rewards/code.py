@@ -71,8 +71,10 @@ class Verdict:
 
 
 def row_fault(prompt: Prompt) -> str | None:
-    """Return why `code` cannot judge responses to a prompt, or None if it can. The function reads
-    the tests only if they are asserts, because the names in asserts must be resolved."""
+    """Return why `code` cannot judge responses to a prompt, or None if it can.
+
+    The function reads the tests only if they are asserts, because the names in asserts must be
+    resolved."""
     row = _row(prompt.fields, prompt.answer)
     if row.get("interaction_format"):
         return "is an interactive problem, whose tests are no pairs of input and output"

@@ -272,8 +272,9 @@ class ServedRollouts:
 
     def _count_missing(self, group: RolloutGroup) -> None:
         """Count the tokens whose experts the servers did not report, and the tokens whose experts
-        they should report. They should report the experts of all tokens except the last token of
-        each branch.
+        they should report.
+
+        They should report the experts of all tokens except the last token of each branch.
         """
         branches = len(group.truncated)
         if (kinds := group.in_response) is not None:  # each branch is a prompt, then a response
@@ -289,8 +290,9 @@ class ServedRollouts:
 
 
 def origin_of_rollouts(config: Config) -> str:
-    """Return a fingerprint of everything except the policy that decides responses and rewards. The
-    fingerprint covers settings, prompts, suites, tokenizer and the code of rewards. Raises
+    """Return a fingerprint of everything except the policy that decides responses and rewards.
+
+    The fingerprint covers settings, prompts, suites, tokenizer and the code of rewards. Raises
     DataError.
     """
     files = {k: v for k, v in fingerprints(config).items() if not k.startswith("objective.")}

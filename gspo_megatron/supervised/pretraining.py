@@ -181,6 +181,7 @@ def rows_of_samples(
 
 def _open_index(folder: Path, resumed: bool) -> None:
     """Make an index folder, and remove files of another run or of a killed process from it.
+
     Megatron-Core would use every index file with the right name."""
     whole = folder / _WHOLE
     if not (resumed and whole.exists()):
@@ -243,9 +244,10 @@ def _build(
 
 
 def _order(samples: Samples) -> list[list[int]]:
-    """Return, for each corpus, the number of times that it is read, and its number of samples. The
-    order of the samples depends on the configuration and on these two numbers. If a corpus is read
-    only once, its order does not depend on the length of the run."""
+    """Return, for each corpus, the number of times that it is read, and its number of samples.
+
+    The order of the samples depends on the configuration and on these two numbers. If a corpus is
+    read only once, its order does not depend on the length of the run."""
     parts = samples.datasets if isinstance(samples, BlendedDataset) else [samples]
     return [
         [math.ceil(len(part.document_index) / len(part.indices)), len(part.shuffle_index)]

@@ -111,8 +111,10 @@ class NodeAgent:
         return ServerProcess([self.python or python, *words], environ, log, host)
 
     def _way_to_service(self) -> str:
-        """Return this node's address on the route to the service. Raises RolloutError. The address
-        of the host's own name is not used, because only this host may be able to reach it.
+        """Return this node's address on the route to the service. Raises RolloutError.
+
+        The address of the host's own name is not used, because only this host may be able to reach
+        it.
         """
         service = self.wanted.address or "an unknown address"
         if (way := route_to(service)) is None:

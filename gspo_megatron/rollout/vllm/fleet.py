@@ -65,8 +65,10 @@ class Fleet:
     # New weights
 
     def take_weights(self, weights: Weights) -> dict[str, int]:
-        """Make these weights the newest weights. Returns the servers to which rank 0 must stream
-        the weights: key of a server -> number of workers.
+        """Make these weights the newest weights.
+
+        Returns the servers to which rank 0 must stream the weights: key of a server -> number of
+        workers.
         """
         self.loader.take_weights(weights)
         for number, server in enumerate(self.servers):

@@ -63,9 +63,10 @@ print(json.dumps(found))
 
 
 def unserved(config: Config) -> list[str]:
-    """Return the problem, as one line, that prevents this run's vLLM from serving the model. vLLM
-    may lack the architecture, or a CPU kernel for its attention. The list is empty if there is no
-    problem, or if another machine runs the servers.
+    """Return the problem, as one line, that prevents this run's vLLM from serving the model.
+
+    vLLM may lack the architecture, or a CPU kernel for its attention. The list is empty if there is
+    no problem, or if another machine runs the servers.
     """
     section = config.rollout.vllm
     if config.rollout.engine != "vllm" or not section.servers or rollout_nodes():

@@ -365,6 +365,7 @@ def raise_open_files() -> None:
 
 def end_with_parent() -> None:
     """Prepare a new process before its program starts. It will get SIGTERM when its parent dies.
+
     The process also ignores SIGUSR1. With this signal Slurm tells the ranks to stop, but sends it
     to all processes of the step.
     """

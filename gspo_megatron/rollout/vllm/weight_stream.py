@@ -172,8 +172,9 @@ def _try_broadcast(group: Group, buffer: Tensor) -> dist.Work | None:
 
 
 def _completes(work: dist.Work | None, is_wanted: Callable[[], bool], deadline: float) -> bool:
-    """Wait for a broadcast. Returns False if it failed, is late or is no longer wanted. The
-    function polls before it calls `wait`. If the peer is dead, `wait` would block until NCCL's
+    """Wait for a broadcast. Returns False if it failed, is late or is no longer wanted.
+
+    The function polls before it calls `wait`. If the peer is dead, `wait` would block until NCCL's
     timeout, which ends the whole process.
     """
     if work is None:

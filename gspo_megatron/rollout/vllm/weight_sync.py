@@ -246,8 +246,10 @@ class WeightSync:
 
 def _open_stream(config: Config, device: torch.device) -> WeightStream:
     """Listen at the address where the servers find this machine. It is loopback if all servers run
-    on this machine. Raises RolloutError if this process cannot listen there. Raises UserError if
-    the address on the route to other machines is unknown.
+    on this machine.
+
+    Raises RolloutError if this process cannot listen there. Raises UserError if the address on the
+    route to other machines is unknown.
     """
     hosts = [urlsplit(url).hostname or "" for url in config.rollout.vllm.urls]
     ways = [way for way in map(route_to, hosts) if way is not None and not is_loopback(way)]
