@@ -294,7 +294,8 @@ class UnknownCharacters:
 
     count: int = 0  # number of texts
     source: str = ""  # "file:line" of the first one
-    characters: str = ""  # those unknown in the first text; empty if only longer pieces are
+    # The unknown characters of the first text. Empty if only longer pieces are unknown.
+    characters: str = ""
 
     def add(
         self, tokenizer: Tokenizer, source: str, token_ids: Sequence[int] | np.ndarray, text: str

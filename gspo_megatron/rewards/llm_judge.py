@@ -46,7 +46,8 @@ async def llm_judge(
     of the row. The last "Score: N" in the judge's answer counts.
     seconds: limit for one request.
     cache: a folder in which the judge's answers are kept, so that each question is asked only once;
-    runs may share it. key_variable: the environment variable with the API key.
+    runs may share it.
+    key_variable: the environment variable with the API key.
 
     Raises RewardError for mistakes of the user (wrong URL, model, key or template). Raises other
     errors after which the call should be repeated (`reward.retries`): no connection, an overloaded

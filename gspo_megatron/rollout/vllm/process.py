@@ -52,8 +52,7 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class ServerProcess:
-    """A server process. The constructor starts the server. It ends when the process that started it
-    ends."""
+    """A server process. The constructor starts the server, which ends when this process ends."""
 
     def __init__(
         self,

@@ -112,7 +112,7 @@ class WeightStream:
     def _drop(self, group: Group, work: dist.Work | None, buffer: Tensor) -> None:
         """Stop sending to a server."""
         abort: Callable[[], None] | None = getattr(group, "abort", None)
-        if abort is not None:  # only NCCL has it; it ends the kernel that waits for the server
+        if abort is not None:  # NCCL: ends the kernel that waits for the server
             abort()
         if work is not None and not work.is_completed():
             self._stuck.append((work, group, buffer))
