@@ -1,7 +1,7 @@
 """The distributed optimizer's state as boxes of global tensors, independent of the layout.
 
-Megatron-Core's formats depend on the layout. `dp_reshardable` stores the buffers, whose contents
-depend on the layout. The keys of `fully_reshardable` contain the number of optimizers, which
+Megatron-Core's formats depend on the layout. `dp_reshardable` keeps the layout of the optimizer's
+buffers. The keys of `fully_reshardable` contain the number of optimizers, which
 depends on EP; this format also gathers each buffer on one rank. Here every data-parallel rank
 writes the ranges that it owns, and reads the ranges that it will own. The keys are
 `optimizer.<param | exp_avg | exp_avg_sq>.<parameter>`.

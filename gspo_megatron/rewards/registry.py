@@ -2,8 +2,8 @@
 
 A reward is a function `reward(sample: Sample, **options)`. If its first parameter is called
 `samples`, the function gets a batch: `reward(samples: list[Sample], **options) -> list`. If this
-parameter is called `group`, the function gets all responses to one prompt: `reward(group:
-list[Sample], **options) -> list`. All kinds may be `async def`. A reward returns a number,
+parameter is called `group`, the function gets all responses to one prompt:
+`reward(group: list[Sample], **options) -> list`. All kinds may be `async def`. A reward returns a number,
 `Reasoned` (a number with a reason, which evaluations record, and figures, which become metrics),
 `TurnRewards`, or named parts, `{"correct": 1.0, "format": 0.2}`. The function may have an attribute
 `read_answer(sample, **options) -> str | None`, which evaluations use for votes, and an attribute

@@ -290,7 +290,7 @@ class ServedRollouts:
 
 
 def origin_of_rollouts(config: Config) -> str:
-    """Return a fingerprint of everything except the policy that decides responses and rewards.
+    """Return a fingerprint of everything that decides responses and rewards, except the policy.
 
     The fingerprint covers settings, prompts, suites, tokenizer and the code of rewards. Raises
     DataError.
