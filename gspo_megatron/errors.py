@@ -116,7 +116,8 @@ def format_value(value: Any) -> str:
 
 
 def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
-    """Return the candidates most similar to `name`, best first; empty if none is close."""
+    """Return the candidates most similar to `name`, best first, or an empty list if none is similar
+    enough."""
     by_folded = {candidate.lower(): candidate for candidate in candidates}
     found = difflib.get_close_matches(name.lower(), list(by_folded), n=count, cutoff=0.61)
     return [by_folded[folded] for folded in found]
@@ -128,6 +129,6 @@ def did_you_mean(names: Sequence[str]) -> str:
 
 
 def suggest(name: str, candidates: Sequence[str]) -> str:
-    """Suggest the nearest candidates; if none is near, list all as allowed."""
+    """Suggest the nearest candidates. If no candidate is near, list all candidates as allowed."""
     close = nearest(name, candidates)
     return did_you_mean(close) if close else f"allowed: {', '.join(candidates)}"

@@ -31,7 +31,7 @@ class FileRecord:
     crc32: str  # 8 hexadecimal digits
 
 
-Files = dict[str, FileRecord]  # by the path inside the checkpoint, with / between folders
+Files = dict[str, FileRecord]  # keys: paths inside the checkpoint, with / between folders
 
 
 def record_of(path: Path) -> FileRecord:

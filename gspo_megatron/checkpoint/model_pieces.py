@@ -41,7 +41,8 @@ class ModelPiece:
     key: str
     tensor: Tensor  # the parameter or buffer
     start: int  # first element in the flat parameter
-    shape: tuple[int, ...]  # of the box, without vocabulary padding; as many axes as global_shape
+    # Shape of the box, without vocabulary padding; it has as many axes as global_shape.
+    shape: tuple[int, ...]
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     replica: tuple[int, ...]  # Megatron-Core's replica_id; its last number is the DP rank
@@ -141,7 +142,8 @@ def pieces_to_write(pieces: Sequence[ModelPiece]) -> Iterator[Piece]:
         loads = [0] * size
         of_group = [p for p in pieces if getattr(p.tensor, "allreduce", True) != is_expert]
         mine = [p for p in of_group if p.is_original]
-        for piece in sorted(mine, key=lambda p: -math.prod(p.shape)):  # stable: same on all ranks
+        # A stable sort gives the same order on all ranks.
+        for piece in sorted(mine, key=lambda p: -math.prod(p.shape)):
             writer = loads.index(min(loads))
             loads[writer] += math.prod(piece.shape)
             if writer == piece.replica[-1] and math.prod(piece.shape):
@@ -214,7 +216,8 @@ def scale_pieces(policy: Policy, *, originals_only: bool) -> list[Piece]:
                 continue
             if originals_only and any(entry.replica_id):
                 continue
-            if "scaling_bwd" not in module.fp8_meta:  # allocate, as its first forward pass would
+            # Allocates the scales, as the first forward pass would.
+            if "scaling_bwd" not in module.fp8_meta:
                 module.fp8_meta["recipe"] = recipe
                 module.fp8_meta["num_gemms"] = getattr(module, "num_gemms", 1)
                 module.init_fp8_meta_tensors(recipe)

@@ -92,7 +92,7 @@ class RunLock:
         return True
 
     def release(self) -> None:
-        """Release all folders, and remove those that hold nothing but this lock."""
+        """Release all folders, and remove the folders that hold nothing but this lock."""
         for folder in self._made:
             path = folder / LOCK_FILE
             with suppress(OSError):

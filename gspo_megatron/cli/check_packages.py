@@ -57,7 +57,7 @@ def _lacks_vllm(python: str | None) -> list[str]:
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         ended = subprocess.run(
             [program, "-c", _FIND, "vllm"],
-            env={**os.environ, "PYTHONPATH": ""},  # the same as for the servers
+            env={**os.environ, "PYTHONPATH": ""},  # without the trainer's path, as for the servers
             capture_output=True,
             timeout=_SECONDS,
             check=False,

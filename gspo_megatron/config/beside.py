@@ -174,7 +174,7 @@ def _has_module(folder: Path, name: str) -> bool:
 
 def _is_there(path: Path) -> bool:
     try:
-        names = [path.name + ending for ending in _ENDINGS if path.name]  # "." has none
+        names = [path.name + ending for ending in _ENDINGS if path.name]  # "." has no name
         return path.exists() or any(path.with_name(name).exists() for name in names)
     except (OSError, ValueError):  # an impossible name; the reader of the file reports it
         return False

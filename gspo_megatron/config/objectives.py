@@ -35,7 +35,7 @@ class Recipe:
     rule: str  # one of RULES
     aggregation: str  # one of AGGREGATIONS
     advantage: str = "group_mean_std"
-    parameters: Mapping[str, float] = field(default_factory=dict)  # of the rule
+    parameters: Mapping[str, float] = field(default_factory=dict)  # the numbers of the rule
     # Key: a name in CORRECTIONS; value: its bounds. The weights of all corrections are multiplied.
     corrections: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     source: str = ""

@@ -114,7 +114,7 @@ class _FileOrder:
         self._words, self._number = (seed % 2**32, seed // 2**32 % 2**32), number
         self._shuffle = shuffle
         self._epoch = 0
-        self._position = 0  # in this epoch's order
+        self._position = 0  # position in this epoch's order
         self._deferred: list[int] = []  # prompts of this epoch that wait for the next step
         self._order = self._epoch_order()
 

@@ -20,7 +20,7 @@ from gspo_megatron.types import Message
 class Texts:
     """A prompt and a response without messages."""
 
-    prompt: str  # empty if the response holds it
+    prompt: str  # empty if the response contains the prompt
     response: str
 
 

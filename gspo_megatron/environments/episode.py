@@ -57,7 +57,7 @@ class Turn:
 
     text: str  # without the end-of-sequence token
     token_ids: tuple[int, ...]  # with the end-of-sequence token
-    truncated: bool  # cut off by the limit of tokens
+    truncated: bool  # True if the limit of tokens cut the turn off
 
 
 class Environment(Protocol):

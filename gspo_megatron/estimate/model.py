@@ -168,7 +168,7 @@ def _optimizer_bytes(model: RankModel) -> dict[str, int]:
 
 
 def scorer_bytes(model: RankModel) -> int:
-    """Count the bytes of this rank's weights of reward.model.folder; 0 if there is none.
+    """Count the bytes of this rank's weights of reward.model.folder, or 0 without such a folder.
 
     Call it inside the context `rank_model`."""
     config = model.config
@@ -210,7 +210,7 @@ def global_parameters(model: RankModel) -> dict[str, int]:
             count *= parallel.expert_tensor_parallel_size if cut else 1
         elif kind == EMBEDDING:
             if getattr(parameter, "shared", False):
-                continue  # the last stage's copy of a tied embedding
+                continue  # the last stage's copy of a tied embedding does not count
             count = model.policy.vocab_size * parameter.shape[1]
         elif cut:
             count *= parallel.tensor_model_parallel_size

@@ -17,8 +17,8 @@ from statistics import NormalDist
 import numpy as np
 
 WARM_UP = 10  # the first steps are not counted, because nothing is in flight at the start
-_COUNTED = 60  # counted steps after the warm-up, at least
-STEPS = WARM_UP + _COUNTED  # simulated steps, at least
+_COUNTED = 60  # the smallest number of counted steps after the warm-up
+STEPS = WARM_UP + _COUNTED  # the smallest number of simulated steps
 _AS_GOOD = 1.02  # a step that is longer by up to 2% counts as equally fast
 
 
@@ -46,8 +46,8 @@ class Setting:
 
     servers: int
     max_staleness: int
-    train_seconds: float  # a step without waiting and without the weight update
-    update_seconds: float  # the weight update
+    train_seconds: float  # time of a step without waiting and without the weight update
+    update_seconds: float  # time of the weight update
 
 
 def steps_of(max_staleness: int) -> tuple[int, int]:
@@ -203,8 +203,8 @@ def outcome(lengths: np.ndarray, server: ServerSpeed, setting: Setting) -> StepF
 
 
 def best(outcomes: Sequence[StepFigures]) -> StepFigures:
-    """Return the best outcome: among those within 2% of the fastest step, the one with the least
-    staleness, then with the fewest servers."""
+    """Return the best of the outcomes within 2% of the fastest step. It has the least staleness
+    and, if several outcomes have the least staleness, the fewest servers."""
     limit = _AS_GOOD * min(each.step_seconds for each in outcomes)
     good = [each for each in outcomes if each.step_seconds <= limit]
     return min(good, key=lambda each: (each.setting.max_staleness, each.setting.servers))

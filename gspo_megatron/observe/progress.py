@@ -151,7 +151,8 @@ class Progress:
     ) -> None:
         self._total, self._title, self._step, self._clock = total, title, initial_step, clock
         self._metrics: dict[str, Any] = {}
-        self._accuracy: dict[str, Any] = {}  # from the last evaluation; not every step has one
+        # Of the last evaluation; not every step has an evaluation.
+        self._accuracy: dict[str, Any] = {}
         self._times: deque[tuple[int, float]] = deque(maxlen=_STEPS_IN_PACE + 1)
         self._line_step, self._line_time = initial_step, -math.inf  # step and time of last line
         self._doing, self._doing_time = "", -math.inf  # text of `doing`, time of its last line

@@ -116,7 +116,8 @@ _JOIN_SESSION_KEYRING = 1
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEW* of clone(2)
 _UNIX, _INET, _INET6, _NETLINK = 1, 2, 10, 16
 _STREAM, _DATAGRAM, _TCP, _UDP = 1, 2, 6, 17
-_SOL_SOCKET, _BUFFER_SIZES = 1, (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, and both with FORCE
+# SO_SNDBUF, SO_RCVBUF, SO_SNDBUFFORCE, SO_RCVBUFFORCE.
+_SOL_SOCKET, _BUFFER_SIZES = 1, (7, 8, 32, 33)
 _SET_PIPE_SIZE = 1031
 _PUT_INTO_TERMINAL = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
 _HUGE_PAGES = 0x40000  # MAP_HUGETLB
@@ -132,7 +133,7 @@ Instruction = tuple[int, int, int, int]  # code, jump if true, if false, operand
 @dataclass(frozen=True)
 class _Machine:
     audit: int  # AUDIT_ARCH_* of linux/audit.h
-    column: int  # in _DENIED
+    column: int  # the machine's column in _DENIED
     socket: int
     socketpair: int
     setsockopt: int
@@ -206,7 +207,7 @@ def _rules(its: _Machine) -> list[tuple[int, list[Instruction]]]:
     no_family = _error(errno.EAFNOSUPPORT)
     internet = [
         kind,
-        (_AND, 0, 0, 0xF),  # without SOCK_NONBLOCK and SOCK_CLOEXEC
+        (_AND, 0, 0, 0xF),  # ignores the flags SOCK_NONBLOCK and SOCK_CLOEXEC
         (_EQUAL, 2, 0, _STREAM),
         (_EQUAL, 1, 0, _DATAGRAM),
         no_family,

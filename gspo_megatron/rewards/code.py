@@ -182,7 +182,7 @@ def judge(
 
 
 def last_program(response: str) -> bytes | None:
-    """Return the last fenced block of a response; None if there is none."""
+    """Return the last fenced block of a response, or None for a response without one."""
     blocks = _BLOCK.findall(response)
     return blocks[-1].encode(errors="replace") if blocks else None
 

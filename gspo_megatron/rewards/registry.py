@@ -3,11 +3,11 @@
 A reward is a function `reward(sample: Sample, **options)`. If its first parameter is called
 `samples`, the function gets a batch: `reward(samples: list[Sample], **options) -> list`. If this
 parameter is called `group`, the function gets all responses to one prompt:
-`reward(group: list[Sample], **options) -> list`. All kinds may be `async def`. A reward returns a number,
-`Reasoned` (a number with a reason, which evaluations record, and figures, which become metrics),
-`TurnRewards`, or named parts, `{"correct": 1.0, "format": 0.2}`. The function may have an attribute
-`read_answer(sample, **options) -> str | None`, which evaluations use for votes, and an attribute
-`figures`, the names of the figures that it returns.
+`reward(group: list[Sample], **options) -> list`. All kinds may be `async def`. A reward returns a
+number, `Reasoned` (a number with a reason, which evaluations record, and figures, which become
+metrics), `TurnRewards`, or named parts, `{"correct": 1.0, "format": 0.2}`. The function may have an
+attribute `read_answer(sample, **options) -> str | None`, which evaluations use for votes, and an
+attribute `figures`, the names of the figures that it returns.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Reward:
     name: str
     function: RewardFunction
     options: Mapping[str, Any] = field(default_factory=dict)
-    # The types of answers that the reward accepts; None if it takes any answer or needs none.
+    # The types of answers that the reward accepts; None if it takes any answer or needs no answer.
     answers: tuple[type, ...] | None = None
     requires: str | None = None  # pip name of an optional package that the function imports
     # Each of the next five functions returns a problem as text, or None. The first says why the

@@ -77,7 +77,7 @@ class ServedRollouts:
         self.report: Callable[[str], None] = lambda text: None
         self.policy, self.hf_config = policy, hf_config
         self.folder = Path(str(config.logging.dir)) / FOLDER
-        self.layers: Sequence[int] | None = None  # this rank's MoE layers, from 1; None: no r3
+        self.layers: Sequence[int] | None = None  # this rank's MoE layers, from 1; None: r3 is off
         if "r3" in config.routing.modes:
             self.layers = attach_hooks(policy.models)
         self.service: ServiceClient | None = None  # only on rank 0

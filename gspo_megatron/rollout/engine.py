@@ -47,7 +47,7 @@ class RolloutRequest:
     key: str  # the configuration key that names the prompt files
     rows: list[int]  # numbers of the prompts in these files
     first: int  # the number that this request's first prompt has in the step
-    per_prompt: int  # responses to each prompt
+    per_prompt: int  # number of responses to each prompt
     sampling: Sampling
     seed: int  # seed and sample number together decide all randomness of a sample
     version: int  # the lowest weights version that may generate

@@ -51,10 +51,11 @@ class GeneratedTurn(Protocol):
 
     token_ids: np.ndarray  # [tokens] int32, including the token that ended the turn
     logprobs: np.ndarray  # [tokens] float32, at the sampling temperature
-    truncated: bool  # the limit of tokens cut it off
+    truncated: bool  # True if the limit of tokens cut the turn off
     # [prompt + response tokens, layers, k]; None: the engine does not report the experts here
     routes: np.ndarray | None
-    versions: np.ndarray | None  # [tokens] int32, weights versions; None: the engine reports none
+    # [tokens] int32, weights versions; None: the engine reports no versions.
+    versions: np.ndarray | None
 
 
 # Makes the engine generate one turn for each sample number. All these turns follow the same tokens.

@@ -46,7 +46,7 @@ def run_stage(config: Stage, inputs: Inputs, *, fresh: bool = False) -> bool:
         if session.start.is_finished and is_exported:
             session.tell_finished()
             return True
-        if export is not None:  # whether the folder can be used is known before training
+        if export is not None:  # a folder that cannot be used is refused before training
             on_main(lambda: check_destination(export))
         session.begin()
         loop, hf = assemble_stage(config, inputs, session.start, session.stop)

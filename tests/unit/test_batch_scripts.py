@@ -394,7 +394,7 @@ def test_pyxis(job: Job) -> None:
     assert before == f"srun --nodes=1 --ntasks=1 {image} --container-workdir={job.folder}"
     names, _, rest = rest.partition(" ")
     assert rest == CHECK
-    # The script sets some of these variables, and the user sets the others.
+    # The script sets some of these variables, and the user sets the other variables.
     wanted = {"PYTHONPATH", "PYTHONNOUSERSITE", "OMP_NUM_THREADS", "NCCL_DEBUG", "GSPO_HOME"}
     assert wanted | {"GSPO_STATE", "HF_TOKEN", "MY_OWN", "ANOTHER"} <= set(names.split(","))
     assert "PATH" not in names.split(",")

@@ -27,7 +27,7 @@ from gspo_megatron.rollout.vllm.weights import (
     Weights,
 )
 
-_LOOK_SECONDS = 1.0  # between two checks of a server's health
+_LOOK_SECONDS = 1.0  # time between two checks of a server's health
 
 
 class Fleet:

@@ -32,7 +32,7 @@ from gspo_megatron.rollout.vllm.worker.gspo_vllm_end import (
 WORKER_FOLDER = Path(__file__).resolve().parent / "worker"
 WORKER = "gspo_vllm_worker.GspoWorker"
 GUARD = "gspo_vllm_worker.TokenGuard"
-END_SECONDS = 10.0  # from SIGTERM to SIGKILL
+END_SECONDS = 10.0  # time from SIGTERM to SIGKILL
 _SHOWN_LINES = 3
 _SHOWN_CHARACTERS = 600
 _LOOKED_AT = 1 << 16  # number of bytes at the end of a log that are read

@@ -1,8 +1,8 @@
 """Streams new weights from rank 0 to running servers over the network, without a file.
 
 Rank 0 and the workers of one server form a process group: NCCL on GPUs, gloo on CPUs. Every server
-has its own group, so that a dead server does not affect the others. Tensors travel as bytes in
-buckets. The workers first get the layout of the buckets, see `GspoWorker.receive_weights`.
+has its own group, so that a dead server does not affect the other servers. Tensors travel as bytes
+in buckets. The workers first get the layout of the buckets, see `GspoWorker.receive_weights`.
 """
 
 from __future__ import annotations
