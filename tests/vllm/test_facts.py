@@ -169,7 +169,8 @@ def test_routed_experts_are_the_choice_of_the_routers(policy: Policy) -> None:
     for length in (1, 5, 20, 40, 60, 100, 200, 300):
         sample = policy.sample(policy.prompt(length), 100)
         assert sample.experts.shape == (length + 100 - 1, LAYERS, TOP_K)
-        assert (np.diff(np.sort(sample.experts, axis=-1), axis=-1) > 0).all()  # k different experts
+        # Each row has k different experts.
+        assert (np.diff(np.sort(sample.experts, axis=-1), axis=-1) > 0).all()
         same.append(same_experts(sample, policy.folder_of(OLD)))
     rows = np.concatenate(same)
     assert rows.size > 5000

@@ -45,7 +45,8 @@ def test_a_file_with_only_a_tokenizer_gets_all_defaults(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, MINIMAL))
     assert config.data.tokenizer == "letters.model"
     assert (config.model.preset, config.objective.name) == ("tiny", "gspo")
-    assert config.objective.old_logprobs == "auto" and recomputes_old_logprobs(config)  # bf16
+    # In bf16, "auto" recomputes the old log-probs.
+    assert config.objective.old_logprobs == "auto" and recomputes_old_logprobs(config)
     assert (config.rollout.group_size, config.rollout.prompts_per_step) == (8, 16)
     assert config.training.precision == "bf16"
     # A section whose keys are all commented out also has its defaults.

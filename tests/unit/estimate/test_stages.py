@@ -48,7 +48,7 @@ def work_of(config: Any, world_size: int, longest: int | None = None) -> Workloa
         # 4 samples in a micro-batch, because 5 does not divide 24.
         ("tp=1", 1, 5 * LENGTH + 3, 4, 6),
         ("dp=2", 2, 5 * LENGTH, 4, 3),
-        ("dp=2", 2, LENGTH // 2, 1, 12),  # at least one sample
+        ("dp=2", 2, LENGTH // 2, 1, 12),  # a micro-batch has at least one sample
         ("cp=2", 2, 3 * LENGTH, 6, 4),  # the budgets of two ranks are added
         # The number of micro-batches must be a multiple of the number of stages.
         ("pp=2,vpp=2", 2, 100 * LENGTH, 12, 2),

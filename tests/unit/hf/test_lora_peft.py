@@ -217,7 +217,7 @@ def test_experts_in_one_tensor_leave_as_pefts_parameters(
     export_adapter(policy, tmp_path / "adapter", lora, str(base), hf_config=hf_config)
     found = process.submit(logits_with, base, tmp_path / "adapter", IDS).result()
     assert_comes_back(tmp_path, policy, lora)
-    # the tolerance of the base model
+    # The tolerance is the same as for the base model.
     tolerance = DELTA_TOLERANCE if family in DELTA_NETS else TOLERANCE
     assert float((found - expected).abs().max()) <= tolerance
     export_hf(policy, tmp_path / "merged", hf_config=hf_config)
@@ -260,7 +260,7 @@ def test_pefts_own_adapters_of_experts_enter(
     lora = PeftFolder(tmp_path / "adapter").settings()
     assert lora.rank == RANK
     policy = adapted_policy(tmp_path, lora, "base")
-    # the tolerance of the base model
+    # The tolerance is the same as for the base model.
     tolerance = DELTA_TOLERANCE if family in DELTA_NETS else TOLERANCE
     assert float((logits_of(policy, IDS) - expected).abs().max()) <= tolerance
 
