@@ -57,13 +57,13 @@ class RolloutError(UserError):
 
 
 class RewardError(UserError):
-    """A reward function raised or returned something that is not a finite number."""
+    """A reward function raised an error, or returned something that is not a finite number."""
 
     resume_when = "the reward works"
 
 
 class EpisodeError(UserError):
-    """An environment raised, or broke a rule of episodes."""
+    """An environment raised an error, or broke a rule of episodes."""
 
     resume_when = "the environment works"
 
@@ -71,7 +71,7 @@ class EpisodeError(UserError):
 class UnplayableError(EpisodeError):
     """An environment cannot play any episode, whatever the policy does.
 
-    It ends the run, whereas an EpisodeError is the failure of one episode."""
+    It ends the run. Any other EpisodeError is the failure of one episode."""
 
 
 def error_of(kind: str, text: str) -> UserError:
@@ -86,7 +86,7 @@ def error_of(kind: str, text: str) -> UserError:
 
 
 def some_of(lines: Sequence[str], shown: int = 10) -> list[str]:
-    """Return the first `shown` lines and the number of the others, for very long lists."""
+    """Return the first `shown` lines and the number of further lines, for very long lists."""
     more = len(lines) - shown
     return list(lines) if more <= 1 else [*lines[:shown], f"... and {more:,} more"]
 
@@ -116,7 +116,8 @@ def format_value(value: Any) -> str:
 
 
 def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
-    """Return the candidates most similar to `name`, best first; empty if none is close."""
+    """Return the candidates most similar to `name`, best first, or an empty list if none is similar
+    enough."""
     by_folded = {candidate.lower(): candidate for candidate in candidates}
     found = difflib.get_close_matches(name.lower(), list(by_folded), n=count, cutoff=0.61)
     return [by_folded[folded] for folded in found]
@@ -128,6 +129,6 @@ def did_you_mean(names: Sequence[str]) -> str:
 
 
 def suggest(name: str, candidates: Sequence[str]) -> str:
-    """Suggest the nearest candidates; if none is near, list all as allowed."""
+    """Suggest the nearest candidates. If no candidate is near, list all candidates as allowed."""
     close = nearest(name, candidates)
     return did_you_mean(close) if close else f"allowed: {', '.join(candidates)}"

@@ -37,6 +37,6 @@ class ScheduledFleet(Fleet):
     async def generate(
         self, prompt: Sequence[int], sampling: Mapping[str, Any], version: int, draw: str = ""
     ) -> Response:
-        """Generate one response. The sampling contains its seed."""
+        """Generate one response. `sampling` contains the seed."""
         [response] = await self.scheduler.generate_all(prompt, sampling, [None], version, draw)
         return response

@@ -1,6 +1,6 @@
-"""Pods without Kubernetes. A pod is a network namespace on a bridge, with a name, an address and
-processes of its own. It gets the variables and the command of a JobSet's container. This needs
-root."""
+"""Pods without Kubernetes. A pod is a network namespace on a bridge, with its own name, address and
+processes. It gets the variables and the command of a JobSet's container. Only root can make a
+pod."""
 
 from __future__ import annotations
 
@@ -103,15 +103,15 @@ class Pods:
         return self.folder / "hosts"
 
     def know(self, *names: str) -> None:
-        """Add these pod names to the file of host names. It is changed in place, because it is
-        mounted in the pods."""
+        """Add these pod names to the file of host names. The file is changed in place, because it
+        is mounted in the pods."""
         with self.hosts.open("a") as file:
             file.writelines(f"{self.address(name)} {name} {name.split('.')[0]}\n" for name in names)
 
     @staticmethod
     def address(name: str) -> str:
-        """The address for a name. A pod that comes back gets the same address, which others may
-        still have."""
+        """The address for a name. A pod that comes back gets its old address, because other pods
+        may still use this address."""
         number = sum(ord(letter) * place for place, letter in enumerate(name, start=1))
         return f"{NETWORK}.{2 + number % 250}"
 
@@ -122,8 +122,8 @@ class Pods:
         space += ["--pid", "--fork", "--kill-child", "--mount-proc", "--"]
         words = ["bash", "-c", _POD, "pod", str(self.hosts), name.split(".")[0]]
         with log.open("w") as out:
-            # The card's address also follows from the name, because others remember for a minute
-            # which card has an address.
+            # The hardware address of the card also follows from the name, because other pods
+            # remember it for a minute together with the pod's address.
             card = f"02:00:00:00:00:{int(self.address(name).rpartition('.')[2]):02x}"
             process = subprocess.Popen(
                 [*space, *words, self.address(name), card, *command],
@@ -208,7 +208,7 @@ def containers(manifest: Mapping[str, Any], job: str) -> list[Container]:
             "annotations": {"batch.kubernetes.io/job-completion-index": str(index)},
         }
         environ: dict[str, str] = {}
-        for variable in given["env"]:  # in order, because a value may refer to earlier ones
+        for variable in given["env"]:  # in order, because a value may refer to earlier variables
             if "valueFrom" in variable:
                 kind, key = _FIELD.fullmatch(
                     variable["valueFrom"]["fieldRef"]["fieldPath"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-_TAIL = 3000  # the number of characters of a program's output in the message of a failure
+_TAIL = 3000  # the last characters of a program's output, for the message of a failure
 
 
 def command_environment() -> dict[str, str]:
@@ -53,8 +53,8 @@ def gspo(*words: object, expect: int = 0, **environ: str) -> subprocess.Complete
 
 
 def peak_memory(*words: str) -> int:
-    """The largest resident set of a Python process, in bytes. A small process starts it, because a
-    new process begins with the peak of its parent."""
+    """The largest resident set of a Python process, in bytes. A small process starts this process,
+    because a new process begins with the peak of its parent."""
     script = (
         "import json, os, subprocess, sys\n"
         "process = subprocess.Popen(sys.argv[1:], stdout=2)\n"
@@ -78,7 +78,8 @@ def wait_until(
     process: subprocess.Popen[str] | None = None,
     seconds: float = 120,
 ) -> bool:
-    """Wait until the condition holds (True), or the process has ended (False)."""
+    """Wait until the condition holds or the process has ended. Returns whether the condition
+    holds."""
     deadline = time.monotonic() + seconds
     while not condition():
         if process is not None and process.poll() is not None:

@@ -1,5 +1,5 @@
-"""The tasksets that tests of the package verifiers use: words for a game, and a taskset from
-verifiers' scaffold."""
+"""The tasksets for tests with the package verifiers: words for a game, and a taskset that is made
+from the scaffold of verifiers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _REWARD = """if trace.last_reply == "fail":
 
 
 def letters(folder: Path) -> Tokenizer:
-    """A tokenizer whose tokens are characters, with a chat template. Its files are in `folder`."""
+    """A tokenizer whose tokens are characters, with a chat template. Its files are written to
+    `folder`."""
     characters = "".join(map(chr, range(32, 127)))
     symbols = [f"<|{role}|>" for role in ("user", "assistant", "tool", "system")]
     train_sentencepiece(

@@ -20,14 +20,15 @@ _FITS = "import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:
 
 @functools.cache
 def find_verifiers_python() -> Path:
-    """The interpreter of an environment with the pinned packages. If it is missing, it is made,
-    which takes minutes. Skips the test if this machine cannot have one."""
+    """Return the interpreter of an environment with the pinned packages. If the environment is
+    missing, it is made, which takes minutes. If this machine cannot make it, the test is
+    skipped."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "gspo-megatron"
     folder = cache / f"verifiers-{hashlib.sha256(_PINS.read_bytes()).hexdigest()[:12]}"
     python, ready = folder / "bin" / "python", folder / "ready"
     cache.mkdir(parents=True, exist_ok=True)
     with open(f"{folder}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # only one of several test runs makes it
+        fcntl.flock(lock, fcntl.LOCK_EX)  # only one of several test runs makes the environment
         if not ready.exists():
             _make(folder, python)
             ready.touch()

@@ -32,7 +32,8 @@ _TITLES = {
     "pretrain": "Pre-training",
     "reward_model": "Preference models",
 }
-_COMMANDS = {"rl": "train", "reward_model": "reward-model"}  # if a stage's command has another name
+# The stages whose command has another name.
+_COMMANDS = {"rl": "train", "reward_model": "reward-model"}
 
 
 def markdown() -> str:

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# A tiny model learns to write programs that pass tests. Arguments are overrides of the RL run:
+# A tiny model learns to write programs that pass tests. The arguments are overrides of the RL run:
 #   bash examples/code/run.sh
 #   bash examples/code/run.sh objective.name=grpo objective.clip_low=0.2 objective.clip_high=0.27 logging.dir=runs/code/grpo
-# The variable SFT holds overrides of the fine-tuning: SFT="training.steps=400".
+# The variable SFT holds overrides of the fine-tuning, for example SFT="training.steps=400".
 # Everything is written below runs/ in the current folder.
 set -euo pipefail
 read -ra sft <<<"${SFT:-}"

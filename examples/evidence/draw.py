@@ -5,7 +5,8 @@ from the kept JSON lines.
     python examples/evidence/draw.py --check   # exit code 1 if the pages have other tables
 
 In a page, a table is between <!-- table NAME --> and <!-- end -->. If a result has several seeds,
-its value is their mean, and its bounds are the lowest and the highest bound of their intervals.
+its value is the mean over the seeds, and its bounds are the lowest and the highest bound of the
+seeds' intervals.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ PAGES = tuple(
 UNCLIPPED = ("gspo unclipped", "grpo unclipped", "product unclipped")
 CLIPPED = ("gspo ±0.1/√L", "grpo", "gspo", "gmpo")
 COLOURS = dict(zip((*UNCLIPPED, *CLIPPED), PALETTE, strict=False))
-PAPER_CLIP = 3.5e-4  # half of the width of GSPO's range, which is 3e-4 below and 4e-4 above
+PAPER_CLIP = 3.5e-4  # half of the width of GSPO's clip range, 1 - 3e-4 to 1 + 4e-4
 
 
 def interval(values: Sequence[Sequence[float]]) -> list[float]:
-    """[value, low, high] over several seeds, from the [value, low, high] of each seed."""
+    """The [value, low, high] over several seeds, from the [value, low, high] of each seed."""
     table = np.array(values, dtype=float)
     return [float(table[:, 0].mean()), float(table[:, 1].min()), float(table[:, 2].max())]
 
@@ -66,7 +67,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def select(lines: Sequence[Record], mismatch: str, length: int, updates: int) -> list[Record]:
-    """The lines that match, one for each seed."""
+    """The lines of this mismatch, length and number of updates, one for each seed."""
     return [
         line
         for line in lines
@@ -86,7 +87,7 @@ def places(lines: Sequence[Record], mismatch: str) -> list[tuple[int, int]]:
 
 
 def replicated(lines: Sequence[Record]) -> list[Record]:
-    """The pairs whose length was measured with several seeds."""
+    """The lines whose length was measured with several seeds."""
     seeds: dict[int, set[int]] = {}
     for line in lines:
         seeds.setdefault(line["setting"]["length"], set()).add(line["setting"]["seed"])
@@ -95,7 +96,7 @@ def replicated(lines: Sequence[Record]) -> list[Record]:
 
 def of_arm(lines: Sequence[Record], arm: str, figure: str) -> list[float]:
     if (arm, figure) == ("product unclipped", "projection"):
-        figure = "plain"  # with the control variate it would be 1
+        figure = "plain"  # with the control variate the value would be 1
     return interval([line["arms"][arm][figure] for line in lines])
 
 
@@ -146,8 +147,8 @@ def arms_table(lines: Sequence[Record], figure: str, arms: Sequence[str]) -> lis
 
 
 def by_seed(lines: Sequence[Record], length: int, arm: str, base: str) -> list[float]:
-    """For each seed, the logarithm of one arm's signal divided by another's: the mean over engines
-    and over 1, 4 and 16 updates."""
+    """The logarithms of the signal of `arm` divided by the signal of `base`, one for each seed: the
+    mean over engines and over 1, 4 and 16 updates."""
     gaps: dict[int, list[float]] = {}
     for line in lines:
         arms = line["arms"]
@@ -159,8 +160,8 @@ def by_seed(lines: Sequence[Record], length: int, arm: str, base: str) -> list[f
 
 
 def summary_table(lines: Sequence[Record]) -> list[str]:
-    """Signal-to-noise ratios of one arm divided by another's, with Student's interval over
-    seeds."""
+    """The table of one arm's signal-to-noise ratio divided by that of another arm, with Student's
+    interval over seeds."""
     pairs = [("grpo", "gspo"), ("grpo + r2", "grpo"), ("gspo + r2", "gspo")]
     pairs += [("grpo + r3", "grpo"), ("gspo + r3", "gspo")]
     rows = []
@@ -174,7 +175,7 @@ def summary_table(lines: Sequence[Record]) -> list[str]:
 
 
 def exponentials(values: Sequence[float]) -> list[float]:
-    """exp of the mean and of the bounds of Student's interval, as [mean, low, high]."""
+    """The exponentials of the mean and of the bounds of Student's interval: [mean, low, high]."""
     half = t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values))
     return [float(np.exp(np.mean(values) + shift)) for shift in (0.0, -half, half)]
 
@@ -262,8 +263,8 @@ def draw_ratios(lines: Sequence[Record]) -> Figure:
 
 
 def draw_gradients(lines: Sequence[Record]) -> Figure:
-    """A plot of the step along the policy gradient, and of the signal relative to that of gspo
-    unclipped, by updates."""
+    """A plot of the step along the policy gradient, and of the signal divided by the signal of
+    "gspo unclipped". The horizontal axis is the number of updates."""
     lines = replicated(lines)
     lengths = sorted({length for length, _ in places(lines, "none")})
     figure, axes = panels(len(lengths), rows=2)
@@ -295,8 +296,9 @@ def draw_gradients(lines: Sequence[Record]) -> Figure:
 
 
 def draw_replay(lines: Sequence[Record]) -> Figure:
-    """A plot of the signal with replay, divided by that without, by the share of changed experts.
-    There is a point for each seed, engine, length and number of updates."""
+    """A plot of the signal with replay divided by the signal without replay. The horizontal axis is
+    the share of changed experts. There is a point for each seed, engine, length and number of
+    updates."""
     figure, axes = panels(2)
     for each, name in zip(axes, ("grpo", "gspo"), strict=True):
         base = f"{name} unclipped"
@@ -322,7 +324,8 @@ def draw_replay(lines: Sequence[Record]) -> Figure:
 
 
 def expected_outside(deviation: float, length: int) -> float:
-    """The share of sequences outside the paper's range if tokens were independent and normal."""
+    """The share of sequences outside the paper's clip range, if the log-ratios of tokens were
+    independent and normal."""
     return float(2 * norm.sf(PAPER_CLIP / (deviation / math.sqrt(length))))
 
 
@@ -448,7 +451,7 @@ def draw_volatility(lines: Sequence[Record]) -> Figure:
 
 
 def panels(columns: int, rows: int = 1) -> tuple[Figure, Any]:
-    """A figure with this number of plots."""
+    """A figure with this number of columns and rows of plots."""
     figure = Figure(figsize=(3.1 * max(columns, 2), 2.7 * rows), layout="constrained")
     axes: Axes | np.ndarray = figure.subplots(rows, columns)
     return figure, axes

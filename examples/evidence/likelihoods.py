@@ -1,14 +1,14 @@
-"""Measure how far an engine's likelihoods, used as the old policy, are from the trainer's, by
-length.
+"""Measure how far the likelihoods of an engine, used as the old policy, are from the likelihoods of
+the trainer, for several lengths.
 
     python examples/evidence/likelihoods.py --dtype bfloat16
 
-A policy that has been warmed up in fp32 is exported. vLLM on a CPU generates responses of 256
-tokens in bf16, or in fp32 for comparison, and the trainer computes the log-probs of the same
-tokens. For the first 8, 32, 128 and all 256 tokens of the responses, the script measures the
-sequence ratio of trainer to engine before any update, and the share of ratios outside GSPO's clip
-range. One JSON line for each dtype and seed is added to the output. Lines that exist already are
-not measured again.
+The script exports a policy that has been warmed up in fp32. vLLM on a CPU generates responses of
+256 tokens in bf16, or in fp32 for comparison, and the trainer computes the log-probs of the same
+tokens. The script measures the sequence ratio of trainer to engine before any update, and the share
+of ratios outside GSPO's clip range, over the first 8, 32, 128 and all 256 tokens of the responses.
+One JSON line for each dtype and seed is added to the output. If the output has the line already, it
+is not measured again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ PAPER = (3e-4, 4e-4)  # GSPO's clip range
 
 
 def figures(delta: np.ndarray) -> dict[str, Any]:
-    """The figures of delta [responses, tokens]: the trainer's log-probs minus the engine's."""
+    """The figures of delta [responses, tokens], the trainer's log-probs minus the engine's
+    log-probs."""
     ratio = np.exp(delta.mean(1))
     wide = 0.1 / math.sqrt(delta.shape[1])
     outside = (ratio < 1 - PAPER[0]) | (ratio > 1 + PAPER[1])
@@ -50,8 +51,8 @@ def figures(delta: np.ndarray) -> dict[str, Any]:
 
 
 def by_vllm(laboratory: Laboratory, process: VllmProcess) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [responses, prompt and response tokens] and log-probs [responses, length] from
-    vLLM."""
+    """Responses of vLLM: tokens [responses, prompt and response tokens] and log-probs [responses,
+    length]."""
     setting, count = laboratory.setting, BATCHES * RESPONSES
     rng = np.random.default_rng(setting.seed)
     prompts = rng.integers(1, VOCABULARY, (count, PROMPT_TOKENS)).tolist()
@@ -62,7 +63,7 @@ def by_vllm(laboratory: Laboratory, process: VllmProcess) -> tuple[torch.Tensor,
 
 
 def measure(python: str, dtype: str, seed: int, path: Path) -> None:
-    """Add the line, if the file lacks it."""
+    """Measure this dtype and seed and add the line to the file, unless the file has it already."""
     setting = Setting(max(LENGTHS), seed)
     for line in records.read(path):
         if Setting(**line["setting"]) == setting and line["dtype"] == dtype:

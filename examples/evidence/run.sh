@@ -4,9 +4,10 @@
 #   bash examples/evidence/run.sh           # what the kept lines lack; all of it: 4 hours of one core
 #   bash examples/evidence/run.sh --quick   # one point of each figure again, against its kept interval:
 #                                           # 5 minutes of one core, a start model included
-# Every result is a line in results/. What has its line is not measured again, so the script goes on
-# after an interruption; to measure all anew, move results/*.jsonl away. WITHOUT_VLLM=1 leaves out what
-# needs vLLM (its environment, 2.4 GB, is made the first time).
+# Every result is a line in results/. A result that has its line is not measured again, so after an
+# interruption the script continues where it stopped. To measure everything anew, move
+# results/*.jsonl away. WITHOUT_VLLM=1 leaves out the measurements that need vLLM. The first run
+# with vLLM makes an environment for it, of 2.4 GB.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=
@@ -47,8 +48,8 @@ for seed in 1 2 3; do
 done
 run gradients --length 512 --updates 1 4 16
 run frontier --axes "${axes[@]}"
-# two more sweeps of the learning rate: the cost of replay at rates where no arm needs it, and the
-# arm "tight clip" at values between those of the first sweep
+# Two more sweeps of the learning rate. The first shows the cost of replay at rates where no arm
+# needs replay. The second runs the arm "tight clip" at a value between those of the sweep above.
 run frontier --axes "learning rate" --arms gspo grpo gspo+r2 grpo+r2 --values 2.8e-4 4e-4
 run frontier --axes "learning rate" --arms "grpo, tight clip" --values 4e-4
 run draw

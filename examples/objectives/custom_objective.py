@@ -15,7 +15,7 @@ from gspo_megatron.types import LossInputs, LossOutputs, Sample
 
 
 def quadratic_penalty(inputs: LossInputs, epsilon: float) -> LossOutputs:
-    """GSPO's ratio with a quadratic penalty instead of a clip (arXiv 2401.16025)."""
+    """A loss with GSPO's ratio and a quadratic penalty instead of a clip (arXiv 2401.16025)."""
     log_ratio = token_log_ratio(inputs)
     means = sequence_log_ratio(inputs, log_ratio)
     ratio, advantages = exponentiate(means), inputs.advantages
@@ -26,7 +26,7 @@ def quadratic_penalty(inputs: LossInputs, epsilon: float) -> LossOutputs:
 
 
 def sign_of_group_mean(rewards: Tensor, group_index: Tensor) -> Tensor:
-    """+1 for a response above the mean of its group, -1 below it, 0 if equal."""
+    """Advantages: +1 for a reward above the mean of its group, -1 below it, 0 if equal."""
     return group_mean(rewards, group_index).sign()
 
 

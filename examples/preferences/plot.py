@@ -1,10 +1,10 @@
-"""A plot of a run with a preference model as reward: its score, the score of the true rule, and the
-lengths.
+"""Plot a run whose reward is a preference model: the score of this model, the score of the true
+rule, and the lengths of responses.
 
 python examples/preferences/plot.py RUN [RUN ...] -o FILE.png
 
-Also prints the step at which the true score stops rising. Several runs (seeds) are drawn into one
-plot.
+The script also prints the step at which the score of the true rule stops rising. Several runs
+(seeds) are drawn into one plot.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def curves(run: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Return means over windows of SMOOTHED steps, shorter ones at both ends."""
+    """Return means over windows of SMOOTHED steps. At both ends the windows are shorter."""
     weights = np.ones(SMOOTHED)
     count = np.convolve(np.ones(len(values)), weights)
     half = SMOOTHED // 2

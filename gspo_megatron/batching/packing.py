@@ -27,7 +27,7 @@ class BatchShape:
     """Size of a micro-batch before the cut for context-parallel ranks."""
 
     rows: int  # 1 if branches are packed
-    tokens: int  # per row
+    tokens: int  # in each row
 
 
 @dataclass
@@ -98,13 +98,15 @@ def pack(
     shape: BatchShape | None = None,
     branches: Branches | None = None,
 ) -> PackedBatch:
-    """Make one micro-batch from the sequences `members`: each is a prompt, then its response.
+    """Make one micro-batch from the sequences `members`. Each sequence is a prompt and its
+    response.
 
     tokens: sequences by their number, [length] int64 each; response_offsets: where the response of
     each sequence starts in the rank's flat response vectors; shape: a larger shape to pad to, if
     all micro-batches need the same shape; branches: the lengths of each sequence's branches, in
-    order; None: each sequence is one branch. If `members` is empty, the batch is all padding: a
-    data-parallel rank without sequences needs such a batch to take part in the collectives.
+    order, or None if each sequence is one branch. If `members` is empty, the batch holds only
+    padding: a data-parallel rank without sequences needs such a batch to take part in the
+    collectives.
     """
     pieces = _pieces(tokens, response_lengths, members, branches)
     lengths = [prompt + response for _, prompt, response in pieces]
@@ -144,7 +146,7 @@ class _Positions:
     position_ids: Tensor  # position in the branch
     source: Tensor  # index into the concatenated tokens of the members; -1: padding
     targets: Tensor  # the response token that this position predicts
-    owner: Tensor  # the index in `members` of that token's sequence; -1: predicts no token
+    owner: Tensor  # the index in `members` of that token's sequence; -1: no token is predicted
     response_index: Tensor  # index of that token in the rank's flat response vectors
 
     @staticmethod
@@ -175,7 +177,8 @@ class _Positions:
             self.position_ids[start : start + length] = torch.arange(length)
             self.source[start : start + length] = taken
             passed += length
-            # Each token predicts the next one, so the first row is that of the last prompt token.
+            # Each token predicts the next token, so the last prompt token predicts the first
+            # response token.
             first = start + prompt - 1
             rows = slice(first, first + response)
             self.targets[rows] = joined[taken[prompt:]]
@@ -184,15 +187,14 @@ class _Positions:
             offsets[place] += response
 
     def shard(self, held: Tensor) -> _Positions:
-        """Return the positions that a context-parallel rank holds. held: their indices, in
-        order."""
+        """Return the positions with the indices `held`, in this order."""
         return _Positions(**{name: values[held] for name, values in vars(self).items()})
 
     def head_inputs(self, size: tuple[int, int]) -> dict[str, Tensor]:
         """Return the fields of PackedBatch that say which row predicts which token."""
         rows = (self.owner >= 0).nonzero()[:, 0]
         return {
-            # hidden states are [tokens, rows]
+            # Hidden states have the shape [tokens, rows].
             "token_rows": rows % size[1] * size[0] + rows // size[1],
             "targets": self.targets[rows],
             "sequence_index": self.owner[rows],
@@ -205,8 +207,8 @@ def last_token_rows(packed: PackedBatch, lengths: Sequence[int]) -> tuple[Tensor
 
     lengths: the number of tokens of each branch of the members, in order. Returns two vectors: the
     rows of these tokens in the flattened [tokens / CP, rows], and the numbers of their branches.
-    With context parallelism a rank has only some of the last tokens. Padding after a branch does
-    not count as part of it.
+    With context parallelism a rank has only some of the last tokens. Padding after a branch is not
+    part of the branch.
     """
     ends = torch.tensor(lengths, device=packed.token_index.device).cumsum(0) - 1
     held = packed.token_index.flatten()
@@ -221,8 +223,8 @@ def _pieces(
     members: Sequence[int],
     branches: Branches | None,
 ) -> list[tuple[int, int, int]]:
-    """Return for each branch its sequence's index in `members`, and its numbers of prompt and
-    response tokens."""
+    """Return a tuple for each branch: the index of its sequence in `members`, and its numbers of
+    prompt and response tokens."""
     pieces = []
     for place, number in enumerate(members):
         length, response = len(tokens[number]), response_lengths[number]

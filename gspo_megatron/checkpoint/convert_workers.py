@@ -1,4 +1,4 @@
-"""The processes that share a conversion, and the threads of each process."""
+"""Runs a conversion in several processes, and in several threads of each process."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from gspo_megatron.observe.progress import Progress
 from gspo_megatron.process.cores import usable_cores
 
 _MILLION = 1_000_000
-_QUEUED = 2  # items that are submitted at a time, for each thread
+_QUEUED = 2  # the most unfinished items that are submitted, for each thread
 _MOST_THREADS = 4  # each thread holds a few blocks of tensors in memory
 
 Item = TypeVar("Item")
-Done = Callable[[int], None]  # called with the number of bytes or weights that were finished
+Done = Callable[[int], None]  # called with the number of finished bytes or weights
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class WorkerShard:
     @contextlib.contextmanager
     def barrier(self) -> Generator[None]:
         """Raise an error in all processes if one of them raises DataError or OSError inside the
-        context. It is a collective."""
+        context. Leaving the context is a collective."""
         problem = None
         try:
             yield
@@ -97,7 +97,7 @@ def in_threads(
     enabled: bool = True,
 ) -> None:
     """Call work(item, done) for all items, a few at a time. `done` moves a progress bar up to
-    `total`. Iterating `items` may raise. After the first error, or Ctrl-C, `done` raises in all
+    `total`. The iterator `items` may raise. After the first error, or Ctrl-C, `done` raises in all
     threads to end them."""
     lock, stopped = threading.Lock(), threading.Event()
     count, size, threads = 0, max(1, total // _MILLION), thread_count()
@@ -110,7 +110,7 @@ def in_threads(
             count += more
             bar.update(size if count >= total else min(size - 1, count // _MILLION), {})
 
-    torch.set_num_threads(1)  # the threads of the pool use the cores
+    torch.set_num_threads(1)  # The threads of the pool use all cores.
     with Progress(size, title, enabled=enabled) as bar, ThreadPoolExecutor(threads) as pool:
         try:
             running: set[Future[None]] = set()

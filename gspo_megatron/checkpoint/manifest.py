@@ -1,6 +1,6 @@
-"""manifest.json holds the size and CRC-32 of every file of a checkpoint. It is written last.
+"""Writes and checks manifest.json, which holds the size and CRC-32 of every file of a checkpoint.
 
-It shows which files are cut short, altered, missing or foreign.
+The manifest is written last. It shows which files are cut short, altered, missing or foreign.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FORMAT = "gspo-megatron checkpoint"
 VERSION = 1
 
 _BLOCK = 1 << 22  # bytes read at a time
-_LINES_SHOWN = 8  # lines of one checkpoint's damage
+_LINES_SHOWN = 8  # the most lines of damage in a message about one checkpoint
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class FileRecord:
     crc32: str  # 8 hexadecimal digits
 
 
-Files = dict[str, FileRecord]  # by the path inside the checkpoint, with / between folders
+Files = dict[str, FileRecord]  # keys: paths inside the checkpoint, with / between folders
 
 
 def record_of(path: Path) -> FileRecord:
@@ -94,10 +94,12 @@ def find_damage(
     contents: bool = True,
     only: Callable[[str], bool] = lambda _: True,
 ) -> list[str]:
-    """List what is wrong with a checkpoint, one line per file. The list is empty if nothing is.
+    """List what is wrong with a checkpoint, one line per file. An undamaged checkpoint has no
+    lines.
 
     share: (rank, size): check only every size-th file, so that ranks share the work; contents:
-    compare checksums, not only sizes; only: whether to check the file of this name.
+    compare checksums, not only sizes; only: a function that says whether to check the file of a
+    given name.
     """
     rank, size = share
     try:
@@ -117,7 +119,8 @@ def find_damage(
 def first_whole(
     checkpoints: Iterable[Path], damage_of: Callable[[Path], list[str]]
 ) -> tuple[Path | None, dict[Path, list[str]]]:
-    """Return the first checkpoint without damage, or None, and the damage of those before it."""
+    """Return the first checkpoint without damage, or None, and the damage of the checkpoints before
+    it."""
     damage = {}
     for checkpoint in checkpoints:
         if not (found := damage_of(checkpoint)):

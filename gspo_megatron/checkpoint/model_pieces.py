@@ -41,7 +41,8 @@ class ModelPiece:
     key: str
     tensor: Tensor  # the parameter or buffer
     start: int  # first element in the flat parameter
-    shape: tuple[int, ...]  # of the box, without vocabulary padding; as many axes as global_shape
+    # Shape of the box, without vocabulary padding; it has as many axes as global_shape.
+    shape: tuple[int, ...]
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     replica: tuple[int, ...]  # Megatron-Core's replica_id; its last number is the DP rank
@@ -71,7 +72,8 @@ class ModelPiece:
 
 def model_pieces(policy: Policy, *, adapters: bool = True) -> list[ModelPiece]:
     """List the parameters and buffers of this rank's model chunks that belong in a checkpoint. If
-    the policy has adapters, list only the adapters, or with adapters=False everything else."""
+    the policy has adapters, list only the adapters, or with adapters=False all other parameters and
+    buffers."""
     found: list[ModelPiece] = []
     adapters = adapters and policy.lora is not None
     for model in policy.models:
@@ -105,7 +107,7 @@ def _piece(part: ShardedTensor, tensor: Tensor, vocab_size: int) -> ModelPiece:
     shape = [1] * part.prepend_axis_num + list(data.shape)
     global_shape = list(part.global_shape)
     if is_vocabulary(part.key):
-        # the vocabulary's padding depends on TP, but the stored shape must not
+        # The padding of the vocabulary depends on TP, but the stored shape must not depend on it.
         global_shape[0] = vocab_size
         shape[0] = max(0, min(shape[0], vocab_size - part.global_offset[0]))
     offset = list(part.global_offset)
@@ -140,7 +142,8 @@ def pieces_to_write(pieces: Sequence[ModelPiece]) -> Iterator[Piece]:
         loads = [0] * size
         of_group = [p for p in pieces if getattr(p.tensor, "allreduce", True) != is_expert]
         mine = [p for p in of_group if p.is_original]
-        for piece in sorted(mine, key=lambda p: -math.prod(p.shape)):  # stable: same on all ranks
+        # A stable sort gives the same order on all ranks.
+        for piece in sorted(mine, key=lambda p: -math.prod(p.shape)):
             writer = loads.index(min(loads))
             loads[writer] += math.prod(piece.shape)
             if writer == piece.replica[-1] and math.prod(piece.shape):
@@ -148,7 +151,7 @@ def pieces_to_write(pieces: Sequence[ModelPiece]) -> Iterator[Piece]:
 
 
 def pieces_to_read(pieces: Sequence[ModelPiece]) -> Iterator[Piece]:
-    """Yield all pieces, replicas too. Vocabulary padding is not stored and becomes zero."""
+    """Yield all pieces, including replicas. Vocabulary padding is not stored and becomes zero."""
     for piece in pieces:
         if is_vocabulary(piece.key):
             with torch.no_grad():
@@ -181,14 +184,15 @@ def boxes(
 
 def keeps_scales(policy: Policy) -> bool:
     """Whether the policy uses delayed scaling, which scales FP8 matrix products by the largest
-    values of earlier micro-batches. Blockwise scaling and MXFP8 use the tensor at hand and keep
-    nothing."""
+    values of earlier micro-batches. Blockwise scaling and MXFP8 compute each scale from the current
+    tensor, so they keep no scales."""
     return bool(policy.config.fp8) and policy.config.fp8_recipe == "delayed"
 
 
 def scale_pieces(policy: Policy, *, originals_only: bool) -> list[Piece]:
-    """List the scales and histories of all matrix products of this rank; empty if none are kept.
-    Allocates them for modules that have not computed yet.
+    """List the scales and histories of all matrix products of this rank. The list is empty if the
+    policy keeps no scales. For modules that have not computed yet, scales and histories are
+    allocated.
 
     All ranks of a pipeline stage hold the same values. `originals_only`: list them only on the
     first of the ranks that hold a copy. Transformer Engine's own form, a pickle per module, is not
@@ -206,13 +210,14 @@ def scale_pieces(policy: Policy, *, originals_only: bool) -> list[Piece]:
             if not (isinstance(entry, ShardedObject) and name.endswith(_EXTRA_STATE)):
                 continue
             module = model.get_submodule(name.removesuffix(f".{_EXTRA_STATE}"))
-            # only linear layers have scales; attention computes in higher precision
+            # Only linear layers have scales. Attention computes in higher precision.
             kinds = {kind.__name__ for kind in type(module).__mro__} & _LINEAR
             if not (kinds and hasattr(module, "fp8_meta")):
                 continue
             if originals_only and any(entry.replica_id):
                 continue
-            if "scaling_bwd" not in module.fp8_meta:  # allocate, as its first forward pass would
+            # Allocates the scales, as the first forward pass would.
+            if "scaling_bwd" not in module.fp8_meta:
                 module.fp8_meta["recipe"] = recipe
                 module.fp8_meta["num_gemms"] = getattr(module, "num_gemms", 1)
                 module.init_fp8_meta_tensors(recipe)
@@ -226,14 +231,14 @@ def scale_boxes(module: Any, key: str, first: int, total: int) -> Iterator[Piece
     Without experts, `first` is 0 and `total` is 1.
 
     Transformer Engine holds the scales as [tensors] and their history as [history, tensors]. The
-    tensors are an expert's input, weight and output (backward: its two gradients), then those of
-    the next expert.
+    tensors are the input, weight and output of the first expert (in the backward pass its two
+    gradients), then those of the next expert.
     """
     experts = module.fp8_meta["num_gemms"]
     for direction, state in _DIRECTIONS.items():
         for name in _TENSORS:
             tensor: Tensor = getattr(module.fp8_meta[state], name)
-            rows = tensor.shape[:-1]  # of the history; none for the scale
+            rows = tensor.shape[:-1]  # the history's axis; () for the scale
             data = tensor.view(*rows, experts, -1)
             yield Piece(
                 f"fp8.{name}_{direction}.{key}",

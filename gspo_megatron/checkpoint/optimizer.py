@@ -1,9 +1,10 @@
 """The distributed optimizer's state as boxes of global tensors, independent of the layout.
 
-Megatron-Core's formats depend on the layout. `dp_reshardable` depends on the layout of its buffers.
-`fully_reshardable` has the number of optimizers in its keys, so it depends on EP; it also gathers
-each buffer on one rank. Here every data-parallel rank writes the ranges that it owns, and reads the
-ranges that it will own. The keys are `optimizer.<param | exp_avg | exp_avg_sq>.<parameter>`.
+Megatron-Core's formats depend on the layout. `dp_reshardable` keeps the layout of the optimizer's
+buffers. The keys of `fully_reshardable` contain the number of optimizers, which
+depends on EP; this format also gathers each buffer on one rank. Here every data-parallel rank
+writes the ranges that it owns, and reads the ranges that it will own. The keys are
+`optimizer.<param | exp_avg | exp_avg_sq>.<parameter>`.
 """
 
 from __future__ import annotations
@@ -120,8 +121,8 @@ def prepare_state(optimizer: MegatronOptimizer) -> None:
             for group in part.optimizer.param_groups:
                 on_device = group.get("capturable") or group.get("fused")
                 for parameter in group["params"]:
-                    # torch's Adam takes the state for complete, so without "step" it raises
-                    # KeyError
+                    # torch's Adam allocates nothing for a parameter that has some state, so without
+                    # "step" it raises KeyError
                     device = parameter.device if on_device else "cpu"
                     step = torch.zeros((), dtype=torch.float32, device=device)
                     part.optimizer.state[parameter].setdefault("step", step)

@@ -15,8 +15,9 @@ from gspo_megatron.errors import UserError
 from gspo_megatron.files import WRONG_VALUES, make_folder, parse_json
 
 LOCK_FILE = ".lock"
-# Environment variables that a scheduler sets to the same value in all starts of a job. For each:
-# what it names, and the variable that counts the starts of the job, if there is one.
+# Environment variables that a scheduler sets to the same value in all starts of a job. The value in
+# this table has the name of such a job in messages, and the variable that counts its starts, or
+# None.
 _JOBS = {
     "SLURM_JOB_ID": ("Slurm job", "SLURM_RESTART_COUNT"),
     "GSPO_JOB": ("job", None),  # set in deploy/kubernetes
@@ -24,7 +25,7 @@ _JOBS = {
 }
 _RESTART = "restart"
 _PATIENCE = 5.0  # seconds to wait for the lock: the ranks of a killed run end in this time
-_TRIES = 100  # to lock a folder that other runs rename meanwhile
+_TRIES = 100  # attempts to lock a folder that other runs rename meanwhile
 
 
 class RunLock:
@@ -41,7 +42,7 @@ class RunLock:
         Raises UserError if another run holds the lock, and names that run. On a file system without
         locks nothing is locked. After the loss of a node, a file server may keep the node's lock
         for minutes. So if the scheduler starts the same job again, the new start may use the folder
-        without the lock. Another step of the Slurm job that holds the lock may not.
+        without the lock. Another step of the Slurm job that holds the lock may not use the folder.
         """
         for _ in range(_TRIES):
             if self._try(folder):
@@ -85,13 +86,13 @@ class RunLock:
         self._held.append(file)
         if is_new:
             self._made.append(folder)
-        with suppress(OSError):  # a full disk is reported by more important writes
+        with suppress(OSError):  # on a full disk, more important writes will report the error
             os.ftruncate(file, 0)
             os.pwrite(file, json.dumps(_this_process()).encode(), 0)
         return True
 
     def release(self) -> None:
-        """Release all folders, and remove those that hold nothing but this lock."""
+        """Release all folders, and remove the folders that hold nothing but this lock."""
         for folder in self._made:
             path = folder / LOCK_FILE
             with suppress(OSError):

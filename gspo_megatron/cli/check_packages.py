@@ -14,14 +14,14 @@ from gspo_megatron.errors import ConfigError, gathered_in
 if TYPE_CHECKING:
     from gspo_megatron.config.stages import AnyConfig
 
-# Python also finds a plain folder with the package's name, but such a folder has no origin.
+# Python also finds a folder without code that has the package's name. Such a folder has no origin.
 _FIND = """
 import importlib.util, sys
 found = importlib.util.find_spec(sys.argv[1])
 sys.exit(0 if found is not None and found.origin else 3)
 """
 _MISSING = 3
-_SECONDS = 60.0  # to start an interpreter that is on a network file system
+_SECONDS = 60.0  # time limit to start an interpreter, which may be on a network file system
 
 
 def check_packages(config: AnyConfig) -> None:
@@ -37,14 +37,16 @@ def check_packages(config: AnyConfig) -> None:
     with gathered_in(problems):
         if isinstance(config, Config) and config.rollout.engine == "vllm":
             section = config.rollout.vllm
-            if section.servers and not rollout_nodes():  # agents on those nodes start them there
+            # The agents of rollout nodes start the servers there.
+            if section.servers and not rollout_nodes():
                 problems += _lacks_vllm(section.python)
     if problems:
         raise ConfigError(problems)
 
 
 def _lacks_vllm(python: str | None) -> list[str]:
-    """Return the problem with the interpreter that is to start vLLM. Empty if it has vLLM."""
+    """Return the problem with the interpreter that is to start vLLM, or an empty list if it has
+    vLLM."""
     from gspo_megatron.errors import problem
 
     key, advice = "rollout.vllm.python", "allowed: the interpreter of an environment that has vLLM"
@@ -55,7 +57,7 @@ def _lacks_vllm(python: str | None) -> list[str]:
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         ended = subprocess.run(
             [program, "-c", _FIND, "vllm"],
-            env={**os.environ, "PYTHONPATH": ""},  # the same as for the servers
+            env={**os.environ, "PYTHONPATH": ""},  # without the trainer's path, as for the servers
             capture_output=True,
             timeout=_SECONDS,
             check=False,

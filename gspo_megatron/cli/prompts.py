@@ -1,5 +1,5 @@
-"""`gspo-megatron prompts`: shows how a run's policy does on each of its prompts, and writes a file
-of the prompts that are still useful."""
+"""`gspo-megatron prompts`: shows the results of a run's policy on each of its prompts, and writes a
+file of the prompts that are still useful."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _print_totals(records: Sequence[dict[str, Any]], figures: dict[str, PromptFi
 
 
 def _print_rates(figures: dict[str, PromptFigures]) -> None:
-    """Print how many prompts have which pass rate in their last draw."""
+    """Print how many prompts have each range of pass rates in their last draw."""
     rates = [each.last_rate for each in figures.values() if not math.isnan(each.last_rate)]
     print("\npass rate of the last draw   prompts")
     rows = [("none solved", sum(rate == 0 for rate in rates))]
@@ -105,7 +105,7 @@ def _print_rates(figures: dict[str, PromptFigures]) -> None:
 
 
 def _print_lists(figures: dict[str, PromptFigures], names: dict[str, str], top: int) -> None:
-    """Print the hardest prompts, and those whose responses were always or never solved."""
+    """Print the hardest prompts, and the prompts that were never or always solved."""
     known = [(each.pass_rate, -each.draws, names[key], each) for key, each in figures.items()]
     known = sorted((each for each in known if each[3].responses), key=lambda each: each[:3])
     lists = {
@@ -129,10 +129,10 @@ def _print_lists(figures: dict[str, PromptFigures], names: dict[str, str], top: 
 def _saved(records: Sequence[dict[str, Any]]) -> str | None:
     """Return a text that says how many responses data.selection has saved.
 
-    Returns None if data.selection has chosen no prompts at random. The prompts chosen at random
-    show in which share of the groups rewards would differ if all prompts were drawn uniformly.
-    Retired prompts are not among them, so the real share of uniform draws is the same or
-    smaller."""
+    Returns None if data.selection has chosen no prompts at random. The text compares the run with
+    uniform draws: it takes the share of groups with differing rewards among the prompts that were
+    chosen at random. Retired prompts are never among these, so with uniform draws the share would
+    be the same or smaller."""
     first = next((each["step"] for each in records if each.get("explored")), None)
     if first is None:
         return None

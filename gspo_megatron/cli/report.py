@@ -17,8 +17,8 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the report. Print the results, the settings that differ, the warnings and, at the end,
-    the report's path."""
+    """Write the report. Print the results, the settings in which the runs differ, the warnings and,
+    at the end, the report's path."""
     from gspo_megatron.observe.report import print_comparison, print_results, write_report
 
     path = write_report(arguments.runs, arguments.output)

@@ -1,8 +1,8 @@
-"""Finds paths of a configuration that exist beside its file, not in the current folder.
+"""Finds paths of a configuration that do not exist in the current folder, but beside its file.
 
 A relative path is relative to the current folder, as in a shell. If it does not exist there, it is
 looked for in the folder of the configuration file, so that `check task/config.yaml` works from
-anywhere. A message tells, once, what was found there.
+anywhere. One message tells which paths were found in that folder.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def with_paths_beside(values: Mapping[str, Any], file: Path, above: str = "") ->
 
 
 def _teachers_beside(inner: Mapping[str, Any], file: Path, above: str) -> dict[str, Any]:
-    """Return the section `distillation` with the paths of its teachers replaced in the same way."""
+    """Return the section `distillation`, with the file's folder in front of the paths of teachers
+    that exist only there."""
     found = dict(inner)
     if "teacher" in inner:
         found["teacher"] = _of_key(f"{above}teacher", inner["teacher"], file)
@@ -79,7 +80,8 @@ def _teachers_beside(inner: Mapping[str, Any], file: Path, above: str) -> dict[s
 
 
 def _model_beside(reward: Mapping[str, Any], file: Path, above: str) -> dict[str, Any]:
-    """Return the section `reward` with the paths of its reward model replaced in the same way."""
+    """Return the section `reward`, with the file's folder in front of the paths of a reward model
+    that exist only there."""
     if not isinstance(model := reward.get("model"), Mapping):
         return dict(reward)
     paths = {
@@ -172,7 +174,7 @@ def _has_module(folder: Path, name: str) -> bool:
 
 def _is_there(path: Path) -> bool:
     try:
-        names = [path.name + ending for ending in _ENDINGS if path.name]  # "." has none
+        names = [path.name + ending for ending in _ENDINGS if path.name]  # "." has no name
         return path.exists() or any(path.with_name(name).exists() for name in names)
     except (OSError, ValueError):  # an impossible name; the reader of the file reports it
         return False

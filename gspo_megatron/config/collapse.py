@@ -15,7 +15,7 @@ Rollbacks = Annotated[int, Field(ge=0, lt=1 << (32 - STEP_BITS))]
 
 
 class CollapseKeys(Section):
-    """A part of the section `training`."""
+    """The keys of the section `training` about a collapse."""
 
     on_collapse: Literal["warn", "stop", "rollback"] = harmless(
         "warn",

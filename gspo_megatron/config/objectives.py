@@ -35,14 +35,15 @@ class Recipe:
     rule: str  # one of RULES
     aggregation: str  # one of AGGREGATIONS
     advantage: str = "group_mean_std"
-    parameters: Mapping[str, float] = field(default_factory=dict)  # of the rule
-    # Name in CORRECTIONS -> bounds; the weights of all corrections are multiplied.
+    parameters: Mapping[str, float] = field(default_factory=dict)  # the numbers of the rule
+    # Key: a name in CORRECTIONS; value: its bounds. The weights of all corrections are multiplied.
     corrections: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     source: str = ""
 
     @property
     def clips_sequences(self) -> bool:
-        """Whether the clip range is for geometric means over a sequence, which stay close to 1."""
+        """Whether the clip range applies to geometric means over a sequence, which stay close to
+        1."""
         of_sequences = self.ratio in ("sequence", "sequence_token")
         return of_sequences and self.rule in ("min_clip", "dual_clip")
 
@@ -65,12 +66,12 @@ def _recipe(
     return Recipe(ratio, rule, aggregation, advantage, numbers, source=f"arXiv {source}")
 
 
-# The numbers are those of the papers; `objective.*` keys replace them one by one.
+# The numbers come from the papers. The keys `objective.*` can replace each of them.
 _SEQUENCE_CLIP = {"clip_low": 3e-4, "clip_high": 4e-4}
 _TOKEN_CLIP = {"clip_low": 0.2, "clip_high": 0.27}
 _PPO_CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 _DAPO_CLIP = {"clip_low": 0.2, "clip_high": 0.28}
-_CISPO_CAP = {"clip_high": 4.0}  # a weight of at most 5
+_CISPO_CAP = {"clip_high": 4.0}  # so a weight is at most 5
 _SAPO_GATE = {"tau_positive": 1.0, "tau_negative": 1.05}
 _GMPO_CLIP = {"log_clip": 0.4}
 _TOTAL_VARIATION = {"max_divergence": 0.15}
@@ -130,17 +131,19 @@ class Rule:
     """The treatment of ratios far from 1."""
 
     function: str  # name in objectives/parts.py; its keyword arguments are `defaults`
-    ratios: tuple[str, ...]  # the ratios for which it is defined
-    defaults: Mapping[str, float]  # the keys that it reads; a clip range here is for single tokens
+    ratios: tuple[str, ...]  # the ratios for which the rule is defined
+    # The keys that the rule reads. A clip range in them is for single tokens.
+    defaults: Mapping[str, float]
 
     @property
     def has_clip_range(self) -> bool:
-        """Whether it clips on both sides of 1. All such rules interpret a range in the same way."""
+        """Whether the rule clips on both sides of 1. All rules with this property interpret a range
+        in the same way."""
         return "clip_low" in self.defaults
 
 
 _CLIPPED_RATIOS = ("token", "sequence", "sequence_token", "sequence_product")
-# Dual clip's bound: arXiv 1912.09729.
+# The bound of dual clip comes from arXiv 1912.09729.
 RULES: dict[str, Rule] = {
     "min_clip": Rule("min_clip", _CLIPPED_RATIOS, _TOKEN_CLIP),
     "dual_clip": Rule("dual_clip", _CLIPPED_RATIOS, {**_TOKEN_CLIP, "dual_clip": 3.0}),
@@ -166,9 +169,9 @@ class Correction:
     # "mask": each weight is 0 or 1. "weight": a weight depends on k, the ratio of the old policy to
     # the rollout policy.
     kind: Literal["weight", "mask"]
-    defaults: Mapping[str, float]  # the keys that it reads
-    # The function of a token's log k (in objectives/parts.py) that is summed over a sequence; "":
-    # log k itself.
+    defaults: Mapping[str, float]  # the keys that the correction reads
+    # The name of a function of a token's log k (in objectives/parts.py), whose values are summed
+    # over a sequence. "": log k itself is summed.
     summed: Literal["", "k3", "is_outside"] = ""
 
 
@@ -190,13 +193,13 @@ CORRECTIONS: dict[str, Correction] = {
     ),
 }
 
-# A ratio of whole sequences mostly stays within 1e-3 of 1. A range of 0.05 and above clips so few
-# of them that the algorithm is another one. A range of 0.2 is usually left over from a token-level
-# objective.
+# A ratio of whole sequences mostly stays within 1e-3 of 1. A clip range of 0.05 or more clips so
+# few sequences that the algorithm is no longer GSPO. A range of 0.2 usually comes from a
+# configuration with a token-level objective.
 WIDE_CLIP = 0.05
 
 _PARTS = ("ratio", "rule", "aggregation", "advantage")
-# The keys of numbers that rules read, and those that corrections read.
+# The keys of the numbers that rules read, and of the numbers that corrections read.
 NUMBERS = tuple(dict.fromkeys(name for rule in RULES.values() for name in rule.defaults))
 BOUNDS = ("correction_low", "correction_high")
 _CorrectionName = Literal[tuple(CORRECTIONS)]  # ty: ignore[invalid-type-form]
@@ -205,7 +208,7 @@ _Bound = Annotated[float, Field(gt=0)]
 
 # A part or number that is null has the value of the named objective.
 class ObjectiveSection(Section):
-    """What is maximised: an objective. Each of its parts and numbers can be replaced."""
+    """The section `objective`. The keys can replace each part and number of the named objective."""
 
     name: Literal[tuple(RECIPES)] = shapes("gspo", "the objective; see docs/objectives.md")  # ty: ignore[invalid-type-form]
     import_path: ImportPath | None = key(
@@ -330,7 +333,8 @@ class ObjectiveSection(Section):
 
 
 def resolve_objective(section: ObjectiveSection) -> Recipe:
-    """Return the recipe of `objective.name` with the section's own parts, and with all numbers."""
+    """Return the recipe of `objective.name`, with the parts that the section sets, and with all
+    numbers."""
     named = RECIPES[section.name]
     chosen = {part: getattr(section, part) for part in _PARTS if getattr(section, part) is not None}
     recipe = replace(named, **chosen)
@@ -354,7 +358,8 @@ def _corrections_of(section: ObjectiveSection) -> list[str]:
 
 
 def _bounds(section: ObjectiveSection, name: str) -> dict[str, float]:
-    """Return the bounds of a correction. If a bound is one number, there is only one correction."""
+    """Return the bounds of a correction. A bound may be one number only if there is only one
+    correction."""
     bounds = dict(CORRECTIONS[name].defaults)
     for side in bounds:
         given = getattr(section, side)
@@ -366,8 +371,8 @@ def _bounds(section: ObjectiveSection, name: str) -> dict[str, float]:
 def _rule_numbers(named: Recipe, recipe: Recipe) -> dict[str, float]:
     """Return the default numbers of the recipe's rule.
 
-    The numbers come from the named objective if they mean the same for this rule and this ratio,
-    else from the rule.
+    The numbers come from the named objective if they have the same meaning for this rule and this
+    ratio, else from the rule.
     """
     rule, rule_named = RULES[recipe.rule], RULES[named.rule]
     same_ratio = recipe.ratio == named.ratio or (recipe.clips_sequences and named.clips_sequences)
@@ -387,7 +392,7 @@ def objective_problems(section: ObjectiveSection) -> Iterator[str]:
     for rule in (*rules, _advantage, _regularisation):
         for name, wrong in rule(section, recipe):
             value = attrgetter(name)(section)
-            if value is None:  # then the recipe's value counts
+            if value is None:  # then the recipe's value is used
                 value = recipe.parameters.get(name, getattr(recipe, name, None))
             yield problem(f"objective.{name}", value, wrong)
     for name, value, wrong in distillation_problems(section.distillation):
@@ -535,7 +540,7 @@ def _advantage(section: ObjectiveSection, recipe: Recipe) -> _Problems:
 
 def _regularisation(section: ObjectiveSection, recipe: Recipe) -> _Problems:
     if section.kl == "none":
-        # a custom objective may need a reference policy; a teacher is offloaded in the same way
+        # A custom objective may need a reference policy. A teacher is offloaded in the same way.
         reads = section.import_path is not None or section.distillation.folders
         names = [] if reads else ["reference_offload"]
         why = "nothing reads it with kl = none"

@@ -16,7 +16,7 @@ PHASES = (
     "phases of the run: each has until_step, reference (keep or renew) and sections with the keys "
     "that it changes; other keys keep the value of the phase before; docs/campaigns.md"
 )
-# Keys of a phase's sections that no phase may change.
+# Keys of changeable sections that no phase may change.
 FIXED_KEYS = frozenset(
     ("data.tokenizer", "rollout.engine", "rollout.kv_after_update", "optimizer.megatron")
 )
@@ -81,7 +81,7 @@ def is_border(config: Any, step: int) -> bool:
 
 def values_of_phase(values: Mapping[str, Any], phases: list[Phase]) -> dict[str, Any]:
     """Return the values of a run in the last of `phases`, as plain data. values: the values of the
-    run without phases."""
+    run's configuration, which the phases change one after the other."""
     result = {**values}
     for phase in phases:
         for section, changed in phase.values().items():
@@ -91,8 +91,8 @@ def values_of_phase(values: Mapping[str, Any], phases: list[Phase]) -> dict[str,
 
 def at_step(config: Any, step: int) -> Any:
     """Return the configuration with the values of the phase that a step belongs to. The phases must
-    have been checked before, because here a value that is not allowed raises an error without
-    advice."""
+    have been checked before, because in this function a value that is not allowed raises an error
+    without advice."""
     phases = phases_of(config)
     if not phases:
         return config
@@ -103,15 +103,16 @@ def at_step(config: Any, step: int) -> Any:
 
 
 def phase_configs(config: Any) -> list[Any]:
-    """Return one configuration for each phase, with its values. Without phases, return the
-    configuration itself alone."""
+    """Return one configuration for each phase, with its values. For a run without phases, the list
+    has only the configuration itself."""
     ends = [phase.until_step for phase in phases_of(config)[:-1]]
     return [at_step(config, (end or 0) + 1) for end in (0, *ends)]
 
 
 def reference_step(config: Any, step: int) -> int:
-    """Return the step after which the policy was copied as the reference policy of `step`. It is 0,
-    or the last step before the newest phase up to `step` that has reference: renew."""
+    """Return the step after which the policy was copied as the reference policy of `step`. The
+    phases up to `step` may contain some with `reference: renew`. The result is the last step before
+    the newest such phase, or 0 without one."""
     phases = phases_of(config)
     number = phase_number(config, step)
     renewed = [i for i in range(1, number + 1) if phases[i].reference == "renew"]
@@ -119,7 +120,7 @@ def reference_step(config: Any, step: int) -> int:
 
 
 def later_phases_need_reference(config: Any, step: int) -> bool:
-    """Return whether a later phase than that of `step` has a KL penalty against the same reference
+    """Return whether a phase after that of `step` has a KL penalty against the same reference
     policy."""
     since, number = reference_step(config, step), phase_number(config, step)
     ends = [phase.until_step for phase in phases_of(config)[number:]]

@@ -1,4 +1,4 @@
-"""Rules for preference models that several keys must satisfy together."""
+"""Rules that several keys of the configuration of a preference model must satisfy together."""
 
 from __future__ import annotations
 

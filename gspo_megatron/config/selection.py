@@ -44,7 +44,7 @@ class SelectionSection(Section):
         return self.by != "uniform"
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield each key of the section that does not fit the others, and why."""
+        """Yield each key of the section that does not fit the other keys, and why."""
         idle = {} if self.is_on else dict.fromkeys(("low", "high", "floor", "retire_after"), "by")
         if self.retire_after is None:
             idle["revive_after"] = "retire_after"

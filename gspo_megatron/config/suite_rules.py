@@ -1,4 +1,5 @@
-"""Rules that the keys of evaluation suites must satisfy, together and with the rest of a run."""
+"""Rules that the keys of evaluation suites must satisfy together, and together with other
+sections."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _SHAPING += ("repetition_penalty", "repetition_words")
 
 
 def suites_fit(plan: Plan) -> Problems:
-    """Check that every suite can be generated and scored, and that an interval has suites."""
+    """Check that every suite can be generated and scored, and that evaluation.interval is set only
+    with suites."""
     section = plan.config.evaluation
     if section.interval and not section.suites:
         wrong = "there is no suite to evaluate; allowed: 0, or give evaluation.suites"
@@ -67,7 +69,7 @@ def _problems_of_suite(name: str, suite: SuiteSection) -> Iterator[tuple[str, An
 
 
 def _problems_of_model(key: str, reward: RewardSection) -> Iterator[tuple[str, Any, str]]:
-    """Yield the problems of a suite's reward model, which a server must have."""
+    """Yield the problems of a suite's reward model. Only a server can compute its scores."""
     for name, value, wrong in reward_model_problems(reward):
         yield f"{key}.reward.{name}", value, wrong
     if reward.model.folder is not None:

@@ -13,10 +13,10 @@ from gspo_megatron.errors import DataError
 class PromptLoader:
     """Chooses the indices of `prompts_per_step` prompts for each step, epoch after epoch.
 
-    The order of an epoch is a permutation that depends only on `seed` and the epoch's number (the
-    file's order without `shuffle`). If a step spans two epochs, a prompt that the step already has
-    is deferred to the next step. So each epoch uses every prompt once, and no step has a prompt
-    twice unless it is larger than the file. All ranks get the same indices.
+    The order of an epoch is a permutation that depends only on `seed` and the epoch's number;
+    without `shuffle` it is the file's order. If a step spans two epochs, a prompt that the step
+    already has is deferred to the next step. So each epoch uses every prompt once, and no step has
+    a prompt twice unless it is larger than the file. All ranks get the same indices.
 
     With several files, each file has its own epochs. The next prompt comes from the file that is
     furthest behind its share of all prompts so far. So each file always has its share, to within a
@@ -114,7 +114,7 @@ class _FileOrder:
         self._words, self._number = (seed % 2**32, seed // 2**32 % 2**32), number
         self._shuffle = shuffle
         self._epoch = 0
-        self._position = 0  # in this epoch's order
+        self._position = 0  # position in this epoch's order
         self._deferred: list[int] = []  # prompts of this epoch that wait for the next step
         self._order = self._epoch_order()
 
@@ -159,6 +159,6 @@ class _FileOrder:
         if not self._shuffle:
             return np.arange(self.size)
         # RandomState is used because its streams never change. So a run resumes in the same order
-        # with another NumPy version. The streams of Generator may change.
+        # with another NumPy version. The streams of `Generator` may change with the version.
         words = [*self._words, self._epoch, *([self._number] if self._number else [])]
         return np.random.RandomState(words).permutation(self.size)

@@ -1,4 +1,4 @@
-"""Rows of preferences and ratings, also in the formats of published datasets."""
+"""Reads rows of preferences and ratings, also in the formats of published datasets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gspo_megatron.types import Message
 class Texts:
     """A prompt and a response without messages."""
 
-    prompt: str  # empty if the response holds it
+    prompt: str  # empty if the response contains the prompt
     response: str
 
 
@@ -34,11 +34,12 @@ class PreferenceFields:
     prompt: str | None = None  # None: each response is a whole text or conversation
     chosen: str = "chosen"
     rejected: str = "rejected"
-    # The field with a number that says which response is better. Below 0: that of the field
-    # `chosen`. Above 0: that of the field `rejected`. 0: a tie. None: the names of the fields say
-    # it.
+    # The field with a number that says which response is better. If it is negative, the response in
+    # the field `chosen` is better; if it is positive, the response in the field `rejected`; 0 is a
+    # tie. None: the response in the field `chosen` is better.
     strength: str | None = None
-    scores: tuple[str, str] | None = None  # fields with the scores of both; equal scores: a tie
+    # The fields with the scores of the two responses. Equal scores are a tie.
+    scores: tuple[str, str] | None = None
     response: str = "response"
     rating: str | None = None  # if set, a row has one response with a rating, not a pair
     margin: str | None = None
@@ -100,7 +101,7 @@ def fields_of(data: PreferenceDataSection, *, regression: bool) -> PreferenceFie
 class Read:
     """The contents of a row."""
 
-    responses: list[Whole]  # the chosen one first; or the rated one
+    responses: list[Whole]  # the chosen response, then the rejected ones; or the rated one
     values: list[float]  # a margin for each rejected response; or the rating
     source: str  # empty without data.source_field
 
@@ -155,7 +156,7 @@ def _source(row: Mapping[str, Any], fields: PreferenceFields) -> str:
     value = _get(row, fields.source, fields)
     if (fault := text_fault(value)) is not None:
         raise ValueError(f"field {fields.source!r} {fault}")
-    # the source becomes a part of the names of metrics
+    # The source becomes a part of the names of metrics.
     return re.sub(r"[^\w.-]+", "_", value).strip("_") or "_"
 
 
@@ -185,7 +186,7 @@ def _margins(row: Mapping[str, Any], fields: PreferenceFields, count: int) -> li
 def _whole(
     prompt: Any, response: Any, name: str, fields: PreferenceFields, data: PreferenceDataSection
 ) -> Whole:
-    """Put a response behind its prompt. `name`: the field of the response."""
+    """Join a prompt and a response. `name`: the field of the response."""
     before, text = _prompt(prompt, fields), ""
     if isinstance(response, list):
         messages = _messages(response, name)

@@ -44,8 +44,8 @@ def load_prompts(
 ) -> list[Prompt]:
     """Return all prompts of a file in its order; see `read_prompts`.
 
-    Raises DataError with the first bad rows and the number of the others, and with the first two
-    rows that have the same id.
+    Raises DataError with the first bad rows and the number of further bad rows, and with the first
+    two rows that have the same id.
     """
     problems = Problems()
     prompts = list(read_prompts(path, fields, problems, chat_template))
@@ -249,7 +249,7 @@ class QuotedControls:
 
     count: int = 0  # number of texts
     source: str = ""  # "file:line" of the first one
-    names: tuple[str, ...] = ()  # control tokens in the first one, each once
+    names: tuple[str, ...] = ()  # control tokens in the first text, each once
     bos_count: int = 0  # number of prompts without messages that begin with the BOS text
     bos_source: str = ""
     bos_text: str = ""
@@ -294,7 +294,8 @@ class UnknownCharacters:
 
     count: int = 0  # number of texts
     source: str = ""  # "file:line" of the first one
-    characters: str = ""  # unknown ones in the first text; empty if only longer pieces are unknown
+    # The unknown characters of the first text. Empty if only longer pieces are unknown.
+    characters: str = ""
 
     def add(
         self, tokenizer: Tokenizer, source: str, token_ids: Sequence[int] | np.ndarray, text: str

@@ -18,8 +18,8 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 def assistant_message(text: str, has_tools: bool, turn: int) -> dict[str, Any]:
     """Return the policy's text as a message.
 
-    With tools, calls in Qwen's format become `tool_calls`; if a call is malformed, all stays text.
-    The number `turn` makes the ids of calls unique."""
+    With tools, calls in Qwen's format become `tool_calls`. If a call is malformed, the message
+    contains the whole text instead. The number `turn` makes the ids of calls unique."""
     calls = []
     for number, found in enumerate(CALL.findall(text) if has_tools else ()):
         try:

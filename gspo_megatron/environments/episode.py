@@ -1,4 +1,4 @@
-"""Episodes of several turns: the interface for environments of your own.
+"""Runs episodes of several turns, and defines the interface of environments.
 
     class Guess:
         async def rollout(self, client, task):
@@ -57,7 +57,7 @@ class Turn:
 
     text: str  # without the end-of-sequence token
     token_ids: tuple[int, ...]  # with the end-of-sequence token
-    truncated: bool  # cut off by the limit of tokens
+    truncated: bool  # True if the limit of tokens cut the turn off
 
 
 class Environment(Protocol):
@@ -156,8 +156,8 @@ class Client:
     def begin(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> None:
         """Let the next turn answer these messages, with `tools` for the chat template.
 
-        Before the first turn they replace the task's messages; later they begin a new branch.
-        Raises EpisodeError if the first prompt is too long."""
+        Before the first turn, these messages replace the task's messages; later they begin a new
+        branch. Raises EpisodeError if the first prompt is too long."""
         if self._asked is not None:
             raise EpisodeError("begin was called before the last turn was there")
         opening, number = self.conversation.begin(messages, tools), len(self.transcript.turns)
@@ -175,10 +175,10 @@ class Client:
         """Return the policy's next turn, with at most `max_tokens` tokens.
 
         The chat template writes `messages` between the last turn and this one. Prompts without a
-        chat template use `text` instead. The first turn, and the first after `begin`, takes
-        neither: it answers the prompt. Some chat templates change earlier text when `messages`
-        follow (they drop thoughts, or an empty block of them). Then all messages become the prompt
-        of a new branch.
+        chat template use `text` instead. The first turn, and the first turn after `begin`, takes
+        neither of the two: it answers the prompt. Some chat templates change earlier text when
+        `messages` follow: they drop the thoughts of earlier turns, or an empty block of thoughts.
+        Then all messages become the prompt of a new branch.
 
         Raises LimitReached if no turn or no token is left. If the environment does not catch it,
         the episode ends there and counts as cut off. Raises EpisodeError if the arguments do not
@@ -227,8 +227,8 @@ class Client:
     def _room(self, before: Sequence[int], between: int = 0) -> int:
         """Return how many tokens a turn may have after the tokens `before`.
 
-        The last `between` of these are new in the response. No branch may be longer than the first
-        prompt with a full response."""
+        The last `between` of these tokens are not yet in the response. No branch may be longer than
+        the first prompt with a full response."""
         limit = self.limits.response_tokens
         longest = len(self.transcript.prompt) + limit
         left = limit - self.transcript.num_response_tokens - between
@@ -249,7 +249,8 @@ class Episode:
 
     @property
     def mask(self) -> np.ndarray:
-        """[response tokens] bool, True on the policy's tokens; all False if the episode failed."""
+        """A mask [response tokens] bool: True on the policy's tokens, all False if the episode
+        failed."""
         return self.transcript.mask(learnt=self.error is None)
 
 
@@ -293,9 +294,8 @@ class EpisodeRunner:
     async def run(self, task: Prompt, write: Write) -> Episode:
         """Run one episode.
 
-        Returns errors of the environment in the result; raises errors of the engine and
-        UnplayableError. An episode without a turn counts as failed, and gets a turn with a single
-        token."""
+        Errors of the environment are in the result; errors of the engine and UnplayableError are
+        raised. An episode without a turn counts as failed, and gets a turn with a single token."""
         client = Client(own_record(task), self.limits, self.tokenizer, write)
         given, error = None, None
         try:
@@ -342,14 +342,14 @@ class EpisodeRunner:
     async def _rollout(self, client: Client) -> Trajectory | None:
         try:
             return await self.environment.rollout(client, client.task)
-        except SystemExit as end:  # would end the event loop with all other episodes
+        except SystemExit as end:  # it would end the event loop, and so all other episodes
             raise EpisodeError(f"rollout ended with {end!r}") from end
 
 
 async def within(seconds: float, client: Client, work: Awaitable[_T]) -> _T:
     """Return the result of an environment's work. Raises TimeoutError after `seconds`.
 
-    The policy's turns do not count, because their time depends on the other episodes."""
+    The time of the policy's turns does not count, because it depends on the other episodes."""
     task, start = asyncio.ensure_future(work), time.monotonic()
     try:
         while not task.done():

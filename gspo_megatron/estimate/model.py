@@ -99,9 +99,8 @@ def with_values(config: AnyConfig, section: str, **values: Any) -> AnyConfig:
 
 
 def without_kernels(config: AnyConfig) -> AnyConfig:
-    """Return the configuration without parts that need GPU kernels.
-
-    These are Transformer Engine's layers, and low precision, which becomes bf16."""
+    """Return the configuration without parts that need GPU kernels: without Transformer Engine's
+    layers, and with bf16 instead of FP8."""
     low = ("fp8", "moe_router_padding_for")
     megatron = {k: v for k, v in config.model.megatron.items() if not k.startswith(low)}
     config = with_values(config, "model", backend="torch_native", megatron=megatron)
@@ -131,7 +130,8 @@ def state_bytes(model: RankModel) -> StateBytes:
     for chunk in model.policy.chunks:
         for buffers, kind in ((chunk.buffers, DENSE), (chunk.expert_parallel_buffers, EXPERTS)):
             for buffer in buffers:
-                # Add the padding only: the buffer minus its parameters, which are added below.
+                # Add only the padding here: the bytes of the buffer minus those of its parameters,
+                # which are added below.
                 gradients[kind] += buffer.grad_data.nbytes
                 gradients[kind] -= sum(p.main_grad.nbytes for p in buffer.params)
                 if buffer.param_data is not None:
@@ -168,7 +168,7 @@ def _optimizer_bytes(model: RankModel) -> dict[str, int]:
 
 
 def scorer_bytes(model: RankModel) -> int:
-    """Count the bytes of this rank's weights of reward.model.folder; 0 if there is none.
+    """Count the bytes of this rank's weights of reward.model.folder, or 0 without such a folder.
 
     Call it inside the context `rank_model`."""
     config = model.config
@@ -210,7 +210,7 @@ def global_parameters(model: RankModel) -> dict[str, int]:
             count *= parallel.expert_tensor_parallel_size if cut else 1
         elif kind == EMBEDDING:
             if getattr(parameter, "shared", False):
-                continue  # the last stage's copy of a tied embedding
+                continue  # the last stage's copy of a tied embedding does not count
             count = model.policy.vocab_size * parameter.shape[1]
         elif cut:
             count *= parallel.tensor_model_parallel_size

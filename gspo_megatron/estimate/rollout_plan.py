@@ -17,8 +17,8 @@ from statistics import NormalDist
 import numpy as np
 
 WARM_UP = 10  # the first steps are not counted, because nothing is in flight at the start
-_COUNTED = 60  # counted steps after the warm-up, at least
-STEPS = WARM_UP + _COUNTED  # simulated steps, at least
+_COUNTED = 60  # the smallest number of counted steps after the warm-up
+STEPS = WARM_UP + _COUNTED  # the smallest number of simulated steps
 _AS_GOOD = 1.02  # a step that is longer by up to 2% counts as equally fast
 
 
@@ -46,8 +46,8 @@ class Setting:
 
     servers: int
     max_staleness: int
-    train_seconds: float  # a step without waiting and without the weight update
-    update_seconds: float  # the weight update
+    train_seconds: float  # time of a step without waiting and without the weight update
+    update_seconds: float  # time of the weight update
 
 
 def steps_of(max_staleness: int) -> tuple[int, int]:
@@ -68,7 +68,7 @@ class StepFigures:
     step_seconds: float
     trainer_idle: float  # share of the time in which the trainer waits for responses
     servers_load: float  # tokens per second, as a share of the speed with all slots in use
-    staleness_mean: float  # mean over tokens: version at training - at generation
+    staleness_mean: float  # mean over tokens: version at training minus version at generation
     staleness_max: int
 
 
@@ -76,7 +76,7 @@ class _Servers:
     """The servers of a simulation.
 
     Each server has a clock that counts forward passes. Each pass gives every running response one
-    token. So the clock value at which a response ends is known when it starts."""
+    token. So when a response starts, the clock value at which it will end is known."""
 
     def __init__(self, lengths: np.ndarray, servers: int, server: ServerSpeed) -> None:
         self.slots, self.token_seconds = server.slots, server.token_seconds()
@@ -93,7 +93,8 @@ class _Servers:
         self.ends: list[tuple[float, int]] = []  # heap of (time of a server's next end, server)
 
     def start(self, now: float, draws: int) -> None:
-        """Start, or go on after a pause. The responses of the first `draws` draws may start."""
+        """Start generating, or continue after a pause. Only responses of the first `draws` draws
+        may start."""
         self.allowed = min(draws * self.per_draw, len(self.lengths))
         self.at = [now] * len(self.at)
         self.ends = []
@@ -158,9 +159,9 @@ def simulate(
     lengths: [draws, responses of a step], with at least steps + max_staleness draws, so that the
     servers always have work.
 
-    Returns times [steps, 3] and tokens [steps, draws]. The times are: the trainer has the whole
-    batch; training ends and the weight update begins; the servers have the new version. The tokens
-    are those that each version generated for each draw."""
+    Returns times [steps, 3] and tokens [steps, draws]. The three times of a step: the trainer has
+    the whole batch; training ends and the weight update begins; the servers have the new version.
+    The tokens are the numbers of tokens that each version generated for each draw."""
     assert len(lengths) >= steps + setting.max_staleness
     assert lengths.min() > 0
     servers = _Servers(lengths, setting.servers, server)
@@ -185,7 +186,8 @@ def outcome(lengths: np.ndarray, server: ServerSpeed, setting: Setting) -> StepF
     starts, _, ends = times.T
     seconds = ends[-1] - ends[first - 1]
     waits = starts[first:] - ends[first - 1 : -1]
-    # [steps, steps - first], by version and draw, from 0. Draw d is trained on version d.
+    # [steps, steps - first]: by version from 0, and by draw from `first`. Draw d is trained on
+    # version d.
     tokens = np.maximum(tokens[:, first:steps], 0.0)
     draws, versions = np.arange(first, steps), np.arange(steps)[:, None]
     staleness = np.where(tokens > 1e-6 * lengths.mean(), draws - versions, 0)
@@ -201,8 +203,8 @@ def outcome(lengths: np.ndarray, server: ServerSpeed, setting: Setting) -> StepF
 
 
 def best(outcomes: Sequence[StepFigures]) -> StepFigures:
-    """Return the best outcome: among those within 2% of the fastest step, the one with the least
-    staleness, then with the fewest servers."""
+    """Return the best of the outcomes within 2% of the fastest step. It has the least staleness
+    and, if several outcomes have the least staleness, the fewest servers."""
     limit = _AS_GOOD * min(each.step_seconds for each in outcomes)
     good = [each for each in outcomes if each.step_seconds <= limit]
     return min(good, key=lambda each: (each.setting.max_staleness, each.setting.servers))

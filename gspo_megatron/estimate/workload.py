@@ -1,5 +1,5 @@
-"""The work of a training step with the longest possible sequences, and figures of the pipeline
-schedule: micro-batches in flight, and the bubble."""
+"""Computes the work of a training step with the longest possible sequences, and two figures of the
+pipeline schedule: micro-batches in flight, and the bubble."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from gspo_megatron.config.stages import (
 class Workload:
     """The work of one data-parallel rank in a step."""
 
-    # (prompt, response) tokens of each sequence in a full micro-batch
+    # The numbers of (prompt, response) tokens of each sequence in a full micro-batch.
     lengths: tuple[tuple[int, int], ...]
-    micro_batches: int  # number in a mini-batch
+    micro_batches: int  # number of micro-batches in a mini-batch
     mini_batches: int
     forward_only: int  # number of micro-batches in a step's additional forward passes
-    sequences: int  # number in a step, on all ranks
-    of_rank: int = 0  # sequences in a mini-batch
+    sequences: int  # number of sequences in a step, on all ranks
+    of_rank: int = 0  # number of this rank's sequences in a mini-batch
     rollout_rows: int = 0  # sequences that a rank decodes together
-    rollout_prompts: int = 0  # prompts of these sequences, one for each group
+    rollout_prompts: int = 0  # number of prompts of these sequences
 
     @property
     def longest(self) -> int:
@@ -45,15 +45,16 @@ class Workload:
 
     @property
     def filled(self) -> float:
-        """The tokens of a rank's sequences, as a share of the tokens of its micro-batches. Memory
-        is estimated with full micro-batches, in which shorter sequences fill the room beside the
-        longest. A step may have fewer tokens."""
+        """The tokens of a rank's sequences, as a share of the tokens of its micro-batches. The
+        estimate of memory assumes full micro-batches, in which shorter sequences fill the room
+        beside the longest ones. A step may have fewer tokens."""
         return min(1.0, self.of_rank * self.longest / (self.tokens * self.micro_batches))
 
 
 def workload(config: AnyConfig, parallel: ResolvedParallel, longest: int | None = None) -> Workload:
-    """Return the work of a step. `longest`: tokens of the longest prompt or example (None: the most
-    allowed); not used in pre-training, whose samples have one length."""
+    """Return the work of a step. `longest`: tokens of the longest prompt or example; None: the
+    largest number that is allowed. In pre-training it is not used, because all samples have the
+    same length."""
     training, replicas = config.training, parallel.data_parallel_size
     budget = training.micro_batch_tokens * parallel.context_parallel_size
     # An interleaved schedule needs a multiple of `multiple` micro-batches.
@@ -93,7 +94,7 @@ def workload(config: AnyConfig, parallel: ResolvedParallel, longest: int | None 
         forward += work.micro_batches_per_step - work.micro_batches
     if objective.kl != "none":
         forward += work.micro_batches_per_step
-    if rollout.engine == "vllm":  # the ranks generate only a short probe
+    if rollout.engine == "vllm":  # the ranks generate only the short responses of the weight check
         return replace(work, forward_only=forward)
     ranks = replicas * parallel.context_parallel_size
     rows = -(-rollout.prompts_per_step // ranks) * rollout.group_size
@@ -103,13 +104,13 @@ def workload(config: AnyConfig, parallel: ResolvedParallel, longest: int | None 
 
 
 def in_flight(stages: int, stage: int, chunks: int, micro_batches: int) -> tuple[int, ...]:
-    """Return, for each chunk, how many micro-batches' activations a stage holds at most.
+    """Return, for each chunk, the largest number of micro-batches whose activations a stage holds.
 
     This follows Megatron-Core's schedules. Without interleaving (1F1B), a stage starts with
     `stages - stage - 1` forward passes, then alternates forward and backward passes, so it holds
-    one micro-batch more. With interleaving, it starts with two forward passes for each later stage,
-    and `stages` for each chunk except the last. `stages` micro-batches go through one chunk, then
-    through the next.
+    one more micro-batch. With interleaving, it starts with two forward passes for each later stage,
+    and `stages` forward passes for each chunk except the last. A group of `stages` micro-batches
+    goes through one chunk, then through the next chunk.
     """
     total = micro_batches * chunks
     ahead = stages - stage - 1

@@ -28,7 +28,7 @@ FAMILY = f.Family(
         "scoring_func": ("sigmoid",),
         "use_routing_bias": (True,),
         "use_qk_norm": (True,),
-        "qk_norm_type": ("per_layer",),  # one norm a layer, not one a head
+        "qk_norm_type": ("per_layer",),  # each layer has one norm, instead of one for each head
         "shared_intermediate_size": (0,),
         "router_jitter_noise": (0.0,),
     },

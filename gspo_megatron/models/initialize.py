@@ -1,7 +1,8 @@
 """Initial weights that do not depend on the layout.
 
 Megatron-Core draws each shard from its rank's generator, so TP=1 and TP=2 start from different
-models. Here each full tensor is drawn from a generator seeded by (seed, its name).
+models. Here each full tensor is drawn from a generator that is seeded by the run's seed and the
+tensor's name.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from gspo_megatron.families.weight_map import is_vocabulary, native_name
 from gspo_megatron.models.shards import Shard, parameter_shards
 
 # Projections into the residual stream start smaller, by 1 / sqrt(2 * layers), because each layer
-# adds two of them (Megatron-Core's scaled_init_method_normal; GPT-2, section 2.3).
+# adds the outputs of two such projections (Megatron-Core's scaled_init_method_normal; GPT-2,
+# section 2.3).
 _RESIDUAL_PROJECTIONS = (
     *("linear_proj.weight", "linear_fc2.weight", "experts.weight2"),
     "self_attention.out_proj.weight",
 )
-_DECAY = ".A_log"  # of delta nets: logarithms of numbers between 1 and 16
+_DECAY = ".A_log"  # the decay of delta nets: logarithms of numbers between 1 and 16
 
 _ZEROS = (".bias", ".softmax_offset")
 
@@ -51,8 +53,8 @@ def initialize_weights(
             std /= math.sqrt(2.0 * config.num_layers)
         shape = list(shard.global_shape)
         if is_vocabulary(shard.name):
-            shape[0] = true_vocab_size  # without padding, whose size depends on TP
-        # an adapter needs the same name on both backends, so that it gets the same numbers
+            shape[0] = true_vocab_size  # without the padding, whose size depends on TP
+        # An adapter needs the same name on both backends, so that it gets the same random numbers.
         name = native_name(shard.name) if is_adapter(shard.name) else shard.name
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))

@@ -23,13 +23,14 @@ _RESOLVED = (
     "q_layernorm",
     "kv_layernorm",
 )
-LATENT_EPSILON = 1e-6  # in DeepSeek's models and transformers, independent of rms_norm_eps
+# The value in DeepSeek's models and in transformers, independent of rms_norm_eps.
+LATENT_EPSILON = 1e-6
 
 
 class CachedLatentAttention(MLASelfAttention):
     """Megatron-Core's MLASelfAttention, which decodes while a cache is attached.
 
-    The cache holds keys and values of all heads. This takes more memory than a cache of the
+    The cache holds keys and values of all heads. This cache takes more memory than a cache of the
     latents, but needs no second implementation of attention.
     """
 
@@ -72,7 +73,8 @@ class LatentNorm(TorchNorm):
 
 
 class RotaryAngles(torch.nn.Module):
-    """Megatron-Core's rotary angles of positions 0, 1, 2, ..., or those in `angles`, if set."""
+    """Megatron-Core's rotary angles of the positions 0, 1, 2, ...; if `angles` is set, the angles
+    in it instead."""
 
     def __init__(self, stock: RotaryEmbedding) -> None:
         super().__init__()
@@ -83,7 +85,8 @@ class RotaryAngles(torch.nn.Module):
         if self.angles is None:
             return self.stock(*args, **kwargs)
         if isinstance(self.stock, YarnRotaryEmbedding):
-            return self.angles, self.stock.get_emb(1)[1]  # with the factor of cos and sin
+            # The angles, and the factor of cos and sin.
+            return self.angles, self.stock.get_emb(1)[1]
         return self.angles
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
@@ -95,8 +98,8 @@ class ReplicatedLinear(torch.nn.Module):
 
     Under sequence parallelism each rank projects its own tokens, as with Transformer Engine's
     layers. Megatron-Core's fallback for other backends shards the latent and gathers it again. The
-    heads of all ranks share the positional part of the keys. With the fallback, its gradient would
-    come from the heads of one rank only.
+    heads of all ranks share the positional part of the keys. With the fallback, the gradient of
+    this part would come from the heads of one rank only.
     """
 
     def __init__(self, replaced: ColumnParallelLinear, config: TransformerConfig) -> None:
@@ -106,10 +109,10 @@ class ReplicatedLinear(torch.nn.Module):
         sum_gradients_over_tp([self.weight], config)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        # Flattened to one matrix: otherwise torch multiplies token by token if the weight is
-        # frozen, and rounds differently than for a trained weight.
+        # The input is flattened to one matrix. Otherwise torch multiplies token by token if the
+        # weight is frozen, and rounds differently than for a trained weight.
         rows = F.linear(hidden.flatten(0, -2), self.weight)
         return rows.view(*hidden.shape[:-1], -1), None
 
     def backward_dw(self) -> None:
-        """Weight gradients are not delayed here."""
+        """Do nothing, because this layer does not delay the gradients of its weights."""

@@ -57,7 +57,8 @@ def _formatted(template: str, scale: float = 1.0) -> Callable[[float | None], st
     def write(value: float | None) -> str:
         if value is None or not math.isfinite(value):
             return number(value)
-        # A small negative number would become "-0.0", which looks like a result.
+        # Remove the minus of a small negative number, which would become "-0.0" and look like a
+        # result.
         return re.sub(r"^-(?=[0.]*%?$)", "", template.format(scale * value))
 
     return write
@@ -133,9 +134,9 @@ _SHOWN: tuple[tuple[str, Callable[[float | None], str], tuple[str, ...]], ...] =
 class Progress:
     """Shows the progress of a phase; a context manager.
 
-    `total` is the number of steps of the phase; a resumed run has done `initial_step` of them.
-    `stream` defaults to stderr. With enabled=False (all ranks but one) nothing is shown. An error
-    of the stream or the terminal never stops the run.
+    `total` is the number of steps of the phase. A resumed run has already done `initial_step` of
+    these steps. `stream` defaults to stderr. With enabled=False nothing is shown; all ranks except
+    one use this. An error of the stream or the terminal never stops the run.
     """
 
     def __init__(
@@ -150,7 +151,8 @@ class Progress:
     ) -> None:
         self._total, self._title, self._step, self._clock = total, title, initial_step, clock
         self._metrics: dict[str, Any] = {}
-        self._accuracy: dict[str, Any] = {}  # from the last evaluation; not every step has one
+        # Of the last evaluation; not every step has an evaluation.
+        self._accuracy: dict[str, Any] = {}
         self._times: deque[tuple[int, float]] = deque(maxlen=_STEPS_IN_PACE + 1)
         self._line_step, self._line_time = initial_step, -math.inf  # step and time of last line
         self._doing, self._doing_time = "", -math.inf  # text of `doing`, time of its last line
@@ -163,7 +165,7 @@ class Progress:
         self._times.append((self._step, self._started))
         redraws = os.environ.get("TERM", "") not in ("", "dumb", "unknown")
         if self._enabled and redraws and self._stream.isatty():
-            # isatty() was true; rich must not decide differently.
+            # isatty() was true, so rich must not decide that this is no terminal.
             file = self._stream.as_file()
             console = Console(file=file, force_terminal=True, highlight=False)
             self._live = Live(
@@ -175,7 +177,8 @@ class Progress:
         return self
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show that `step` (counted from 1) is done; `metrics` by the names of metrics.jsonl."""
+        """Show that `step` (counted from 1) is done. `metrics` has the names of metrics.jsonl as
+        keys."""
         if metrics.get("evaluation/accuracy") is not None:
             self._accuracy = {"evaluation/accuracy": metrics["evaluation/accuracy"]}
         self._step, self._metrics, self._doing = step, {**metrics, **self._accuracy}, ""
@@ -190,7 +193,7 @@ class Progress:
         """Show what the current step is doing, such as "rewards 12/64"; "" clears it.
 
         The text is part of the bar. Without a bar, it becomes a line after 30 s without output.
-        This may be called often."""
+        The method may be called often."""
         self._doing = text
         if self._live is None and text:
             now = self._clock()
@@ -217,7 +220,7 @@ class Progress:
         try:
             show()
         except Exception:
-            # No error of the display may stop the run.
+            # An error of the display must not stop the run.
             _logger.debug("progress is no longer shown", exc_info=True)
             self._enabled = False
 
@@ -235,12 +238,12 @@ class Progress:
         now = self._clock()
         (first_step, first_time), (last_step, last_time) = self._times[0], self._times[-1]
         steps = last_step - first_step
-        pace = (last_time - first_time) / steps if steps > 0 else None  # over the last steps
+        pace = (last_time - first_time) / steps if steps > 0 else None  # mean over the last steps
         if self._step >= self._total:
             time_shown = ("took", duration(now - self._started))
         else:
             left = None
-            if pace is not None:  # counts down while a step is running
+            if pace is not None:  # the remaining time counts down while a step is running
                 left = max(0.0, (self._total - self._step) * pace - (now - last_time))
             time_shown = ("ETA", duration(left))
         return [time_shown] if pace is None else [("", f"{number(pace)} s/step"), time_shown]

@@ -45,7 +45,7 @@ from gspo_megatron.observe.trackers import flattened
 _logger = logging.getLogger(__name__)
 
 SMALLEST_WINDOW = 5  # average at least this many steps: rewards are noisy
-_LONG_RUN = 2 * SMALLEST_WINDOW  # steps; reports show single steps of shorter runs
+_LONG_RUN = 2 * SMALLEST_WINDOW  # steps; the values of a shorter run are not averaged
 _MEANS = (
     f"In runs of {_LONG_RUN} or more steps, figures of a step are shown as means over a tenth of "
     f"the steps, at least {SMALLEST_WINDOW}: over the first ones, the last ones and the best."
@@ -60,7 +60,7 @@ _CONFIG_FILE, _ENVIRONMENT = "config.resolved.yaml", "environment.json"
 class Table(NamedTuple):
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
-    is_text: bool = False  # texts, not numbers: aligned to the left, with their line breaks
+    is_text: bool = False  # True: cells are texts, aligned to the left, with their line breaks
 
 
 class Picture(NamedTuple):
@@ -130,7 +130,7 @@ _RL_METRICS = (
 )
 _SUPERVISED_METRICS = (_HELD_OUT_LOSS, _LOSS, _IN_ORDER, _GRAD_NORM, _THROUGHPUT, _STEP_TIME)
 
-# The columns of a comparison: (value, metric). A terminal has room for the first few.
+# The columns of a comparison: (value, metric). A terminal has room only for a few.
 _IN_TERMINAL = 4
 _BOTH = ("last", "best")
 _RL_COLUMNS = (
@@ -144,8 +144,8 @@ _SUPERVISED_COLUMNS = (
 
 
 class Summary(NamedTuple):
-    """First, last and best value of a metric in a run, or None. For a noisy metric of a long run
-    they are means over `steps` steps."""
+    """The first, last and best value of a metric in a run, or None. For a noisy metric of a long
+    run, these values are means over `steps` steps."""
 
     metric: _Metric
     first: float | None
@@ -158,13 +158,13 @@ class Summary(NamedTuple):
 
 
 def main_phase(records: Sequence[Record]) -> str:
-    """Return the phase to report: the stage of STAGES that the run has, else RL."""
+    """Return the phase to report: the first of STAGES that has records, else RL."""
     phases = {phase_of(record) for record in records}
     return next((each for each in STAGES if each in phases), RL)
 
 
 def summarize(records: Sequence[Record], phase: str = RL) -> list[Summary]:
-    """Summarize the main metrics of a phase in a fixed order, including those without values."""
+    """Summarize the main metrics of a phase in a fixed order, including metrics without values."""
     metrics = _RL_METRICS if phase == RL else _SUPERVISED_METRICS
     return [_summarize(records, metric, phase) for metric in metrics]
 
@@ -186,13 +186,13 @@ def _summarize(records: Sequence[Record], metric: _Metric, phase: str) -> Summar
 
 
 def window(steps: int) -> int:
-    """Return how many steps are averaged in a run of `steps`: a tenth of them, but at least 5."""
+    """Return how many steps are averaged in a run of `steps`: a tenth of all, but at least 5."""
     return max(SMALLEST_WINDOW, math.ceil(steps / 10))
 
 
 def window_means(values: Sequence[float], size: int) -> list[float]:
-    """Return the mean of the finite values in each window of `size` values; NaN if there are none.
-    With `size` 1, return the values unchanged."""
+    """Return the mean of the finite values in each window of `size` values; NaN for a window
+    without finite values. With `size` 1, return the values unchanged."""
     if size == 1:
         return list(values)
     array = np.array(values, dtype=float)
@@ -244,7 +244,7 @@ def _summary_table(folder: Path, records: Sequence[Record]) -> Table:
 
 def _last_interval(records: Sequence[Record]) -> tuple[str, str, float] | None:
     """Return the interval of the last held-out accuracy and its number of prompts; None for runs of
-    earlier versions, which did not record them."""
+    earlier versions, which did not record the interval."""
     names = ("evaluation/accuracy_low", "evaluation/accuracy_high", "evaluation/prompts")
     curves = [series(records, name)[1] for name in names]
     if not all(curves):
@@ -283,7 +283,7 @@ def write_report(run_dirs: Sequence[str | Path], out_dir: str | Path) -> Path:
     One run is shown in full, with its pictures also in OUT/plots. Several runs are compared. Runs
     whose names differ only by the seed are shown as mean and standard deviation.
 
-    Raises DataError if a folder holds no run or a damaged one, UserError if `out_dir` cannot be
+    Raises DataError if a folder holds no run or a damaged run, and UserError if `out_dir` cannot be
     written.
     """
     assert run_dirs, "a report of no run"
@@ -319,7 +319,7 @@ def finish_run(run_dir: str | Path, stream: TextIO | None = None, *, plots: bool
     print_suites(run_dir, console)
     _print_warnings(console, load_runs([run_dir]))
     for line in lines:
-        # soft_wrap: a user cannot copy a path that is broken into lines.
+        # soft_wrap keeps each path on one line, so that a user can copy it.
         console.print(line, soft_wrap=True, markup=False)
 
 
@@ -386,13 +386,13 @@ def _print_warnings(console: Console, runs: Sequence[Run]) -> None:
 def _console(stream: TextIO | None) -> Console:
     """Return a console that prints to `stream`, or to stdout."""
     safe = SafeStream(sys.stdout if stream is None else stream)
-    # No markup, because a run may be called "a[red]".
+    # Markup is turned off, because a run may be called "a[red]".
     options: dict[str, Any] = {"force_terminal": safe.isatty(), "highlight": False, "markup": False}
     return Console(file=safe.as_file(), **options)
 
 
 def _report_one(run: Run, out: Path) -> str:
-    # Imported here, so that a run without plots does not wait for matplotlib.
+    # A run without plots need not wait for matplotlib.
     from gspo_megatron.observe.plots import plot_run
     from gspo_megatron.observe.timing_plots import plot_timeline
 
@@ -462,7 +462,7 @@ def _compare(runs: Sequence[Run], phase: str, suffix: str, path: Path) -> list[R
     names = [f"{kind} {_name(metric, folders)}" for kind, metric in columns]
 
     def cells(members: Sequence[Run]) -> list[str]:
-        """Return mean and spread over the runs for each column; the value if there is one run."""
+        """Return mean and spread over the runs for each column, or the values of a single run."""
         return [
             mean_and_spread(
                 [getattr(_summarize(run.records, m, phase), kind) for run in members], m.write
@@ -529,8 +529,8 @@ def _config_of(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _differing_settings(runs: Sequence[Run]) -> Table:
-    """Return the configuration keys whose values differ, without `logging` and without runs that
-    have no configuration. If the stages of the runs differ, compare only their common keys."""
+    """Return the configuration keys whose values differ, except those of `logging`. Leave out runs
+    without a configuration. If the stages of the runs differ, compare only their common keys."""
     configs: dict[str, dict[str, str]] = {}
     for run in runs:
         if sections := _config_of(run.path):

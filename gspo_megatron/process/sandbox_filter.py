@@ -2,9 +2,9 @@
 
 Namespaces do not cover everything. A program could still use memory that belongs to no process
 (System V segments, memfds), new user namespaces, the kernel's keyrings, sockets of hypervisors, and
-seldom used parts of the kernel. The filter denies these with an error, which a program can handle,
-and allows what solutions in Python or C++ need. It is a classic BPF program (linux/filter.h,
-linux/seccomp.h).
+seldom used parts of the kernel. The filter denies the system calls for all these with an error,
+which a program can handle. It allows the calls that solutions in Python or C++ need. It is a
+classic BPF program (linux/filter.h, linux/seccomp.h).
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_NEWEST = 462  # mseal, of Linux 6.10. Later calls get ENOSYS, as on an older kernel.
+_NEWEST = 462  # mseal, of Linux 6.10. Calls with higher numbers get ENOSYS, as on an older kernel.
 
-# name: number on x86-64, on aarch64 (None: it does not exist there)
+# Name of the call: its number on x86-64, and its number on aarch64. None: the machine has no such
+# call.
 _DENIED: dict[str, tuple[int | None, int | None]] = {
-    # memory without an owner, which limits of processes do not count
+    # memory without an owner, which the limits of a process do not count
     "shmget": (29, 194),
     "shmat": (30, 196),
     "shmctl": (31, 195),
@@ -110,12 +111,13 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "sethostname": (170, 161),
     "setdomainname": (171, 162),
 }
-_CLONE3 = 435  # on both machines
+_CLONE3 = 435  # the same number on both kinds of machines
 _JOIN_SESSION_KEYRING = 1
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEW* of clone(2)
 _UNIX, _INET, _INET6, _NETLINK = 1, 2, 10, 16
 _STREAM, _DATAGRAM, _TCP, _UDP = 1, 2, 6, 17
-_SOL_SOCKET, _BUFFER_SIZES = 1, (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, and both with FORCE
+# SO_SNDBUF, SO_RCVBUF, SO_SNDBUFFORCE, SO_RCVBUFFORCE.
+_SOL_SOCKET, _BUFFER_SIZES = 1, (7, 8, 32, 33)
 _SET_PIPE_SIZE = 1031
 _PUT_INTO_TERMINAL = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
 _HUGE_PAGES = 0x40000  # MAP_HUGETLB
@@ -131,7 +133,7 @@ Instruction = tuple[int, int, int, int]  # code, jump if true, if false, operand
 @dataclass(frozen=True)
 class _Machine:
     audit: int  # AUDIT_ARCH_* of linux/audit.h
-    column: int  # in _DENIED
+    column: int  # the machine's column in _DENIED
     socket: int
     socketpair: int
     setsockopt: int
@@ -149,7 +151,7 @@ _MACHINES = {
 
 
 def fault(machine: str | None = None) -> str | None:
-    """Return why there is no filter for a kind of machine, or None if there is one."""
+    """Return why there is no filter for a kind of machine, or None if there is a filter."""
     name = machine or platform.machine()
     if name in _MACHINES:
         return None
@@ -180,7 +182,8 @@ def instructions(machine: str | None = None) -> list[Instruction]:
     found = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, its.audit),
-        (_RETURN, 0, 0, _KILL),  # for example 32-bit calls, whose numbers mean other calls
+        # For example 32-bit calls, in which the same numbers mean other calls.
+        (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER),
     ]
     # Calls of x32, the other ABI of x86-64, have numbers above all others.
@@ -197,14 +200,14 @@ def instructions(machine: str | None = None) -> list[Instruction]:
 
 
 def _rules(its: _Machine) -> list[tuple[int, list[Instruction]]]:
-    """Return the calls that are denied only with some arguments, each with instructions that
-    decide."""
+    """Return the numbers of the calls that are denied only with some arguments, each with the
+    instructions that decide."""
     allow: Instruction = (_RETURN, 0, 0, _ALLOW)
     family, kind, protocol = (_argument(n) for n in range(3))
     no_family = _error(errno.EAFNOSUPPORT)
     internet = [
         kind,
-        (_AND, 0, 0, 0xF),  # without SOCK_NONBLOCK and SOCK_CLOEXEC
+        (_AND, 0, 0, 0xF),  # ignores the flags SOCK_NONBLOCK and SOCK_CLOEXEC
         (_EQUAL, 2, 0, _STREAM),
         (_EQUAL, 1, 0, _DATAGRAM),
         no_family,
@@ -237,8 +240,8 @@ def _rules(its: _Machine) -> list[tuple[int, list[Instruction]]]:
         (its.fcntl, [_argument(1), *_unless((_SET_PIPE_SIZE,))]),
         (its.ioctl, [_argument(1), *_unless(_PUT_INTO_TERMINAL)]),
         (
-            # A program may only join a new keyring without a name, which is empty. Data in any
-            # other keyring could be read later.
+            # The only operation that a program may call is to join a new keyring without a name,
+            # which is empty. Other programs could later read data in any other keyring.
             its.keyctl,
             [
                 _argument(0),
@@ -257,7 +260,7 @@ def _rules(its: _Machine) -> list[tuple[int, list[Instruction]]]:
 
 
 def _unless(values: Sequence[int]) -> list[Instruction]:
-    """Deny if the loaded argument is one of the values."""
+    """Return instructions that deny the call if the loaded argument is one of the values."""
     found: list[Instruction] = []
     for value in values:
         found += [(_EQUAL, 0, 1, value), _error(errno.EPERM)]
@@ -265,7 +268,8 @@ def _unless(values: Sequence[int]) -> list[Instruction]:
 
 
 def _argument(number: int, *, high: bool = False) -> Instruction:
-    """Load the low or the high 32 bits of an argument. Both machines store the low bits first."""
+    """Return the instruction that loads the low or the high 32 bits of an argument. Both kinds of
+    machines store the low bits first."""
     return (_LOAD, 0, 0, 16 + 8 * number + 4 * high)
 
 

@@ -29,7 +29,7 @@ from gspo_megatron.types import Prompt, Reasoned, Sample
 TOTAL_SECONDS = 45.0  # default limit for all tests of a response
 
 _BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
-_KINDS = {  # kind of tests -> the fields that identify it
+_KINDS = {  # kind of tests -> the fields that rows of this kind have
     "livecodebench": ("public_test_cases", "private_test_cases"),
     "apps": ("input_output",),
     "plain": ("inputs", "outputs"),  # the content of input_output
@@ -38,7 +38,8 @@ _KINDS = {  # kind of tests -> the fields that identify it
     "humaneval": ("test", "entry_point"),
     "codeforces": ("official_tests",),
 }
-# A program that writes files and runs the first one. The other files' names are its arguments.
+# A program that writes files and runs the first file. The names of the other files are its
+# arguments.
 _WITH_FILES = """\
 import runpy, sys
 for name, content in {files!r}.items():
@@ -72,7 +73,8 @@ class Verdict:
 def row_fault(prompt: Prompt) -> str | None:
     """Return why `code` cannot judge responses to a prompt, or None if it can.
 
-    Reads the tests only if they are asserts, because the names in asserts must be resolved."""
+    The function reads the tests only if they are asserts, because the names in asserts must be
+    resolved."""
     row = _row(prompt.fields, prompt.answer)
     if row.get("interaction_format"):
         return "is an interactive problem, whose tests are no pairs of input and output"
@@ -135,8 +137,8 @@ def code(
     total_seconds: time of all tests of a response, below reward.timeout_seconds.
     memory_mb: address space of a process.
     runner: "package.module:Class", which runs programs instead of our sandbox. Its objects have the
-    functions of `process.sandbox`: `run`, and `call` and `judge` if the tests of some rows need
-    them.
+    functions of `process.sandbox`: always `run`, and also `call` and `judge` if the tests of some
+    rows need these.
 
     Evaluations record the reason of the first failed test. Raises RewardError if the row's tests
     cannot be read, or if the runner lacks a function.
@@ -165,7 +167,7 @@ def judge(
         left = deadline - time.monotonic()
         if left <= 0:
             failure: str | None = f"time limit of {total_seconds:g} s for all tests"
-        else:  # a test may take twice its CPU time in wall time
+        else:  # the wall time of a test may be twice its CPU time
             of_test = replace(limits, seconds=min(limits.seconds, left / 2))
             failure = test(runner, program, of_test)
         if failure is None:
@@ -180,7 +182,7 @@ def judge(
 
 
 def last_program(response: str) -> bytes | None:
-    """Return the last fenced block of a response; None if there is none."""
+    """Return the last fenced block of a response, or None for a response without one."""
     blocks = _BLOCK.findall(response)
     return blocks[-1].encode(errors="replace") if blocks else None
 
@@ -223,8 +225,8 @@ def _mbpp(row: Mapping[str, Any], prompt: str) -> Iterator[Test]:
 
 def _humaneval(row: Mapping[str, Any], prompt: str) -> Iterator[Test]:
     name, call = row["entry_point"], f"check({row['entry_point']})"
-    # Code in a prompt may define functions that the tests use. Only then does the tester run it:
-    # other code in a prompt may be an example, or a template with gaps, that cannot run.
+    # The tester runs code in a prompt only if this code defines functions that the tests use. Any
+    # other code in a prompt may be an example or a template with gaps, which cannot run.
     whole = [text for text in (prompt, row.get("prompt")) if isinstance(text, str)]
     blocks = [block for text in whole for block in _BLOCK.findall(text)]
     reference = next(filter(assert_names.names_in, [*whole, *blocks]), "")
@@ -236,7 +238,8 @@ _READERS = {"mbpp": _mbpp, "humaneval": _humaneval}  # kinds whose tests are ass
 
 
 def _row(fields: Mapping[str, Any], answer: Any) -> dict[str, Any]:
-    """Return the row's fields. The answer may be one of them, or an object with all of them."""
+    """Return the row's fields. The answer may be one of these fields, or an object with all of
+    them."""
     if isinstance(answer, str) and answer.lstrip().startswith("{"):
         try:
             answer = json.loads(answer)
@@ -291,7 +294,7 @@ def _input_output(tests: Mapping[str, Any]) -> Iterator[Test]:
     name = tests.get("fn_name")
     for given, wanted in zip(tests["inputs"], tests["outputs"], strict=True):
         if name:
-            # The answer may be wrapped in a list with one element; accept both forms.
+            # The answer may be wrapped in a list with one element. Both forms are accepted.
             is_wrapped = isinstance(wanted, list) and len(wanted) == 1
             yield _returns(name, given, [wanted, *(wanted if is_wrapped else ())])
         else:
@@ -327,8 +330,8 @@ def _prints(given: str, wanted: str, *, in_files: bool = False, checker: str | N
 
 
 def _with_files(files: Mapping[str, bytes]) -> str:
-    """Return a program that writes the files and runs the first one. The names of the other files
-    are its arguments."""
+    """Return a program that writes the files and runs the first file, with the names of the other
+    files as arguments."""
     return _WITH_FILES.format(files=dict(files), words=list(files))
 
 
@@ -351,7 +354,7 @@ def _outcome(runner: Runner, name: str, *arguments: Any) -> Outcome:
 
 @cache
 def _runner(path: str) -> Runner:
-    """Return the user's runner, one object for each process."""
+    """Return the user's runner. Each process makes only one object of the class."""
     return _runner_class(path)()
 
 
@@ -364,7 +367,8 @@ def _runner_class(path: str) -> type:
 
 
 def same_output(found: str, wanted: str) -> bool:
-    """Compare line by line and word by word. Numbers with a decimal point may differ by 1e-6."""
+    """Return whether two outputs are equal, line by line and word by word. Numbers with a decimal
+    point may differ by 1e-6."""
     rows = [[line.split() for line in text.strip().splitlines()] for text in (found, wanted)]
     return all(
         x is not None and y is not None and (x == y or _close(x, y))

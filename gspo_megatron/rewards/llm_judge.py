@@ -45,12 +45,13 @@ async def llm_judge(
     template: the judge's prompt, with {prompt}, {answer}, {response}, and {field} for other fields
     of the row. The last "Score: N" in the judge's answer counts.
     seconds: limit for one request.
-    cache: a folder of answers, so that each question is asked only once; runs may share it.
+    cache: a folder in which the judge's answers are kept, so that each question is asked only once;
+    runs may share it.
     key_variable: the environment variable with the API key.
 
     Raises RewardError for mistakes of the user (wrong URL, model, key or template). Raises other
-    errors if `reward.retries` should ask again: no connection, an overloaded server, no score, a
-    refused question.
+    errors after which the call should be repeated (`reward.retries`): no connection, an overloaded
+    server, no score, a refused question.
     """
 
     def read(text: str) -> float | None:

@@ -1,13 +1,13 @@
 """Finds reward functions by name or in a user's module, and checks their options before training.
 
 A reward is a function `reward(sample: Sample, **options)`. If its first parameter is called
-`samples`, it gets a batch: `reward(samples: list[Sample], **options) -> list`. If it is called
-`group`, it gets all responses to one prompt: `reward(group: list[Sample], **options) -> list`. All
-kinds may be `async def`. A reward returns a number, `Reasoned` (a number with a reason, which
-evaluations record, and figures, which become metrics), `TurnRewards`, or named parts,
-`{"correct": 1.0, "format": 0.2}`. The function may have an attribute
-`read_answer(sample, **options) -> str | None`, which evaluations use for votes, and an attribute
-`figures`, the names of the figures that it returns.
+`samples`, the function gets a batch: `reward(samples: list[Sample], **options) -> list`. If this
+parameter is called `group`, the function gets all responses to one prompt:
+`reward(group: list[Sample], **options) -> list`. All kinds may be `async def`. A reward returns a
+number, `Reasoned` (a number with a reason, which evaluations record, and figures, which become
+metrics), `TurnRewards`, or named parts, `{"correct": 1.0, "format": 0.2}`. The function may have an
+attribute `read_answer(sample, **options) -> str | None`, which evaluations use for votes, and an
+attribute `figures`, the names of the figures that it returns.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from gspo_megatron.types import Prompt, Sample
 
 RewardFunction = Callable[..., Any]
 
-DEFAULT_MODE = "score"  # value of the option `mode` for a reward's usual form
-SHOWN_ANSWERS = 5  # the most problems to show: a file of the wrong kind has one on every line
+DEFAULT_MODE = "score"  # the value of the option `mode` that chooses a reward's usual form
+# The most problems to show, because a file of the wrong kind has a problem in every line.
+SHOWN_ANSWERS = 5
 
 
 @dataclass(frozen=True)
@@ -42,37 +43,38 @@ class Reward:
     name: str
     function: RewardFunction
     options: Mapping[str, Any] = field(default_factory=dict)
-    # The types of answers that the reward accepts; None if it takes any answer or needs none.
+    # The types of answers that the reward accepts; None if it takes any answer or needs no answer.
     answers: tuple[type, ...] | None = None
     requires: str | None = None  # pip name of an optional package that the function imports
-    # Each of the next five functions returns a problem as text, or None.
-    # why the reward cannot use an answer
+    # Each of the next five functions returns a problem as text, or None. The first says why the
+    # reward cannot use an answer, the second why it cannot judge responses to a prompt.
     answer_fault: Callable[[str], str | None] = lambda answer: None
-    # why the reward cannot judge responses to a prompt
     row_fault: Callable[[Prompt], str | None] = lambda prompt: None
-    # why the reward does not work on this machine with these options, and what to do
+    # Says why the reward does not work on this machine with these options, and what to do.
     machine_fault: Callable[[Mapping[str, Any]], str | None] = lambda options: None
-    # why the reward does not work with these settings, and what to do
+    # Says why the reward does not work with these settings, and what to do.
     section_fault: Callable[[RewardSection], str | None] = lambda section: None
-    # why the reward cannot score groups of this many responses; also gets the options
+    # Says why the reward cannot score groups of this size. It also gets the options.
     size_fault: Callable[..., str | None] = lambda size, **options: None
     workers: int = 0  # used if `reward.workers` is null
     # Extracts the answer from a sample, for votes of an evaluation. Equal answers must give equal
     # text. None: the reward cannot extract answers.
     read_answer: Callable[..., str | None] | None = None
     figures: tuple[str, ...] = ()  # names of the figures in `Reasoned`, which become metrics
-    # Other forms of this reward, by the value of the option `mode`; without it this form is used.
+    # Other forms of this reward, by the value of the option `mode`. Without this option the usual
+    # form is used.
     modes: Mapping[str, Reward] = field(default_factory=dict)
 
     def __call__(self, given: Sample | list[Sample]) -> Any:
         """Call the function with copies, because it may change its arguments.
 
-        Rows are used several times, and samples of one prompt share them."""
+        Samples share the objects of their prompt's row, and a row is used several times."""
         mine = [*map(own_record, given)] if isinstance(given, list) else own_record(given)
         return self.function(mine, **own_copy(dict(self.options)))
 
     def answer_in(self, sample: Sample) -> str | None:
-        """Return the answer from `read_answer`; None if there is no answer or no `read_answer`.
+        """Return the answer that `read_answer` finds, or None if the sample has no answer or the
+        reward has no `read_answer`.
 
         Raises RewardError if the function fails or returns anything but text or None."""
         if self.read_answer is None:
@@ -140,7 +142,8 @@ def get_reward(
     become keyword arguments; `workers` is the number of processes that will call the function.
 
     Raises RewardError if there is no such reward, its module cannot be imported, or a package that
-    it needs is missing. Also raises one RewardError with all options and `workers` that do not fit.
+    it needs is missing. If options or `workers` do not fit, one RewardError names all of these
+    problems.
     """
     options = dict(options or {})
     if import_path:
@@ -216,7 +219,8 @@ def suite_rewards(suites: Mapping[str, SuiteSection]) -> dict[str, Reward]:
 def check_answers(reward: Reward, prompts: Iterable[Prompt]) -> None:
     """Check that the answers and other fields of the prompts fit the reward.
 
-    Raises RewardError with file and line of the first bad prompts, and the number of the others.
+    Raises RewardError with file and line of the first bad prompts, and the number of further bad
+    prompts.
     """
     text_fault = functools.cache(reward.answer_fault)
     names = ["string" if t is str else "number" for t in reward.answers or ()]
@@ -244,7 +248,8 @@ def check_answers(reward: Reward, prompts: Iterable[Prompt]) -> None:
 
 
 def _first_parameter(function: RewardFunction) -> inspect.Parameter | None:
-    """Return a function's first parameter; None if there is none or it is unknown (C functions)."""
+    """Return a function's first parameter; None if it has no parameter or is a C function without a
+    signature."""
     try:
         return next(iter(inspect.signature(function).parameters.values()), None)
     except (ValueError, TypeError):

@@ -1,4 +1,5 @@
-"""Plays episodes with a model: generates and scores as a step does, without training or saving."""
+"""Plays episodes with a model. Generation and scoring are as in a step; nothing is trained or
+saved."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ def play(config: Config, episodes: int) -> list[dict[str, Any]]:
     """Play one episode for each of the first `episodes` prompts. If there are fewer prompts, repeat
     them.
 
-    Every rank calls it. Returns records of evaluation.jsonl on the main rank, an empty list on the
-    other ranks. Raises UserError.
+    Every rank calls this function. It returns records of evaluation.jsonl on the main rank, and an
+    empty list on the other ranks. Raises UserError.
     """
     inputs, wanted = read_inputs(config, tools_of(config)), config.reward
     reward = get_reward(wanted.name, wanted.import_path, wanted.options, wanted.workers)

@@ -1,4 +1,5 @@
-"""The RolloutSource of vLLM servers: the ranks' side of the rollout service.
+"""The RolloutSource for vLLM servers. It runs on the training ranks and talks to the rollout
+service.
 
 weights   see rollout/vllm/weight_sync.py
 responses servers -> service -> store -> each rank reads its own share
@@ -50,7 +51,7 @@ class KeptServers:
     service: ServiceClient | None  # only on rank 0
 
     def close(self) -> None:
-        """End the service and its servers; does nothing if they have ended."""
+        """End the service and its servers. The call does nothing if they have already ended."""
         if self.service is not None:
             self.service.close()
 
@@ -68,15 +69,15 @@ class ServedRollouts:
         kept: KeptServers | None = None,
     ) -> None:
         """hf_config: config.json of the model that the weights come from; kept: the servers of the
-        phase before, which are used if they fit this phase."""
+        previous phase, which are used again if they fit this phase."""
         self.config, self.device = config, device
-        # without end-of-sequence token: all responses of the weight check have the same length
+        # Without end-of-sequence tokens, no response of the weight check ends early.
         self.engine = MegatronEngine(policy, pad_id=inputs.tokenizer.pad_id, eos_id=())
         self.data_group = data_parallel_group()
         self.report: Callable[[str], None] = lambda text: None
         self.policy, self.hf_config = policy, hf_config
         self.folder = Path(str(config.logging.dir)) / FOLDER
-        self.layers: Sequence[int] | None = None  # this rank's MoE layers, from 1; None: no r3
+        self.layers: Sequence[int] | None = None  # this rank's MoE layers, from 1; None: r3 is off
         if "r3" in config.routing.modes:
             self.layers = attach_hooks(policy.models)
         self.service: ServiceClient | None = None  # only on rank 0
@@ -85,13 +86,13 @@ class ServedRollouts:
         self.version = 0  # the newest weights version
         self.counted: dict[str, float] = defaultdict(float)  # sums since the last weights update
         self.updated = time.perf_counter()  # time of the last weights update
-        self.told: dict[str, float] = {}  # the service's figures at that time
+        self.told: dict[str, float] = {}  # the service's figures at the last weights update
 
     # Weights and the service
 
     def take_weights(self, version: int) -> dict[str, float]:
         """Send the weights to the servers. The first call starts the service, or takes over the
-        service of the phase before. See RolloutSource.
+        service of the previous phase. See RolloutSource.
 
         Raises RolloutError on all ranks if no server passes the check of its weights within
         rollout.vllm.weight_update_timeout_seconds.
@@ -105,7 +106,7 @@ class ServedRollouts:
             metrics = self.sync.send_weights(version)
         figures = on_main(lambda: self._service().figures())
         counted, self.counted = self.counted, defaultdict(float)
-        # with staleness, responses may have been generated at any time since the last update
+        # With staleness, responses may have been generated at any time since the last update.
         before, self.updated = self.updated, time.perf_counter()
         ahead = self.config.rollout.staleness > 0
         seconds = self.updated - before if ahead else counted["seconds"]
@@ -142,7 +143,8 @@ class ServedRollouts:
         return self.service
 
     def _goes_on(self) -> bool:
-        """Take over the servers of the phase before. Returns False if none fit this phase."""
+        """Take over the servers of the previous phase. Returns False if there are none, or if they
+        do not fit this phase."""
         kept, self.kept = self.kept, None
         if kept is None or kept.sync.version != self.version:
             return False
@@ -172,8 +174,8 @@ class ServedRollouts:
     def _start(self) -> str:
         """Start the service, on rank 0. Returns the folder for new weights."""
         folder = make_weights_folder(self.config)
-        # Keep responses that an earlier start of the run generated for later steps. But delete
-        # evaluations of later steps: these steps are trained again, with other weights.
+        # Responses that an earlier start of the run generated for later steps are kept. Evaluations
+        # of later steps are deleted, because these steps will be trained again, with other weights.
         forget(self.folder, lambda name: name.startswith("step_") or step_of(name) <= self.version)
         self.service = ServiceClient(self._settings(folder), self.config.rollout.vllm.restarts)
         return str(folder)
@@ -219,7 +221,7 @@ class ServedRollouts:
         share = self.read(request, [*prompts])
         group = share.group
         known = [names for names in all_gather_objects(group.part_names) if names is not None]
-        if known:  # empty if all calls failed
+        if known:  # `known` is empty if all calls failed
             group.parts, group.part_names = group.parts_of(known[0]), known[0]
             scorer.adopt(known[0])
         return share
@@ -251,7 +253,7 @@ class ServedRollouts:
 
     @staticmethod
     def _read(path: Path, numbers: Sequence[int], first: int) -> RolloutGroup:
-        """Read these groups and join them.
+        """Read the groups with these numbers and join them.
 
         All ranks read the first group, so that a rank without groups knows the columns. Raises
         DataError on all ranks if any rank cannot read its groups.
@@ -269,9 +271,10 @@ class ServedRollouts:
         return joined
 
     def _count_missing(self, group: RolloutGroup) -> None:
-        """Count tokens whose experts the servers did not report, and tokens that should have them.
+        """Count the tokens whose experts the servers did not report, and the tokens whose experts
+        they should report.
 
-        All tokens except the last one of each branch should have them.
+        They should report the experts of all tokens except the last token of each branch.
         """
         branches = len(group.truncated)
         if (kinds := group.in_response) is not None:  # each branch is a prompt, then a response
@@ -287,9 +290,10 @@ class ServedRollouts:
 
 
 def origin_of_rollouts(config: Config) -> str:
-    """Return a fingerprint of all that decides responses and rewards, except the policy.
+    """Return a fingerprint of everything that decides responses and rewards, except the policy.
 
-    It covers settings, prompts, suites, tokenizer and the code of rewards. Raises DataError.
+    The fingerprint covers settings, prompts, suites, tokenizer and the code of rewards. Raises
+    DataError.
     """
     files = {k: v for k, v in fingerprints(config).items() if not k.startswith("objective.")}
     suites = config.evaluation.model_dump(mode="json")["suites"]
@@ -298,7 +302,8 @@ def origin_of_rollouts(config: Config) -> str:
 
 
 def shares_of_work(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics of how busy servers were between two reports of the service's figures.
+    """Return metrics that say how busy the servers were between two reports of the service's
+    figures.
 
     If the service was restarted in between, the period begins with its start.
     """

@@ -24,7 +24,7 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: no limit
-    # texts or special tokens; a response ends with the token that completes one of them
+    # Texts or special tokens. A response ends with the token that completes one of these.
     stop: tuple[str, ...] = ()
 
     @classmethod
@@ -46,8 +46,8 @@ class RolloutRequest:
     name: str  # unique in the run; evaluations sort before steps, and servers work in this order
     key: str  # the configuration key that names the prompt files
     rows: list[int]  # numbers of the prompts in these files
-    first: int  # number, in the step, of this request's first prompt
-    per_prompt: int  # responses to each prompt
+    first: int  # the number that this request's first prompt has in the step
+    per_prompt: int  # number of responses to each prompt
     sampling: Sampling
     seed: int  # seed and sample number together decide all randomness of a sample
     version: int  # the lowest weights version that may generate
@@ -81,7 +81,7 @@ class RolloutEngine(Protocol):
     def generate(self, requests: Requests, sampling: Sampling, seed: int) -> RolloutBatch:
         """Generate this rank's responses, in the order of `Requests.sample_indices`.
 
-        Every rank calls it at the same time, even a rank without requests. With equal weights, the
+        All ranks call this method together, even a rank without requests. With equal weights, the
         same seed and sample index give the same response on any layout, up to rounding.
         """
         ...
@@ -115,9 +115,11 @@ class RolloutShare:
 
 
 class RolloutSource(Protocol):
-    """Returns scored responses. Every rank has one, and all ranks call each method together."""
+    """Returns scored responses. Every rank has a source, and all ranks call each method
+    together."""
 
-    report: Callable[[str], None]  # gets the progress of sampling or scoring as text for people
+    # Called with the progress of sampling or scoring, as a text to show.
+    report: Callable[[str], None]
 
     def begin(self, request: RolloutRequest) -> None:
         """Announce a request that `take` will need soon."""
@@ -152,7 +154,7 @@ class RolloutSource(Protocol):
 
     def hand_over(self) -> Any:
         """Return resources that the source of the next phase takes over, or None. `close` does not
-        free them."""
+        free these resources."""
         ...
 
     def close(self) -> None:

@@ -51,10 +51,11 @@ class GeneratedTurn(Protocol):
 
     token_ids: np.ndarray  # [tokens] int32, including the token that ended the turn
     logprobs: np.ndarray  # [tokens] float32, at the sampling temperature
-    truncated: bool  # cut off by the limit of tokens
+    truncated: bool  # True if the limit of tokens cut the turn off
     # [prompt + response tokens, layers, k]; None: the engine does not report the experts here
     routes: np.ndarray | None
-    versions: np.ndarray | None  # [tokens] int32, weights versions; None: the engine reports none
+    # [tokens] int32, weights versions; None: the engine reports no versions.
+    versions: np.ndarray | None
 
 
 # Makes the engine generate one turn for each sample number. All these turns follow the same tokens.
@@ -65,14 +66,14 @@ Generate = Callable[[TurnRequest, Sequence[int]], Coroutine[Any, Any, Sequence[G
 class Played:
     """One whole response: all turns of an episode, and the tokens between them."""
 
-    tokens: np.ndarray  # [tokens] int32, for each branch its prompt and its part of the response
+    tokens: np.ndarray  # [tokens] int32: for each branch, its prompt and its part of the response
     logprobs: np.ndarray  # [response tokens] float32
     truncated: bool
     routes: np.ndarray | None  # [tokens, layers, k]
     versions: np.ndarray | None  # [response tokens] int32
     turns: Sequence[Sequence[Any]]  # [branch][turn]: what the engine returned
-    # The next three are None if there is no environment. All tokens after the prompt are then one
-    # turn.
+    # The next three fields are None if there is no environment. Then all tokens after the prompt
+    # are one turn.
     in_response: np.ndarray | None = None  # [tokens] bool
     sampled: np.ndarray | None = None  # [response tokens] bool: the tokens to learn from
     episode: Episode | None = None
@@ -86,11 +87,11 @@ def players(
     generate: Generate,
     no_turn: Callable[[int], GeneratedTurn],
 ) -> dict[int, Coroutine[Any, Any, list[Played]]]:
-    """Return the coroutines that produce the responses to a prompt. The key of each is the number
-    of its first sample.
+    """Return the coroutines that produce the responses to a prompt. The key of a coroutine is the
+    number of its first sample.
 
-    Run them concurrently. Their results, joined in order, are one response for each sample. Each
-    coroutine has at most one call of `generate` in progress.
+    The caller must run the coroutines concurrently. Their results, joined in order, are one
+    response for each sample. Each coroutine has at most one call of `generate` in progress.
 
     episodes: None for single turns; no_turn: gets the number of prompt tokens, and makes the
     placeholder turn of an episode that failed before its first turn.
@@ -140,7 +141,8 @@ def played_episode(episode: Episode, no_turn: Callable[[int], GeneratedTurn]) ->
     no_turn: see `players`.
     """
     transcript = episode.transcript
-    has_failed = transcript.turns[0].source is None  # it failed before its first turn
+    # True: the episode failed before its first turn.
+    has_failed = transcript.turns[0].source is None
     nothing = no_turn(len(transcript.prompt)) if has_failed else None
 
     def response(turn: Written) -> Any:
@@ -167,7 +169,8 @@ def played_episode(episode: Episode, no_turn: Callable[[int], GeneratedTurn]) ->
 
 
 def _routes_of(turns: Sequence[GeneratedTurn]) -> list[np.ndarray]:
-    """Return the routes of a branch's tokens in pieces; empty if the engine reports no routes."""
+    """Return the routes of a branch's tokens in pieces, or an empty list if the engine reports no
+    routes."""
     routes = [turn.routes for turn in turns if turn.routes is not None]
     assert len(routes) in (0, len(turns)), "routes of some turns only"
     return joined_routes(routes) if routes else []
@@ -213,7 +216,7 @@ def _joined(values: Sequence[Any], dtype: Any) -> np.ndarray:
 
 
 class GroupScorer:
-    """Scores groups with one reward: the run's, or that of an evaluation suite."""
+    """Scores groups with one reward: the reward of the run or of an evaluation suite."""
 
     def __init__(
         self,
@@ -233,7 +236,7 @@ class GroupScorer:
             tokenizer,
             by_part,
         )
-        # names of the reward's parts, the same on all ranks; None: nothing has been scored yet
+        # The names of the reward's parts, the same on all ranks. None: nothing has been scored yet.
         self.part_names: PartNames | None = None
 
     @classmethod
@@ -248,8 +251,8 @@ class GroupScorer:
     ) -> GroupScorer:
         """Make a scorer from the configuration.
 
-        section: how to call the reward; is_learnt: True for the run's reward, False for a suite's.
-        The shaping is the same for both.
+        section: how to call the reward; is_learnt: True for the run's reward, False for the reward
+        of a suite. The shaping is the same for both.
         """
         shaping = Shaping(config.reward, config.rollout.max_response_tokens)
         by_part = config.objective if is_learnt and learns_from_parts(config.objective) else None
@@ -277,7 +280,7 @@ class GroupScorer:
     def samples(self, group: RolloutGroup, prompts: Mapping[int, Prompt]) -> list[Sample]:
         """Return the responses as text, in their order. prompts: by their numbers in the step.
 
-        For an episode, the text is its last turn, and the prompt is that of the first branch.
+        For an episode, the text is its last turn, and the prompt is the prompt of its first branch.
         """
         samples, end, responses_end = [], 0, 0
         rows = zip(
@@ -333,7 +336,7 @@ class GroupScorer:
         A failed call (score None) gives NaN as reward, and NaN as shaped reward of its whole
         group. episodes: the episodes of the responses, if there is an environment; judged: the
         answers of the teachers; scored: the answers of a reward model behind a URL. `add_model`
-        adds these scores to the reward.
+        adds the scores of this model to the reward.
         """
         names, numbers, count = self.scorer.part_names, group.group_index.tolist(), len(samples)
         lost = {n for n, score in zip(numbers, scores, strict=True) if score is None}

@@ -36,7 +36,7 @@ from gspo_megatron.supervised.batches import SupervisedBatch
 
 INDEX = "samples"  # folder in the run folder
 _WHOLE = "whole"  # a file in INDEX; it is absent while an index is being written
-_NO_TOKEN = -1  # padding of GPTDataset, which masks it; it must not be the id of a real token
+_NO_TOKEN = -1  # GPTDataset masks this padding, so it must not be the id of a real token
 
 Samples = GPTDataset | BlendedDataset
 
@@ -101,7 +101,8 @@ class PretrainingBatches:
             yield self.batch(self.evaluation_samples, number * self.batch_size)
 
     def batch(self, samples: Any, start: int) -> SupervisedBatch:
-        """Return the `batch_size` samples from number `start` on; each rank reads its share."""
+        """Return the `batch_size` samples from number `start` on. Each rank reads its share of
+        them."""
         dp = parallel_state.get_data_parallel_world_size()
         share = self.batch_size // dp
         first = start + parallel_state.get_data_parallel_rank() * share
@@ -179,9 +180,9 @@ def rows_of_samples(
 
 
 def _open_index(folder: Path, resumed: bool) -> None:
-    """Make an index folder without files of another run or of a killed process.
+    """Make an index folder, and remove files of another run or of a killed process from it.
 
-    Megatron-Core would use any index file with the right name."""
+    Megatron-Core would use every index file with the right name."""
     whole = folder / _WHOLE
     if not (resumed and whole.exists()):
         shutil.rmtree(folder, ignore_errors=True)
@@ -216,7 +217,8 @@ def _build(
     prefixes: list[str],
     weights: list[float] | None,
     split: list[tuple[float, float] | None],  # shares of documents: training, evaluation, test
-    sizes: list[int | None],  # number of samples in each; None: the samples of one epoch
+    # Number of samples of training, evaluation, test; None: the samples of one epoch.
+    sizes: list[int | None],
 ) -> Samples:
     # The tokenizer attributes that GPTDataset reads; the names of its index files depend on them.
     names = {"vocab_size": inputs.tokenizer.vocab_size, "eod": inputs.eod_id}
@@ -242,10 +244,10 @@ def _build(
 
 
 def _order(samples: Samples) -> list[list[int]]:
-    """Return, for each corpus, how often it is read and its number of samples.
+    """Return, for each corpus, the number of times that it is read, and its number of samples.
 
-    Besides the configuration, the order of the samples depends on these. If a corpus is read only
-    once, its order does not depend on the length of the run."""
+    The order of the samples depends on the configuration and on these two numbers. If a corpus is
+    read only once, its order does not depend on the length of the run."""
     parts = samples.datasets if isinstance(samples, BlendedDataset) else [samples]
     return [
         [math.ceil(len(part.document_index) / len(part.indices)), len(part.shuffle_index)]

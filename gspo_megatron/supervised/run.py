@@ -38,8 +38,7 @@ def run_stage(config: Stage, inputs: Inputs, *, fresh: bool = False) -> bool:
     The configuration has passed `check_config`, and its number of steps is known. If the run folder
     holds a run, it is continued. With `fresh`, the folder must be empty.
 
-    Returns True if the run is done, False if it was stopped and saved. Raises UserError for
-    problems that the user can solve.
+    Returns True if the run is done, False if it was stopped and saved. Raises UserError.
     """
     export = None if config.export.hf_path is None else Path(config.export.hf_path)
     with open_session(config, fresh=fresh) as session:
@@ -47,13 +46,14 @@ def run_stage(config: Stage, inputs: Inputs, *, fresh: bool = False) -> bool:
         if session.start.is_finished and is_exported:
             session.tell_finished()
             return True
-        if export is not None:  # check before training whether the folder can be used
+        if export is not None:  # a folder that cannot be used is refused before training
             on_main(lambda: check_destination(export))
         session.begin()
         loop, hf = assemble_stage(config, inputs, session.start, session.stop)
         with closing(loop.logger):
             done = session.train(loop.run, loop.policy, loop.checkpoints.close, loop.logger)
-            if done:  # no watchdog here: one rank writes, and the others may wait for long
+            # No watchdog runs here, because one rank writes and all other ranks may wait for long.
+            if done:
                 if export is not None:
                     tokenizer = config.data.tokenizer
                     export_hf(loop.policy, str(export), hf_config=hf, tokenizer=tokenizer)

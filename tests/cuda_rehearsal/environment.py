@@ -10,9 +10,9 @@ from tests.programs import ROOT
 
 
 def rehearsal(devices: int | None = None, engine: str | None = None) -> dict[str, str]:
-    """devices: the number of devices on the host; None: as many as the ranks that are launched
-    there. engine: the version of Transformer Engine that the stand-in imitates; None: it is not
-    installed."""
+    """Return the variables. devices: the number of devices on the host; None: the number of ranks
+    that are launched on the host. engine: the version of Transformer Engine that the stand-in
+    imitates; None: Transformer Engine counts as not installed."""
     paths = [str(build.FOLDER / "startup"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     if engine is not None:
         paths.insert(0, str(build.FOLDER / "engine" / "site"))

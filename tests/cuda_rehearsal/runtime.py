@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 LIBRARY = "CUDA_REHEARSAL_LIBRARY"  # the path of the shared object
-DEVICES = "CUDA_REHEARSAL_DEVICES"  # the number on this host; by default, the number of its ranks
+# The number of devices on this host; default: the number of its ranks.
+DEVICES = "CUDA_REHEARSAL_DEVICES"
 # A folder with a file for each process, which lists the waits of the host.
 WAITS = "CUDA_REHEARSAL_WAITS"
-MEMORY = 80 << 30  # the bytes that a device reports as its memory
+MEMORY = 80 << 30  # the size of its memory that a device reports, in bytes
 
 _device: Any = None
 _Tell = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
@@ -37,8 +38,8 @@ def load_device() -> None:
 
 
 def begin(devices: int, own: int) -> None:
-    """Set the number of devices on the host, and the number of this rank's own device. Using memory
-    of another device is an error. -1: this process has no own device."""
+    """Set the number of devices on the host, and the index of this rank's own device. Use of
+    another device's memory is an error. An index of -1 says that this process has no own device."""
     _device.rehearsal_begin(devices, own)
 
 
@@ -66,7 +67,7 @@ def _complete_bindings(torch: Any) -> None:
         _use_device(index) if index >= 0 else _device.rehearsal_device()
     )
     native._cuda_synchronize = lambda: _device.rehearsal_synchronize()
-    native._cuda_isInBadFork = lambda: False  # host memory survives a fork
+    native._cuda_isInBadFork = lambda: False  # a fork does no harm to devices in host memory
     native._cuda_getCurrentRawStream = lambda index: _device.rehearsal_stream(index)
 
     def current(index: int) -> tuple[int, int, int]:
@@ -118,13 +119,13 @@ def _complete_module(torch: Any) -> None:
         range_pop=lambda: None,
         range=lambda *args, **kwargs: contextlib.nullcontext(),
     )
-    # there is no Triton
+    # There is no Triton for the rehearsed device, so functions stay as they are.
     torch.compile = lambda model=None, **options: model or (lambda function: function)
 
 
 def _complete_streams(torch: Any) -> None:
     class Stream(torch.Stream):
-        """torch.cuda.Stream, made from torch's generic streams."""
+        """A torch.cuda.Stream that is made from torch's generic streams."""
 
         def __new__(cls, device: Any = None, priority: int = 0, **place: int) -> Any:
             if place:
@@ -137,7 +138,7 @@ def _complete_streams(torch: Any) -> None:
             return self.stream_id
 
     class Event(torch.Event):
-        """torch.cuda.Event, made from torch's generic events."""
+        """A torch.cuda.Event that is made from torch's generic events."""
 
         def __new__(
             cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
@@ -187,8 +188,7 @@ def _complete_collectives() -> None:
 
 @contextlib.contextmanager
 def counted_waits() -> Iterator[Counter[str]]:
-    """A context in which the waits of the host are counted, by the line of the package that
-    waits."""
+    """A context that counts the waits of the host, by the line of the package that waits."""
     found: Counter[str] = Counter()
 
     def tell(what: bytes) -> None:

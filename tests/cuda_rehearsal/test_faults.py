@@ -1,5 +1,5 @@
-"""Faults that only a GPU shows, planted one at a time. The rehearsal detects each of them. On CPUs
-none is detected."""
+"""Faults that only a GPU shows, planted one at a time. The rehearsal detects each of them. A run on
+CPUs detects none of them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tests.cuda_rehearsal.test_training import assert_close
 from tests.parallel.checkpoints import run_config
 from tests.parallel.pool import Pool, RankError
 
-DEVICES = "same device"  # a part of the message
+DEVICES = "same device"  # a part of torch's message
 RACE = "no event orders the two"
-# the process dies with a message on stderr if the host touches memory that a copy is filling
+# If the host touches memory that a copy is filling, the process dies with a message on stderr.
 DIED = "the process died"
 
 
@@ -262,7 +262,7 @@ def test_cpus_do_not(cpus: Pool, make_config: MakeConfig, case: Case) -> None:
         assert_close(found, expected)
 
 
-# Faults that change no result but cost time. For each: the part of a run, and the fault.
+# Faults that change no result but cost time. Each value names the part of a run, and the fault.
 COSTS = {
     "the host reads every token": (
         "generation",

@@ -41,7 +41,8 @@ STAGES = {"sft": "dp=2,ep=2", "pretrain": "tp=2,pp=2"}
 
 
 def assert_close(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
-    """Check that the metrics of steps agree. Sums in float32 may have another order."""
+    """Check that the metrics of steps agree, up to the rounding of float32 sums in another
+    order."""
     assert len(found) == len(expected) == 3  # one evaluation and two steps
     for step, reference in zip(found, expected, strict=True):
         assert step.keys() == reference.keys()
@@ -71,7 +72,7 @@ def test_other_stages_report_what_cpus_report(
 def test_a_server_loads_the_weights_that_cpus_send(
     host: Host, cpus: Pool, make_config: MakeConfig
 ) -> None:
-    """Rank 0 of a sharded model sends two versions of the weights by the transport nccl."""
+    """Rank 0 of a sharded model sends two versions of the weights with the transport nccl."""
     config = make_config(parallel__layout="tp=2,ep=2")
     expected = cpus.on(config, stream_weights, timeout=240)
     assert len(expected) == 2 and expected[0] != expected[1]

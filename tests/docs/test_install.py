@@ -18,7 +18,7 @@ PYTHONS = {"3.10": "310", "3.11": "311", "3.12": "312", "3.13": "312"}
 
 
 def pins(file: str) -> dict[str, str]:
-    """The pinned version of each package."""
+    """The pinned version of each package in a requirements file."""
     lines = (REQUIREMENTS / file).read_text(encoding="utf-8").splitlines()
     return dict(line.split("==") for line in lines if not line.startswith("#"))
 
@@ -91,9 +91,9 @@ def test_uv_makes_the_environment_of_the_pins(tmp_path: Path) -> None:
 @pytest.mark.full  # needs a package index
 @pytest.mark.timeout(900)
 def test_pip_resolves_the_pins(tmp_path: Path) -> None:
-    """The pins are resolved for the first release of this Python (such as 3.11.0), from wheels
+    """pip resolves the pins for the first release of this Python (such as 3.11.0), from wheels
     only, with the CUDA packages as constraints. Transformer Engine's package for torch has no
-    wheel, so the test only checks that its version exists."""
+    wheel, so the test only checks that its pinned version exists."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     file = f"cpu-py{PYTHONS[python]}.txt"
     cpu = pins(file)

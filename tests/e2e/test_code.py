@@ -1,4 +1,4 @@
-"""The example whose policy writes programs. Its recipe runs, and its reward judges programs
+"""The example in which the policy writes programs. Its recipe runs, and its reward judges programs
 correctly."""
 
 from __future__ import annotations

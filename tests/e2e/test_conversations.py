@@ -1,5 +1,5 @@
-"""Runs on conversations from several files: the prompts that are sampled, the arguments of the
-reward, and resuming."""
+"""Runs whose prompts are conversations from several files: which prompts are drawn, which arguments
+the reward gets, and how a run is resumed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def reward(sample):
 
 
 def drawn(folder: Path) -> list[tuple[object, ...]]:
-    """The samples of the training in samples.jsonl."""
+    """The training samples that samples.jsonl records."""
     rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     names = ("step", "row_id", "prompt", "response", "reward", "answer")
     return [tuple(row[name] for name in names) for row in rows if row["split"] == "train"]

@@ -1,5 +1,5 @@
-"""The convert command on models of transformers and on our runs, in both directions, and with
-mistakes."""
+"""The convert command in both directions, on models of transformers and on our runs, and after
+mistakes of the user."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def converted(gspo: Command, *arguments: object) -> None:
 
 
 def published_by_transformers(folder: Path, dtype: torch.dtype, tied: bool) -> None:
-    """A random model in several files, with odd sizes, and norms that are not 1."""
+    """Write a random model in several files, with unusual sizes, and with norms that are not 1."""
     transformers = pytest.importorskip("transformers")
     settings = model_config("qwen3_moe", tie_word_embeddings=tied)
     settings = {k: v for k, v in settings.items() if k not in ("architectures", "torch_dtype")}
@@ -108,8 +108,8 @@ def test_mistakes_are_told_line_by_line(capsys: pytest.CaptureFixture[str], tmp_
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> list[str]:
-    """The first words of a command line. They run another command with a file system of 2 MB at
-    tmp_path/disk."""
+    """The first words of a command line. They run the command that follows them with a file system
+    of 2 MB at tmp_path/disk."""
     (tmp_path / "disk").mkdir()
     script = 'mount -t tmpfs -o "$0" none "$1" && shift && exec "$@"'
     start = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script]
@@ -146,7 +146,7 @@ def test_a_disk_that_is_too_small_and_one_that_is_read_only(
 
 @pytest.mark.parametrize("direction", ["hf-to-megatron", "megatron-to-hf"])
 def test_a_disk_that_fills_up_meanwhile(tmp_path: Path, direction: str) -> None:
-    """There is enough space at the start. During the command, no file may grow beyond 256 KB."""
+    """At the start of the command there is enough space. Later, no file can grow beyond 256 KB."""
     source = write_model(tmp_path / "hf", "qwen3_moe", seed=3, vocab_size=9001)
     if direction == "megatron-to-hf":
         hf_to_megatron(source, tmp_path / "ours")
@@ -172,7 +172,7 @@ def test_a_disk_that_fills_up_meanwhile(tmp_path: Path, direction: str) -> None:
 
 
 def when_made(folder: Path) -> tuple[int, int] | None:
-    """A mark that identifies the folder. The mark changes if the folder is replaced or emptied."""
+    """A pair of numbers that changes if the folder is replaced or emptied."""
     try:
         status = folder.stat()
     except FileNotFoundError:
@@ -182,7 +182,7 @@ def when_made(folder: Path) -> tuple[int, int] | None:
 
 def kill_while_it_writes(command: list[str], partial: Path, delay: float) -> bool:
     """Kill the command while it runs. Returns whether it had begun to write and had not ended."""
-    left = when_made(partial)  # left by the process that was killed before
+    left = when_made(partial)  # the folder that the previous killed process left
     process = subprocess.Popen(
         command, env=command_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -212,10 +212,10 @@ def test_a_killed_conversion_leaves_nothing_that_looks_whole(
         hit, longest = 0, 0.15
         while hit < kills:
             hit += kill_while_it_writes(command, partial, drawn.random() * longest)
-            if result.exists():  # the kill came at the end, or after it
+            if result.exists():  # the kill came after the result was in place
                 assert_whole(result, source)
                 shutil.rmtree(result)
-                # on this machine the kills come too late, so the next ones come earlier
+                # On this machine the kills come too late, so the next kills come earlier.
                 longest *= 0.9
                 assert longest > 0.001, "no kill comes while something is being written"
         converted(gspo, *words)
@@ -231,8 +231,8 @@ def assert_whole(result: Path, source: Path) -> None:
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """The model has two tensors of 211 MB. Memory that the process had before the conversion does
-    not count."""
+    """The model has two tensors of 211 MB. The test does not count memory that the process had
+    before the conversion."""
     source = write_model(
         tmp_path / "source", "qwen3_moe", seed=5, vocab_size=1_200_001, num_hidden_layers=1
     )
@@ -241,6 +241,6 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     ours, back = tmp_path / "ours", tmp_path / "back"
     for words in (("hf-to-megatron", source, ours), ("megatron-to-hf", ours, back)):
         peak = peak_memory("-m", "gspo_megatron", "convert", *map(str, words))
-        # Up to four threads have two blocks of 16 MiB each, and 32 MiB of files are mapped.
+        # Each of up to four threads has two blocks of 16 MiB, and 32 MiB of files are mapped.
         assert peak - start < 200e6, words
         assert peak < 600e6, words

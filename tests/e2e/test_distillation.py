@@ -17,14 +17,14 @@ from tests.unit.hf.published import write_model
 
 
 def a_folder(path: Path, toy: Path, seed: int, **changes: Any) -> Path:
-    """A published model with the tokenizer of the toy task."""
+    """The folder of a random published model with the tokenizer of the toy task."""
     write_model(path, "qwen3_moe", seed=seed, vocab_size=53, **changes)
     shutil.copy(toy / "tokenizer.model", path)
     return path
 
 
 def distilling(toy: Path, folder: Path, teacher: Path, **objective: Any) -> Path:
-    """A run without rewards. Student and teacher have different weights."""
+    """The configuration of a run without rewards. Student and teacher have different weights."""
     student = a_folder(folder / "student", toy, seed=9)
     path = make_small(write_config(toy, folder), data={"eval_prompts": None})
     config = yaml.safe_load(path.read_text())
@@ -54,7 +54,7 @@ def test_a_teacher_with_the_students_weights_teaches_nothing(
     toy: Path, tmp_path: Path, form: str
 ) -> None:
     config = distilling(toy, tmp_path, tmp_path / "student")
-    # Other sources of a gradient are turned off: the router's own loss, and the rounding of the
+    # Two other sources of a gradient are turned off: the router's own loss, and the rounding of the
     # rollout's log-probs.
     exact = ["model.megatron.moe_aux_loss_coeff=0.0", "objective.old_logprobs=recompute"]
     # Weight decay would change the student before the second update.
@@ -93,7 +93,8 @@ def test_what_is_no_teacher_is_told_in_one_line(toy: Path, tmp_path: Path) -> No
 
 
 def specialists(toy: Path, folder: Path) -> Path:
-    """A run with rewards. Each prompt names one of two teachers, or no teacher."""
+    """The configuration of a run with rewards. Each prompt names one of two teachers, or no
+    teacher."""
     path = make_small(write_config(toy, folder), data={"eval_prompts": None})
     config = yaml.safe_load(path.read_text())
     config["model"] = {"hf_path": str(a_folder(folder / "student", toy, seed=9))}

@@ -1,5 +1,5 @@
-"""Families with the real commands: fine-tuning of a published folder, RL with replayed experts from
-its export, and another export."""
+"""Families of models with the real commands: fine-tuning of a published folder and its export, then
+RL with replayed experts that starts from this export, and another export."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.unit.hf.published import read_folder, write_model
 from tests.unit.hf.test_hf_models import YARN
 
 VOCABULARY = 53  # larger than the number of the tokenizer's pieces
-# Two fp32 computations of the same log-prob: token by token with a cache, and for all tokens at
-# once.
+# The most that two fp32 computations of the same log-prob may differ: one goes token by token with
+# a cache, the other computes all tokens at once.
 SAME_LOGPROBS = 1e-5
 
 
@@ -31,13 +31,14 @@ class Case:
     family: str
     layout: str
     replay: str = "r3"
-    changes: dict[str, Any] = field(default_factory=dict)  # changes of its config.json
+    changes: dict[str, Any] = field(default_factory=dict)  # changed keys of config.json
 
     def __str__(self) -> str:
         return f"{self.family} {self.layout} {self.replay}"
 
 
-# texts are longer than the original context of 8 tokens; stages have 3 layers and 1 layer
+# Texts are longer than YaRN's original context of 8 tokens. The two stages have 3 layers and 1
+# layer.
 LATENT = Case(
     *("deepseek_v3", "pp=2,ep=2"),
     changes={"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},

@@ -27,7 +27,7 @@ def hf_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def new(tmp_path: Path, *words: object) -> tuple[Path, str]:
-    """Run the command. Returns the new folder, and the output."""
+    """Run `gspo-megatron new`. Returns the new folder, and the output."""
     return tmp_path / "my run", gspo("new", tmp_path / "my run", *words).stdout
 
 

@@ -1,5 +1,5 @@
-"""A run whose keys change at given steps. It gives the same as a run that is stopped at these steps
-and changed by hand."""
+"""A run with phases, in which keys change at given steps. Its results equal those of a run that is
+stopped at these steps and changed by hand."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.e2e.resuming import (
 from tests.programs import gspo, wait_until
 
 LAST = "rl_00000006"
-# Keys of each kind change: lengths and sizes, the prompts, a learning rate, and the objective, with
-# as many updates as before.
+# Keys of each kind change: lengths and sizes, the prompts, a learning rate, and the objective. The
+# number of updates per step stays the same.
 LONGER = {"rollout": {"max_response_tokens": 9, "prompts_per_step": 3}}
 OTHER = {
     "data": {"prompts": "other.jsonl"},
@@ -64,7 +64,8 @@ def campaign(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_phases_are_stops_with_changes(campaign: Path, toy: Path, tmp_path: Path) -> None:
-    """The two runs are equal bit for bit. There is a checkpoint at each border."""
+    """The run with phases and the run that is changed by hand are equal bit for bit. Each border
+    has a checkpoint."""
     config = a_run(toy, tmp_path / "by_hand", [], steps=2)
     train(config)
     edit(config, training={"steps": 4}, **LONGER)
@@ -77,7 +78,7 @@ def test_phases_are_stops_with_changes(campaign: Path, toy: Path, tmp_path: Path
     told = train(config, "--change").stderr
     assert "changed from step 5 on: data.prompts" in told
     assert_same_run(config.parent / "run", campaign / "run", LAST)
-    train(config)  # the campaign's own command, after the changes by hand
+    train(config)  # the command of the run with phases continues the run that was changed by hand
 
     names = checkpoint_names(campaign / "run")
     assert {"rl_00000002", "rl_00000004", LAST, "reference"} <= set(names)
@@ -95,7 +96,7 @@ def test_phases_are_stops_with_changes(campaign: Path, toy: Path, tmp_path: Path
 
 
 def copied(campaign: Path, folder: Path) -> Path:
-    """A copy of the configuration, for a run in another folder."""
+    """A copy of the campaign's configuration, for a run in another folder."""
     copy = shutil.copytree(campaign, folder / "copy")
     shutil.rmtree(copy / "run")
     (copy / "calls").unlink()
@@ -131,8 +132,8 @@ def test_a_campaign_that_is_killed_at_its_borders_goes_on(campaign: Path, tmp_pa
 
 
 def test_phases_on_many_ranks(campaign: Path, tmp_path: Path) -> None:
-    """Between phases, the ranks destroy all process groups and build new ones. The tolerance is
-    that for runs on several layouts, because learning magnifies fp32 rounding."""
+    """Between phases, the ranks destroy all process groups and build new ones. The tolerance is the
+    same as in tests of several layouts, because learning magnifies fp32 rounding."""
     config = copied(campaign, tmp_path)
     train(config, "parallel.layout=tp=2,pp=2,ep=2")
     theirs = {each["step"]: each for each in records(campaign / "run")}
@@ -153,8 +154,8 @@ def test_the_run_is_evaluated_as_in_its_last_phase(campaign: Path, tmp_path: Pat
 
 
 def test_a_phase_renews_its_reference(toy: Path, tmp_path: Path) -> None:
-    """At the first update of the phase, the policy equals its reference. A resumed run loads the
-    same reference."""
+    """At the first update of the phase, the policy equals its reference policy. A resumed run loads
+    the same reference policy."""
     phases = [{"until_step": 2}, {"reference": "renew"}]
     config = a_run(toy, tmp_path / "renewed", phases, steps=4)
     edit(config, objective={"mini_batches": 1}, checkpoint={"interval": 1, "keep_last": None})

@@ -70,7 +70,8 @@ def test_a_run_with_everything_on(config_file: Path, tmp_path: Path) -> None:
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert [s["step"] for s in samples] == [s for s in range(1, steps + 1) for _ in range(3)]
     for sample in samples:
-        # The logged reward is the one before shaping. It must belong to the prompt of the answer.
+        # The logged reward is the reward before shaping. It must be the reward for the answer of
+        # this prompt.
         response, answer = sample["response"], sample["answer"]
         right = sum(a == b for a, b in zip(response, answer)) / len(answer)
         bonus = 0.25 * (response[:1] == answer[:1])

@@ -1,5 +1,5 @@
-"""Pre-training and fine-tuning by their entry files: on several layouts, resumed, and one stage
-after the other."""
+"""Pre-training and fine-tuning, started by their entry files: on several layouts, resumed, and one
+stage after the other."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def run(phase: str, config: Path, *words: object, expect: int = 0) -> str:
 
 @pytest.fixture(scope="module")
 def base(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a file PHASE.yaml for each stage, and a finished run of it on one rank
-    (`PHASE`)."""
+    """A folder with a configuration PHASE.yaml for each stage, and its finished run on one rank in
+    the folder PHASE."""
     folder = tmp_path_factory.mktemp("stages")
     for name, count in (("a", 50), ("b", 30)):
         write_corpus(toy / "tokenizer.model", folder / name, count)
@@ -88,8 +88,8 @@ def base(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_losses_are_the_same_on_any_layout(
     base: Path, tmp_path: Path, phase: str, layout: str
 ) -> None:
-    """Sums in fp32 have another order on another layout, and learning magnifies the difference. The
-    tolerance is 1e-4, as for RL steps."""
+    """On another layout, sums in fp32 have another order, and learning magnifies the difference.
+    The tolerance is 1e-4, as for RL steps."""
     words = (f"parallel.layout={layout}", f"logging.dir={tmp_path / 'run'}", "export.hf_path=")
     run(phase, base / f"{phase}.yaml", *words, "checkpoint.interval=0", "logging.plots=false")
     mine, theirs = records(tmp_path / "run"), records(base / phase)
@@ -105,7 +105,7 @@ def test_losses_are_the_same_on_any_layout(
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_resumed_run_is_the_same_bit_for_bit(base: Path, tmp_path: Path, phase: str) -> None:
-    """The run is continued from its middle, and exported again."""
+    """The run is continued from the checkpoint in its middle, and exported again."""
     again = tmp_path / "run"
     shutil.copytree(base / phase, again)
     for step in range(3, STEPS + 1):
@@ -121,7 +121,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(base: Path, tmp_path: Path, phase
 @pytest.mark.full
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_run_that_is_stopped_by_a_signal_is_saved(base: Path, tmp_path: Path, phase: str) -> None:
-    """After that it continues as if it had not been stopped."""
+    """The next start continues the run as if it had not been stopped."""
     again = tmp_path / "run"
     words = (f"logging.dir={again}", "export.hf_path=", "parallel.layout=dp=2")
     process = subprocess.Popen(
@@ -174,8 +174,8 @@ def test_the_exported_model_has_the_loss_that_was_reported(base: Path, toy: Path
 def test_each_stage_begins_with_the_weights_of_the_one_before(
     base: Path, toy: Path, tmp_path: Path
 ) -> None:
-    """The loss before the first step equals that of the given checkpoint. RL also starts from a
-    checkpoint."""
+    """Before the first step, fine-tuning from a checkpoint has another loss than fine-tuning from
+    random weights. RL also starts from a checkpoint."""
     words = (f"model.checkpoint_path={base / 'pretrain'}", f"logging.dir={tmp_path / 'sft'}")
     run("sft", base / "sft.yaml", *words, "export.hf_path=", "training.steps=3")
     fresh, given = records(base / "sft")[0], records(tmp_path / "sft")[0]

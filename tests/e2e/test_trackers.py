@@ -1,5 +1,4 @@
-"""A run with a tracker from its first step on: `train` in a new folder, and then the resumed
-run."""
+"""A run with a tracker: `train` in a new folder, and then the resumed run."""
 
 from __future__ import annotations
 

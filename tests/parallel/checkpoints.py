@@ -1,4 +1,5 @@
-"""Training that is saved and resumed on ranks, and its state as whole tensors on rank 0.
+"""Training that is saved and resumed on several ranks. Its state is joined to whole tensors on rank
+0.
 
 The state is assembled without the code under test. The optimizer's ranges are summed over the
 data-parallel ranks into tensors of the parameters' shapes. models.shards then joins these tensors.
@@ -44,7 +45,8 @@ from gspo_megatron.verify import parity
 from gspo_megatron.verify.synthetic import synthetic_batch
 from tests.parallel.models import NO_ROUTER_LOSSES, VOCAB_SIZE, build_on_ranks, odd_moe
 
-# With warm-up and decay, a resumed run has the right learning rate only if it knows its position.
+# With warm-up and decay, a resumed run has the right learning rate only if its position in the
+# schedule was saved.
 SCHEDULE = Schedule(peak=2e-3, floor=1e-4, warmup=2, total=9, decay="cosine")
 STATES = ("param", "exp_avg", "exp_avg_sq")
 
@@ -55,7 +57,7 @@ class State:
     them."""
 
     weights: dict[str, Tensor] = field(default_factory=dict)
-    # the optimizer's moments and the fp32 parameters, by STATES
+    # The optimizer's moments and the fp32 parameters, with names of STATES as keys.
     moments: dict[str, Tensor] = field(default_factory=dict)
     steps: int = 0
     rate: float = 0.0  # the learning rate of the next update
@@ -103,7 +105,7 @@ def train_and_save(
     asynchronous: bool = False,
     held: bool = False,
 ) -> Outcome:
-    """Make `updates` updates, save, and make one more update. With an asynchronous save, this
+    """Make `updates` updates, save, and make one more update. With an asynchronous save, the last
     update happens during the save. If `held`, it happens before the first byte is written."""
     policy, trainer = start(config)
     for number in range(updates):
@@ -116,7 +118,7 @@ def train_and_save(
         native(*arguments)
 
     with mock.patch.object(tensors, "write_pieces", write_pieces):
-        # Right after an update, parameters may still be gathered asynchronously.
+        # Right after an update, an asynchronous gather of the parameters may still be in progress.
         save = save_tensors(folder, policy, trainer, asynchronous=asynchronous)
         state = gather_state(policy, trainer)
         if asynchronous:
@@ -133,7 +135,7 @@ def train_and_save(
 
 
 def error_of(config: Config, folder: Path, *, asynchronous: bool | None = None) -> str:
-    """The error of this rank if a load fails. If `asynchronous` is given, the error of a save."""
+    """The error of this rank when a load fails, or when a save fails if `asynchronous` is given."""
     policy, trainer = start(config)
     try:
         if asynchronous is not None:
@@ -154,7 +156,7 @@ def stock_load(config: Config, folder: Path) -> dict[str, Tensor]:
             for tensor in [*model.parameters(), *model.buffers()]:
                 tensor.zero_()
             entries = model.sharded_state_dict(metadata={"non_homogeneous_layers": True})
-            stored = {  # without the extra state, which has only FP8 scales
+            stored = {  # the extra state is left out, because it has only FP8 scales
                 k: v for k, v in entries.items() if not isinstance(v, ShardedObject)
             }
             dist_checkpointing.load(stored, str(folder / "model"))
@@ -163,9 +165,9 @@ def stock_load(config: Config, folder: Path) -> dict[str, Tensor]:
 
 
 def resume(config: Config, folder: Path, *, updates: int = 3) -> Outcome:
-    """Load a checkpoint, and make the same update as the last one of train_and_save."""
+    """Load a checkpoint, and make the same update as the last update of train_and_save."""
     policy, trainer = start(config)
-    update(config, policy, trainer, seed=1000)  # the load must replace every effect of this update
+    update(config, policy, trainer, seed=1000)  # the load must undo every effect of this update
     load_all(folder, policy, trainer)
     state = gather_state(policy, trainer)
     update(config, policy, trainer, seed=updates)
@@ -219,7 +221,7 @@ def _is_expert(parameter: torch.nn.Parameter) -> bool:
 
 
 def _flat_states(trainer: Trainer) -> dict[torch.nn.Parameter, dict[str, Tensor]]:
-    """The states of each parameter, whole and in the parameter's shape."""
+    """The optimizer's states of each parameter, as whole tensors in the parameter's shape."""
     whole = {}
     for part in _parts(trainer):
         places = part.model_param_gbuf_map
@@ -268,9 +270,9 @@ def _assemble(
 
 
 def expert_biases(config: Config, folder: Path, *, save: bool) -> dict[str, Tensor]:
-    """The expert biases of all ranks, after a check that copies are equal. If `save`, sets random
-    biases and saves a checkpoint. Otherwise loads one. The biases are buffers, so the optimizer
-    does not contain them."""
+    """Return the expert biases of all ranks, after a check that copies are equal. With `save`, the
+    biases get random values and a checkpoint is saved; otherwise a checkpoint is loaded. The biases
+    are buffers, so the optimizer does not contain them."""
     policy, _ = start(config)
     if not save:
         load_model(folder, policy)
@@ -297,7 +299,8 @@ def save_generators(config: Config, folder: Path) -> None:
 
 
 def rng_after_resume(config: Config, folder: Path, other: Path) -> tuple[str, list[str]]:
-    """Random numbers after save_rng, and the differences of those after load_rng."""
+    """The random numbers that follow save_rng, and how the numbers that follow load_rng differ from
+    them."""
     save_generators(config, folder)
     first = _draw()
     problems = []
@@ -324,13 +327,13 @@ class Published:
     """The actions of a rank while a checkpoint was published."""
 
     problem: str | None
-    looks: int  # the number of times that it listed the folder
+    looks: int  # the number of times that the rank listed the folder
     over_writers: bool  # whether all messages between ranks went over the group of writers
 
 
 def publish(config: Config, folder: Path, *, asynchronous: bool) -> Published:
-    """Publish a checkpoint to which each rank adds a small file. The higher a rank, the later it
-    writes."""
+    """Publish a checkpoint to which each rank adds a small file. Ranks with higher numbers write
+    later."""
     policy, trainer = start(config)
     rank, groups, native = dist.get_rank(), [], tensors.write_pieces
 

@@ -33,12 +33,13 @@ TASK_TIMEOUT = 120.0  # seconds; a task takes 1 to 5 on an idle machine
 # torch.distributed leaves some threads of each old world running. A few hundred of them slow down
 # every collective. A new worker takes only 0.1 s.
 TASKS_OF_A_WORKER = 8
-_GRACE = 1.0  # seconds for the other ranks to report after one has failed
+_GRACE = 1.0  # seconds in which the other ranks may report after one rank has failed
 _PRELOAD = [
     "__main__",
     "gspo_megatron.verify.parity",
     "gspo_megatron.rollout.megatron.engine",
-    # An optimizer on rehearsed devices would import this on every rank, which takes a second.
+    # Otherwise an optimizer on rehearsed devices would import this module on every rank, which
+    # takes a second.
     "torch._dynamo",
 ]
 
@@ -85,11 +86,11 @@ class Pool:
         """Run `function(**arguments)` on ranks 0 to world_size - 1. Returns the results of all
         ranks.
 
-        `function` must be in a module that can be imported. The default group exists. The function
-        starts and stops torch.distributed itself only if it needs another world. If a rank fails,
-        raises RankError with the traceback of the first one that failed. If ranks run out of time,
-        raises RankError with their numbers. In both cases all workers are ended, and the next task
-        gets new ones.
+        `function` must be in a module that can be imported. The default process group exists when
+        it begins. It starts and stops torch.distributed itself only if it needs another world. If a
+        rank fails, the call raises RankError with the traceback of the first rank that failed. If
+        ranks run out of time, the call raises RankError with their numbers. In both cases all
+        workers are ended, and the next task gets new workers.
         """
         try:
             connections = self._start(world_size)
@@ -102,12 +103,12 @@ class Pool:
             if self._tasks % TASKS_OF_A_WORKER == 0:
                 self.close()
             return results
-        except BaseException:  # even after an interrupt, no rank may wait for another one
+        except BaseException:  # even after an interrupt, no rank may wait for another rank
             self.close()
             raise
 
     def close(self) -> None:
-        """End all workers. Harmless if there are none."""
+        """End all workers. The call does nothing if no worker runs."""
         for process, connection in self._workers:
             process.kill()
             connection.close()
@@ -148,7 +149,8 @@ class Pool:
                     failures.append(f"rank {rank} of {len(connections)}: {value}")
                     deadline = min(deadline, time.monotonic() + _GRACE)
         if failures:
-            # The first failure is the cause. The others are mostly from ranks that lost their peer.
+            # The first failure is the cause. Most further failures come from ranks that lost their
+            # peer.
             raise RankError("\n".join([failures[0], *(f.splitlines()[-1] for f in failures[1:])]))
         if waiting:
             raise RankError(
@@ -176,7 +178,8 @@ class Pool:
 
 def _serve(connection: Connection, stack_file: Path, take_device: Callable[[int], str]) -> None:
     """The main loop of a worker."""
-    # These modules stay, so a garbage collection after each task need not visit them.
+    # The imported modules stay, so the garbage collections after the tasks need not visit their
+    # objects.
     gc.freeze()
     faulthandler.register(signal.SIGUSR1, stack_file.open("w"))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pytest process handles an interrupt

@@ -1,5 +1,5 @@
-"""The dry run compared with real ranks: the bytes of their state, and the bytes that they keep for
-the backward pass."""
+"""The dry run of `check`, compared with real ranks: the bytes of their state, and the bytes that
+they keep for the backward pass."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.unit.hf.policies import config_of
 from tests.unit.hf.published import write_model
 
 STATE_TOLERANCE = 0.01
-# Estimates for packed batches are within 1.5%, those for padded batches within 5%, because experts
-# get different numbers of tokens.
+# Estimates are exact to 1.5% for packed batches, and to 5% for padded batches. The difference comes
+# from experts with different numbers of tokens.
 ACTIVATION_TOLERANCE = 0.05
 
 # With these sizes, the tensors that a layer keeps are larger than masks, indices and sums of rows.
@@ -91,7 +91,8 @@ def measured_activations(config: Config, lengths: Sequence[tuple[int, int]]) -> 
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """The bytes of each storage, by its address. An empty storage has no address."""
+    """The number of bytes of each storage, with its address as key. Empty storages have no address
+    and are left out."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {s.data_ptr(): s.nbytes() for s in storages if s.nbytes()}
 
@@ -198,8 +199,8 @@ def assert_same_activations(pool: Pool, config: Config) -> None:
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 def test_latent_attention_biases_and_uneven_stages(pool: Pool, tmp_path: Path, family: str) -> None:
     """A model from a published folder, with stages of 3 layers and 1 layer. Its values are as wide
-    as its keys (10 + 6). With other widths, torch's attention on CPUs would keep the scores, which
-    GPU kernels do not."""
+    as its keys (10 + 6). With other widths, torch's attention on CPUs would keep the scores, and
+    GPU kernels do not keep them."""
     sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 256, "intermediate_size": 512}
     sizes |= {"moe_intermediate_size": 192, "v_head_dim": 16}
     folder = write_model(tmp_path / "model", family, seed=1, **sizes)

@@ -48,7 +48,7 @@ PAD_ID, EOS_ID = 0, 2
 
 
 def spelled(token_ids: Sequence[int]) -> str:
-    """The tokens as a text, with one character for each."""
+    """The tokens as a text, with one character for each token."""
     return "".join(map(chr, token_ids))
 
 
@@ -77,8 +77,8 @@ def sample_on_ranks(
     count: int = 5,
     **options: Any,
 ) -> RolloutBatch:
-    """Sample responses on ranks. The prompts are distributed to the data ranks in turn. `options`
-    are for the engine."""
+    """Sample responses on ranks. Prompt n goes to data rank n modulo the number of data ranks.
+    `options` are for the engine."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     numbers = range(group.rank(), count, group.size())
     attach_hooks(policy.models)
@@ -106,8 +106,8 @@ def generate(config: Config, **options: Any) -> dict[int, Response]:
 
 
 def mismatch(config: Config) -> list[float]:
-    """The differences between the log-probs of the engine and of the trainer's packed forward pass,
-    for tokens for which this rank has both."""
+    """The differences between the log-probs of the engine and those of the trainer's packed forward
+    pass, for all tokens for which this rank has both log-probs."""
     policy = build_on_ranks(config)
     batch = sample_on_ranks(policy, SAMPLED)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -251,7 +251,8 @@ ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
     [
         *((layout, 4, {}) for layout in ["tp=1", *LAYOUTS]),
         ("dp=2,ep=2", 2, {}),
-        # All ranks need the same number of rows and of prefilled prompts, so some get dummies.
+        # All ranks need the same number of rows and of prefilled prompts, so some ranks get
+        # dummies.
         ("dp=2,ep=2", 4, ALLGATHER),
         ("dp=4,ep=4", 2, ALLGATHER),
     ],
@@ -263,8 +264,9 @@ def test_refilled_rows_draw_the_same_responses(
     rows: int,
     megatron: dict[str, Any],
 ) -> None:
-    """A rank has fewer rows than responses, and mostly not a multiple of a group. The routes are
-    compared with those of the same layout with all responses at once."""
+    """A rank has fewer rows than responses, and in most cases the number of rows is no multiple of
+    the group size. The routes are compared with the routes of the same layout when it generates all
+    responses at once."""
     options = {"megatron": megatron, "record_routes": True}
     together = responses(pool, layout, SAMPLED, **options)
     refilled = responses(pool, layout, SAMPLED, batch_size=rows, **options)

@@ -14,7 +14,7 @@ import pytest
 
 from tests.programs import ROOT, wait_until
 
-# Runs the words after srun's options as two tasks, even if one of them fails.
+# Runs the words after srun's options as two tasks. If one task fails, the other task goes on.
 _SRUN = """
 echo "srun $*" >>"$CALLS"
 [ "${!#}" != true ] || exit "${PROBE:-0}"
@@ -41,8 +41,8 @@ show*)
 requeue*) ;;
 esac
 """
-# "check" ends with $CHECK. The ranks end with $TASK_0 and $TASK_1. The rank $SLOW ends later than
-# the other one.
+# The command "check" ends with the exit code $CHECK. The ranks end with $TASK_0 and $TASK_1. The
+# rank $SLOW ends later than the other rank.
 _PYTHON = """
 echo "python $*" >>"$CALLS"
 case "$3" in
@@ -112,7 +112,8 @@ def job(tmp_path: Path) -> Job:
         "python": _PYTHON,
         "apptainer": _APPTAINER,
         "nvidia-smi": _NVIDIA_SMI,  # as on a host without a GPU, unless MEMORY is set
-        "sleep": f"exec {shutil.which('sleep')} 0.1",  # the script looks at its tasks once a second
+        # Shortens the waits of one second between the script's looks at its tasks.
+        "sleep": f"exec {shutil.which('sleep')} 0.1",
     }
     for name, text in stand_ins.items():
         (programs / name).write_text(f"#!/bin/bash\n{text}")
@@ -175,7 +176,7 @@ def test_nothing_starts_with_check_only_and_where_the_check_fails(
 @pytest.mark.parametrize(
     ("changes", "options"),
     [
-        # MiB, which become GB of 10^9 bytes
+        # The script converts MiB to GB of 10^9 bytes, and takes the smallest GPU.
         ({"MEMORY": "81559\\n40960\\n81559\\n"}, " --gpu-memory 42"),
         ({"MEMORY": "[N/A]\\n 81559\\n"}, " --gpu-memory 85"),
         ({"MEMORY": "[N/A]\\n"}, ""),
@@ -244,7 +245,7 @@ TWO_NODES = {"SLURM_JOB_NUM_NODES": "2"}
         ({**STOPPED, "JOB_STATE": "CANCELLED"}, {75}, "the job is CANCELLED", False),
         ({**STOPPED, "GSPO_REQUEUE": "0"}, {75}, "GSPO_REQUEUE", False),
         ({"TASK_1": "3"}, {3}, 'first in task 1 on n1, whose lines begin with "1: "', False),
-        # The task that lost another task may report first.
+        # A task that has lost another task may report before the other task does.
         (
             {"TASK_0": "76", "TASK_1": "3", "SLOW": "1"},
             {3},
@@ -252,9 +253,9 @@ TWO_NODES = {"SLURM_JOB_NUM_NODES": "2"}
             False,
         ),
         ({"TASK_0": "76", "TASK_1": "76"}, {76}, "failed with exit code 76, first in task", False),
-        # One task fails after another one was saved.
+        # One task fails after another task has saved.
         ({"TASK_0": "75", "TASK_1": "3"}, {3, 143}, "failed with exit code", False),
-        # Either all nodes answer, or one does not.
+        # After a failure on two nodes, either all nodes answer, or one node does not.
         ({**TWO_NODES, "TASK_0": "1", "PROBE": "0"}, {1}, "failed with exit code 1", False),
         ({**TWO_NODES, "TASK_0": "1", "PROBE": "1"}, {75}, "does not answer", True),
         # A user's mistake does not depend on nodes.
@@ -323,7 +324,7 @@ def test_a_start_that_is_killed_brings_the_job_back_unless_it_is_the_first(job: 
     assert killed(0) in [(137, False), (143, False)]
     assert not list(job.folder.glob(".gspo-megatron*"))
     assert [killed(start) for start in range(1, 4)] == [(75, True)] * 3
-    job.environ |= {"TASK_0": "75", "TASK_1": "75"}  # the restart after a saved run does not count
+    job.environ |= {"TASK_0": "75", "TASK_1": "75"}  # a restart after a saved run does not count
     job.run("c.yaml", expect=75)
     assert [killed(start) for start in range(5, 10)] == [(75, True)] * 5
     assert killed(10) in [(137, False), (143, False)]
@@ -331,7 +332,7 @@ def test_a_start_that_is_killed_brings_the_job_back_unless_it_is_the_first(job: 
 
 
 def test_a_signal_reaches_the_tasks(job: Job) -> None:
-    # A Python program must wait, because a shell would ignore this signal.
+    # The program that waits must be a Python program, because a shell would ignore this signal.
     job.environ["WAIT_FOR_USR1"] = (
         "import signal, sys, time; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75)); "
         "time.sleep(60)"
@@ -393,7 +394,7 @@ def test_pyxis(job: Job) -> None:
     assert before == f"srun --nodes=1 --ntasks=1 {image} --container-workdir={job.folder}"
     names, _, rest = rest.partition(" ")
     assert rest == CHECK
-    # The script sets some of these variables, and the user sets the others.
+    # The script sets some of these variables, and the user sets the other variables.
     wanted = {"PYTHONPATH", "PYTHONNOUSERSITE", "OMP_NUM_THREADS", "NCCL_DEBUG", "GSPO_HOME"}
     assert wanted | {"GSPO_STATE", "HF_TOKEN", "MY_OWN", "ANOTHER"} <= set(names.split(","))
     assert "PATH" not in names.split(",")

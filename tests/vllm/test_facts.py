@@ -22,13 +22,14 @@ from tests.vllm.servers import Sample, Server
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(1800),  # the first test may have to install vLLM's environment
+    pytest.mark.timeout(1800),  # the first test may have to make vLLM's environment
 ]
 TEMPERATURE = 0.7
 VOCABULARY = 257
-SAME = 1e-5  # nats: the most that two fp32 implementations differ
-WRONG = 1e-2  # nats: a thousand times as much
-# In a few rows two experts have nearly equal weights, so this share of equal rows is enough.
+SAME = 1e-5  # in nats: the largest difference between two fp32 implementations
+WRONG = 1e-2  # in nats: a thousand times as much
+# In a few rows two experts have nearly equal weights and may be exchanged, so this share of equal
+# rows is enough.
 SAME_EXPERTS = 0.999
 LAYERS, TOP_K = 4, 2
 OLD, NEW = 0, 1  # the seeds of two sets of weights; the server starts with OLD
@@ -57,8 +58,8 @@ class Policy:
         """Give the running server other weights. Without `forget`, some weights keep their old
         values."""
         server = self.server
-        # The documentation of clear_cache says that `keep` ignores it. The tests show that this is
-        # wrong.
+        # vLLM's documentation says that mode "keep" ignores `clear_cache`. The tests show that this
+        # is wrong.
         server.post("/pause", mode="keep", clear_cache=str(clear).lower())
         if forget:
             assert server.call_workers("forget_prepacked_experts") == [str(LAYERS)]
@@ -70,7 +71,8 @@ class Policy:
         server.post("/resume")
 
     def errors(self, sample: Sample, seed: int, replay_from: int = 0) -> torch.Tensor:
-        """The difference of each log-prob from transformers', in nats: [response tokens]."""
+        """The difference of each log-prob from the log-prob by transformers, in nats: [response
+        tokens]."""
         expected = reference_logprobs(self.folder_of(seed), sample, replay_from)
         return (expected - torch.tensor(sample.logprobs)).abs()
 
@@ -89,10 +91,10 @@ def reference(folder: Path) -> Qwen3MoeForCausalLM:
 
 @torch.no_grad()
 def reference_logprobs(folder: Path, sample: Sample, replay_from: int) -> torch.Tensor:
-    """The log-probs [response tokens] by transformers, in float32 and at the temperature. From row
-    `replay_from` on, the server's experts are used. Otherwise two experts of nearly equal weight
-    could change places, which would change all later log-probs. Another test checks the server's
-    choice of experts."""
+    """The log-probs [response tokens] by transformers, in float32 and at the sample's temperature.
+    From row `replay_from` on, the server's experts are used. Otherwise two experts of nearly equal
+    weight could change places, which would change all later log-probs. Another test checks the
+    server's choice of experts."""
 
     def replay(layer: int, result: Any) -> Any:
         logits, weights, experts = result
@@ -120,8 +122,8 @@ def reference_experts(folder: Path, sample: Sample) -> np.ndarray:
 def gate_hooks(
     model: Qwen3MoeForCausalLM, hook: Callable[[int, Any], Any]
 ) -> Iterator[Qwen3MoeForCausalLM]:
-    """Call `hook(layer, (logits, weights, experts))` after each router. If the hook returns
-    something other than None, that replaces the router's result."""
+    """Call `hook(layer, (logits, weights, experts))` after each router. If the hook returns a value
+    other than None, this value replaces the router's result."""
 
     def register(number: int, gate: torch.nn.Module) -> RemovableHandle:
         return gate.register_forward_hook(lambda _gate, _inputs, result: hook(number, result))
@@ -135,8 +137,8 @@ def gate_hooks(
 
 
 def same_experts(sample: Sample, folder: Path) -> np.ndarray:
-    """Whether the experts are those of transformers, in any order: (prompt + response - 1, layers)
-    booleans."""
+    """Return (prompt + response - 1, layers) booleans: True where the server's experts are the same
+    as those of transformers, in any order."""
     expected = np.sort(reference_experts(folder, sample), axis=-1)
     return (np.sort(sample.experts, axis=-1) == expected).all(axis=-1)
 
@@ -167,7 +169,8 @@ def test_routed_experts_are_the_choice_of_the_routers(policy: Policy) -> None:
     for length in (1, 5, 20, 40, 60, 100, 200, 300):
         sample = policy.sample(policy.prompt(length), 100)
         assert sample.experts.shape == (length + 100 - 1, LAYERS, TOP_K)
-        assert (np.diff(np.sort(sample.experts, axis=-1), axis=-1) > 0).all()  # k different experts
+        # Each row has k different experts.
+        assert (np.diff(np.sort(sample.experts, axis=-1), axis=-1) > 0).all()
         same.append(same_experts(sample, policy.folder_of(OLD)))
     rows = np.concatenate(same)
     assert rows.size > 5000
@@ -209,11 +212,11 @@ def test_without_a_reset_a_known_prompt_has_the_old_cache(policy: Policy) -> Non
 
 def test_a_response_in_flight_goes_on_with_the_new_weights_alone(policy: Policy) -> None:
     """With clear_cache, a pause drops the keys and values of responses in progress. The server
-    computes those of the earlier tokens again with the new weights. The old log-probs and experts
-    of these tokens stay."""
+    computes the keys and values of the earlier tokens again with the new weights. The old log-probs
+    and experts of these tokens do not change."""
     prompt, folder_of = policy.prompt(100), policy.folder_of
     finish = policy.start_sample(prompt, 1500)
-    # works as a clock, because this response is generated in the same batches
+    # This response works as a clock, because it is generated in the same batches.
     policy.server.sample(prompt[:1], 60)
     policy.update(NEW)
     sample = finish()
@@ -222,9 +225,9 @@ def test_a_response_in_flight_goes_on_with_the_new_weights_alone(policy: Policy)
     first_new = int(looks_old.cumsum(0).argmax()) + 1
     assert 0 < first_new < 1500, "the update came before the response or after it"
     row = len(prompt) + first_new - 1  # the row from which the first new token was sampled
-    # The server does not return the experts of rows that it computes again. If one of them differs,
-    # all later log-probs change a little. So the median is tested. With old keys and values it
-    # would be 1.
+    # The server does not return the experts of rows that it computes again. If one of these experts
+    # differs, all later log-probs change a little. So the median of the differences is tested. With
+    # old keys and values the median would be 1.
     assert policy.errors(sample, NEW, replay_from=row)[first_new:].median() < WRONG
     assert same_experts(sample, folder_of(OLD))[:row].mean() >= SAME_EXPERTS
     assert same_experts(sample, folder_of(NEW))[row:].mean() >= SAME_EXPERTS

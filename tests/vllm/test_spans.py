@@ -18,7 +18,8 @@ from tests.vllm.servers import Sample, Server
 from tests.vllm.test_facts import SAME, TEMPERATURE, WRONG, reference_logprobs
 from tests.vllm.test_weights import VOCABULARY, served, weights
 
-# `full`, because responses must last for two updates, which they do not on a busy machine.
+# These tests are `full`: responses must still be in progress at the second update, and on a busy
+# machine they are not.
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(1800)]
 LENGTHS = (3, 20, 60, 300)  # the numbers of tokens of the prompts
 TOKENS = 1500  # far more tokens than are generated before the updates
@@ -32,8 +33,8 @@ def prompts() -> list[list[int]]:
 def errors(
     prompt: Sequence[int], response: Response, folder: Path, replay_from: int = 0
 ) -> np.ndarray:
-    """The difference of each log-prob from transformers' with these weights, in nats: [tokens].
-    From row `replay_from` on, the server's experts are used."""
+    """The difference of each log-prob from the log-prob by transformers with these weights, in
+    nats: [tokens]. From row `replay_from` on, the server's experts are used."""
     logprobs, routes = response.logprobs.tolist(), response.routes[:-1]
     sample = Sample(list(prompt), response.token_ids.tolist(), logprobs, routes)
     expected = reference_logprobs(folder, sample, replay_from)
@@ -52,7 +53,7 @@ async def draw(fleet: ScheduledFleet, version: int) -> list[Response]:
 async def have_begun(
     fleet: ScheduledFleet, drawing: asyncio.Task[list[Response]], tokens: int
 ) -> None:
-    """Wait until the server has generated this number of further tokens."""
+    """Wait until the server has generated a given number of further tokens."""
     client = fleet.servers[0].client
     before = None
     while True:
@@ -92,8 +93,8 @@ def updated(
 
 @pytest.fixture
 def folders(tiny_qwen3_moe: Callable[[int], Path]) -> list[Path]:
-    """The folders of three versions. The first and the third have equal weights. Those of the
-    second give other log-probs for every token."""
+    """The folders of three versions. The first and the third version have equal weights. The
+    weights of the second version give another log-prob for every token."""
     return [tiny_qwen3_moe(seed) for seed in (0, 1, 0)]
 
 
@@ -108,18 +109,18 @@ def test_each_token_has_the_version_that_drew_it(
         assert (np.diff(versions) >= 0).all() and set(versions) == {0, 1, 2}
         first, second = (int((versions < version).sum()) for version in (1, 2))
         old = errors(prompt, response, folders[0])
-        # all tokens before the first update are from the first weights
+        # The first weights have generated all tokens before the first update, but none of the later
+        # tokens.
         assert old[:first].max() < SAME
-        # and no later token is
         assert old[first] > 10 * SAME and old[first : first + 20].max() > WRONG
         if not keeps:
-            # The keys and values are those of the second weights alone. test_facts explains the
-            # median.
+            # All keys and values come from the second weights. test_facts explains why the median
+            # is tested.
             row = len(prompt) + first - 1
             new = errors(prompt, response, folders[1], row)[first:]
             assert np.median(new[: second - first]) < WRONG
             assert np.median(new[second - first :]) > WRONG
-    # The server does not use its old cache of these prompts.
+    # The server must not use its old cache of these prompts.
     for prompt, response in zip(prompts(), after, strict=True):
         assert set(response.versions) == {2}
         assert errors(prompt, response, folders[2]).max() < SAME

@@ -1,7 +1,7 @@
 """The check of new weights. A server serves the trainer's weights, or it does not serve at all.
 
-The trainer's side of the check is computed by transformers here, so it shares no code with the
-servers.
+In these tests transformers computes the trainer's responses for the check, so they share no code
+with the servers.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ SETTINGS = FleetSettings(
     update_seconds=60,
     silence_seconds=60,
 )
-# The relative size of one policy update. It changes the log-probs of sampled tokens by about 1e-2,
-# which is asserted below.
+# The relative size of one policy update. It changes the log-probs of sampled tokens by about 1e-2.
+# A test asserts a mean above 1e-3.
 STEP = 3e-3
 
 
@@ -116,7 +116,7 @@ def served(
     client: Callable[..., ServerClient] = ServerClient,
 ) -> Any:
     """Run `work` with a fleet of running servers. `client` is the class of the client for the last
-    one."""
+    server."""
 
     async def run() -> Any:
         async with connected_session() as session:
@@ -142,7 +142,8 @@ def test_servers_with_the_trainers_weights_serve_and_each_update_moves_them(
     before, after = check_of(old), check_of(new)
     first = [np.array([each[0] for each in check.logprobs]) for check in (before, after)]
     moved = np.abs(first[0] - first[1])
-    assert moved.mean() > 1e-3  # the first token of each response, which follows the same prompt
+    # Later tokens may follow different texts, so only first tokens of responses are compared.
+    assert moved.mean() > 1e-3
 
     async def work(fleet: ScheduledFleet) -> None:
         for version, folder in enumerate([old, new, old, new]):
@@ -183,7 +184,7 @@ def test_weights_that_did_not_all_arrive_are_found(
         await fleet.update(weights(0, old))
         with pytest.raises(RolloutError, match="does not have the trainer's weights") as caught:
             await fleet.update(weights(1, sent, like=new))
-        # The server did load the weights that it was told to load.
+        # The server has loaded the weights that it was told to load.
         assert "the checksums of its tensors equal the folder's" in str(caught.value)
         with pytest.raises(RolloutError, match="no server is left"):
             await fleet.generate([1, 2], {"temperature": 1.0, "max_tokens": 2}, 1)
@@ -195,8 +196,8 @@ def test_weights_that_did_not_all_arrive_are_found(
 def test_tensors_that_are_not_the_folder_s_are_named_by_family_and_layer(
     vllm_server: Running, old: Path, new: Path, tmp_path: Path, at_start: bool
 ) -> None:
-    """During an update, only responses can show wrong tensors. At the start the check finds them
-    even if no log-prob would show them."""
+    """During an update, only responses can show wrong tensors. At the start of a server, the check
+    finds wrong tensors even if they do not change any log-prob."""
     step = 1e-6 if at_start else 1.0
     wrong = (".layers.1.mlp.experts.3.up_proj.", ".layers.1.mlp.experts.7.", ".3.input_layernorm.")
 
@@ -236,7 +237,7 @@ class LeftBehind(ServerClient):
 
 class OldCache(ServerClient):
     """A server that keeps its prefix cache during an update. Before the first weights it clears the
-    cache, because an earlier test may have used others."""
+    cache, because an earlier test may have used other weights."""
 
     updates = False
 
@@ -274,7 +275,8 @@ def test_a_server_that_was_left_behind_serves_nothing_and_the_other_goes_on(
 
 
 def test_a_server_of_another_model_is_refused_at_the_start(vllm_server: Running, old: Path) -> None:
-    """The message names the server and everything that it lacks. No weights are loaded."""
+    """The message names the server and everything in which it does not fit. No weights are
+    loaded."""
 
     async def work(fleet: ScheduledFleet) -> None:
         other = Needs(max_model_len=4096, dtype="bfloat16", with_routes=True)

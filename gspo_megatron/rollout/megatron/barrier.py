@@ -23,7 +23,7 @@ from gspo_megatron.rollout.episodes import Played
 from gspo_megatron.types import RolloutBatch
 
 # For each branch, the (round, row) of each of its turns. For an episode without a turn, the number
-# of its tokens; these have no routes.
+# of its tokens, which have no routes.
 Places = Sequence[list[tuple[int, int]] | int]
 
 
@@ -41,7 +41,8 @@ class MegatronTurn:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of the engine by an episode, or for all single turns of a prompt."""
+    """A call of the engine: for the next turn of an episode, or for all single turns of a
+    prompt."""
 
     asked: TurnRequest
     samples: Sequence[int]
@@ -59,7 +60,7 @@ class Barrier:
         self.news = asyncio.Event()
 
     async def generate(self, asked: TurnRequest, samples: Sequence[int]) -> list[MegatronTurn]:
-        """See `rollout.episodes.Generate`."""
+        """Generate one turn for each of `samples`: see `rollout.episodes.Generate`."""
         answer: asyncio.Future[list[MegatronTurn]] = asyncio.get_running_loop().create_future()
         self._calls[samples[0]] = _Call(asked, samples, answer)
         self.news.set()
@@ -67,7 +68,7 @@ class Barrier:
 
     @property
     def waiting(self) -> dict[int, _Call]:
-        """The calls that wait, in the order of the samples, without those that were cancelled."""
+        """The calls that wait, in the order of the samples, without cancelled calls."""
         return {n: call for n, call in sorted(self._calls.items()) if not call.answer.done()}
 
     def _waits(self, sample: int) -> bool:
@@ -76,7 +77,8 @@ class Barrier:
     async def until_all_wait(self, running: Mapping[int, asyncio.Task[Any]]) -> None:
         """Wait until every episode waits for a turn or has ended.
 
-        Raises RolloutError and UnplayableError; other failures of an episode are in its result.
+        Raises RolloutError and UnplayableError. Other failures of an episode are part of its
+        result.
         """
         while any(not task.done() and not self._waits(n) for n, task in running.items()):
             self.news.clear()
@@ -145,7 +147,7 @@ def routes_of(places: Places, rounds: Sequence[RolloutBatch]) -> np.ndarray:
 
 
 def response_mask(batch: RolloutBatch) -> Tensor:
-    """Return [tokens] bool, True on response tokens."""
+    """Return a mask [tokens] bool that is True on response tokens."""
     lengths = torch.stack([batch.prompt_lengths, batch.response_lengths], 1).flatten()
     is_response = torch.arange(len(lengths), device=lengths.device) % 2 == 1
     return is_response.repeat_interleave(lengths)

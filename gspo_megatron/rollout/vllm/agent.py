@@ -33,10 +33,10 @@ class _Started:
 
     boot: str
     process: ServerProcess | None = None
-    ended: str | None = None  # how it ended, in words
+    ended: str | None = None  # how the server ended, in words
 
     def as_told(self) -> dict[str, Any]:
-        """Return its state as JSON values, for the service."""
+        """Return the server's state as JSON values, for the service."""
         if self.process is None:
             return {"boot": self.boot, "url": None, "ended": self.ended}
         self.ended = self.ended or self.process.has_ended()
@@ -50,8 +50,8 @@ class NodeAgent:
         self, folder: Path, name: str, host: str | None = None, python: str | None = None
     ) -> None:
         """folder: folder of the nodes' files, which may not exist yet; name: this node's name in
-        the run; host: the address that servers listen on; None: the one towards the service;
-        python: replaces the interpreter that the run names."""
+        the run; host: the address that servers listen on; None: this node's address on the route to
+        the service; python: replaces the interpreter that the run names."""
         self.folder, self.name, self.host, self.python = folder, name, host, python
         self.wanted = HeartbeatFile(wanted_file(folder, name))
         self.report = HeartbeatFile(report_file(folder, name))
@@ -111,9 +111,10 @@ class NodeAgent:
         return ServerProcess([self.python or python, *words], environ, log, host)
 
     def _way_to_service(self) -> str:
-        """Return this node's address towards the service. Raises RolloutError.
+        """Return this node's address on the route to the service. Raises RolloutError.
 
-        The address that the host's name has is not used: it may be reachable only from this host.
+        The address of the host's own name is not used, because only this host may be able to reach
+        it.
         """
         service = self.wanted.address or "an unknown address"
         if (way := route_to(service)) is None:
@@ -124,8 +125,8 @@ class NodeAgent:
         return way
 
     def _tell(self) -> None:
-        """Write the report, if the folder exists. The run makes the folder: a new run needs an
-        empty run folder."""
+        """Write the report, if the folder exists. Only the run makes this folder, because a new run
+        needs an empty run folder."""
         if self.folder.is_dir():
             servers = {number: started.as_told() for number, started in self.servers.items()}
             # If the disk is full, the service gets no heartbeat, and counts this node as lost.
@@ -137,7 +138,8 @@ class NodeAgent:
 
 
 def _devices(gpus: list[int]) -> dict[str, str]:
-    """Return the variable that selects this node's GPUs. Raises RolloutError if it has too few."""
+    """Return the variable that selects GPUs of this node. Raises RolloutError if the node has too
+    few GPUs."""
     if not gpus:
         return {}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

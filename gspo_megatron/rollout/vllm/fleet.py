@@ -1,7 +1,8 @@
 """Starts, watches and restarts all servers of a run.
 
-A server that dies, hangs or fails the check of its weights gets no more requests; its requests go
-to other servers (`scheduler`). A server that this run started is restarted with the newest weights.
+A server that dies, hangs or fails the check of its weights gets no more requests. Its current
+requests go to other servers (`scheduler`). A server that this run started is restarted with the
+newest weights.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from gspo_megatron.rollout.vllm.weights import (
     Weights,
 )
 
-_LOOK_SECONDS = 1.0  # between two checks of a server's health
+_LOOK_SECONDS = 1.0  # time between two checks of a server's health
 
 
 class Fleet:
@@ -51,7 +52,7 @@ class Fleet:
         await asyncio.gather(*(process.end() for process in ours))
 
     def problems(self) -> list[str]:
-        """Return why servers are out, one line for each."""
+        """Return why servers are out of service, one line for each of them."""
         return [f"{each.name}: {each.why_out}" for each in self.servers if each.why_out]
 
     def take_settings(self, settings: FleetSettings) -> None:
@@ -64,9 +65,10 @@ class Fleet:
     # New weights
 
     def take_weights(self, weights: Weights) -> dict[str, int]:
-        """Make these the newest weights.
+        """Make these weights the newest weights.
 
-        Returns the servers to which rank 0 must stream them: key of a server -> number of workers.
+        Returns the servers to which rank 0 must stream the weights: key of a server -> number of
+        workers.
         """
         self.loader.take_weights(weights)
         for number, server in enumerate(self.servers):
@@ -118,7 +120,8 @@ class Fleet:
             if server.start is not None:
                 server.process = server.start(folder)
             await self._wait_until_ready(server, deadline)
-            # the whole time that is left, because vLLM may examine the machine for the answer
+            # The request may take all the time that is left, because vLLM may examine the machine
+            # before it answers.
             left = max(deadline - time.monotonic(), 0.1)
             server.abilities = await check_server(
                 server.client, self.settings.needs, folder, seconds=left
@@ -133,7 +136,8 @@ class Fleet:
     async def _wait_until_ready(self, server: Server, deadline: float) -> None:
         while True:
             if server.process is not None:
-                server.client.url = server.process.url  # on another node, it is known only later
+                # If the server is on another node, its URL is known only now.
+                server.client.url = server.process.url
             why = await server.client.why_not_ready(seconds=CALL_SECONDS)
             if why is None:
                 return
@@ -149,18 +153,19 @@ class Fleet:
     def _most_requests(self, server: Server) -> int:
         """Return the limit of requests in flight to a server.
 
-        If new weights arrive during responses, no request may wait inside the server, and one
-        place stays free for the check of the weights.
+        If new weights may arrive while responses are generated, no request may wait inside the
+        server, and one place stays free for the check of the weights.
         """
         if not self.settings.max_staleness or not server.abilities.sequences:
             return MOST_REQUESTS
         return min(MOST_REQUESTS, max(1, server.abilities.sequences - 1))
 
     def lose_server(self, server: Server, why: str) -> None:
-        """Take a server that is away out of service, and restart it."""
+        """Put a server that does not answer any more out of service, and restart it."""
         if server.serves:
             server.version = None
-            # set `bringing` at once: the lost requests then know that the server may come back
+            # `bringing` is set at once, so that the lost requests know that the server may come
+            # back.
             server.bringing = asyncio.create_task(self._replace(server, why))
 
     async def _replace(self, server: Server, why: str) -> None:
@@ -176,13 +181,15 @@ class Fleet:
         await asyncio.sleep(MOMENT)
         server.why_out = why
         if server.process is not None:
-            told = server.process.has_ended()  # with the last errors of its log
+            # This text contains the last errors of the server's log.
+            told = server.process.has_ended()
             server.why_out = told or f"{why}{server.process.errors()}"
             await asyncio.to_thread(server.process.kill)
         await self.changes.announce()
 
     async def _restart(self, server: Server) -> None:
-        """Restart a server of this run with the newest weights, while restarts are left."""
+        """Restart a server that this run started, with the newest weights, until it works or no
+        restart is left."""
         while server.start is not None and server.restarts < self.settings.restarts:
             server.restarts += 1
             print(f"{server.name}: {server.why_out}; restart {server.restarts}", flush=True)
@@ -198,7 +205,8 @@ class Fleet:
         """Check all servers regularly for an ended process and for silence."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            with contextlib.suppress(OutOfFilesError):  # requests for responses report this error
+            # The requests for responses report this error.
+            with contextlib.suppress(OutOfFilesError):
                 await asyncio.gather(*(self._look_at(s) for s in self.servers if s.serves))
             await self.changes.announce()
 

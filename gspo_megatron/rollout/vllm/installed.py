@@ -1,4 +1,4 @@
-"""Finds out what an interpreter's vLLM supports, by programs that run in its environment."""
+"""Finds out what the vLLM of an interpreter supports, by programs that this interpreter runs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from gspo_megatron.families.model_shape import (
 _SECONDS = 60.0
 _IMPORT_SECONDS = 300.0
 _DEVICE = "from vllm.platforms import current_platform as p; print('device', p.device_type)"
-# This does not import vLLM, which takes ten seconds. vLLM's models, and the head sizes of its
-# attention kernels for CPUs, are constants in its source text.
+# This program does not import vLLM, because the import takes ten seconds. It reads the source text,
+# in which vLLM's models and the head sizes of its attention kernels for CPUs are constants.
 _LOOK = """
 import ast, importlib.metadata, importlib.util, json, pathlib, sys
 sys.path = [each for each in sys.path if each]  # not the current folder
@@ -65,15 +65,15 @@ print(json.dumps(found))
 def unserved(config: Config) -> list[str]:
     """Return the problem, as one line, that prevents this run's vLLM from serving the model.
 
-    vLLM may lack the architecture, or a CPU kernel for its attention. Returns [] if there is no
-    problem, or if this machine cannot know.
+    vLLM may lack the architecture, or a CPU kernel for its attention. The list is empty if there is
+    no problem, or if another machine runs the servers.
     """
     section = config.rollout.vllm
     if config.rollout.engine != "vllm" or not section.servers or rollout_nodes():
         return []
     shape = config.resolved_model()
     found = _look_at(section.python or sys.executable)
-    with contextlib.suppress(ConfigError):  # no family has this model
+    with contextlib.suppress(ConfigError):  # the model may belong to no family
         family = config.model.family(shape)
         if found.get("models") and family.architecture not in found["models"]:
             has_not = f"vLLM {found['version']} has no {family.architecture}"
@@ -111,8 +111,8 @@ def unserved(config: Config) -> list[str]:
 
 
 def delta_net_limit(shape: ModelShape, precision: str) -> tuple[str, Any, str, str] | None:
-    """Return a setting for which vLLM's CPU kernels of delta nets silently compute other log-probs
-    than training: key, value, the limit, the legal value. None if there is no such setting."""
+    """Return a setting with which vLLM's CPU kernels of delta nets compute wrong log-probs without
+    an error: key, value, the limit, the legal value. Returns None without such a setting."""
     if not any(delta_net_layers(shape)):
         return None
     kernels = "vLLM for CPUs computes delta nets"
@@ -129,8 +129,8 @@ def delta_net_limit(shape: ModelShape, precision: str) -> tuple[str, Any, str, s
 def _lacking_keys(config: Config, family: Family, shape: ModelShape) -> list[str]:
     """Return the keys that vLLM needs and an export would lack.
 
-    The servers start with an export. Its config.json has the keys that we write, and those of the
-    config.json from which the weights come.
+    The servers start with an export. Its config.json has the keys that we write, and the keys of
+    the config.json that belongs to the original weights.
     """
     model = config.model
     known = family.config(shape, shape.vocab_size or 1) or {}
@@ -139,8 +139,8 @@ def _lacking_keys(config: Config, family: Family, shape: ModelShape) -> list[str
 
 
 def _look_at(python: str) -> dict[str, Any]:
-    """Return facts about the interpreter's vLLM; {} if it has none, or if its source text has
-    another structure."""
+    """Return facts about the interpreter's vLLM; {} if vLLM is not installed, or if its source text
+    has an unknown structure."""
     try:
         return json.loads(_run(python, _LOOK, _SECONDS).stdout)
     except (OSError, subprocess.SubprocessError, ValueError):

@@ -32,24 +32,27 @@ from gspo_megatron.rollout.vllm.worker.gspo_vllm_end import (
 WORKER_FOLDER = Path(__file__).resolve().parent / "worker"
 WORKER = "gspo_vllm_worker.GspoWorker"
 GUARD = "gspo_vllm_worker.TokenGuard"
-END_SECONDS = 10.0  # from SIGTERM to SIGKILL
+END_SECONDS = 10.0  # time from SIGTERM to SIGKILL
 _SHOWN_LINES = 3
 _SHOWN_CHARACTERS = 600
-_LOOKED_AT = 1 << 16  # bytes at the end of a log to read
+_LOOKED_AT = 1 << 16  # number of bytes at the end of a log that are read
 _ERROR = re.compile(r"\w(Error|Exception)(: |$)")
-_UNKNOWN_OPTION = re.compile(r"^\S+\.py: error: (.+)")  # argparse prints it last, after the usage
-_INVALID = re.compile(r"ValidationError: \d+ validation errors? for \w+Config$")  # by pydantic
+# Argparse prints this line last, after the usage.
+_UNKNOWN_OPTION = re.compile(r"^\S+\.py: error: (.+)")
+# A line that pydantic prints.
+_INVALID = re.compile(r"ValidationError: \d+ validation errors? for \w+Config$")
 _CONSEQUENCE = re.compile(r"EngineDeadError|See stack trace|Engine core initialization failed")
 _PREFIX = re.compile(
     r"^(\([^)]*\)\s+)*([A-Z]+ [\d: -]+\[[^\]]*\] )?"
 )  # (process) LEVEL time [file]
-_LONGEST = 40  # characters of a temporary folder's path, so that paths of sockets fit
+# Characters in the path of a temporary folder; with more, the paths of its sockets are too long.
+_LONGEST = 40
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class ServerProcess:
-    """A server process. The constructor starts it, and it ends when its starter ends."""
+    """A server process. The constructor starts the server, which ends when this process ends."""
 
     def __init__(
         self,
@@ -87,13 +90,15 @@ class ServerProcess:
                     stdout=output,
                     stderr=output,
                     env={**os.environ, **environ, **self._own_environment()},
-                    start_new_session=True,  # a process group, to end its engine processes with it
+                    # In a process group of its own, so that the engine processes can be ended with
+                    # the server.
+                    start_new_session=True,
                     preexec_fn=end_with_parent,
                 )
             except OSError as error:
                 wrong = f"cannot be run: {error.strerror}; allowed: a Python that has vLLM"
                 raise RolloutError(problem("rollout.vllm.python", words[0], wrong)) from error
-            unstarted.pop_all()  # the server runs: keep its port and folder
+            unstarted.pop_all()  # the server runs, so its port and its folder are kept
 
     @property
     def pid(self) -> int:
@@ -132,23 +137,24 @@ class ServerProcess:
             STARTER_VARIABLE: str(os.getpid()),  # the server ends when this process ends
             FOLDER_VARIABLE: self._folder,
             "TMPDIR": self._folder,
-            "VLLM_RPC_BASE_PATH": self._folder,  # for the sockets between its processes
-            # All its processes are on this machine. By default gloo looks up the host's name.
+            "VLLM_RPC_BASE_PATH": self._folder,  # for the sockets between the server's processes
+            # All processes of the server are on this machine. By default gloo would look up the
+            # host's name.
             "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         }
 
     def last_lines(self) -> str:
-        """Return the end of its log, for a message."""
+        """Return the end of the server's log, for a message."""
         return "see above" if self.log is None else last_lines_of(self.log)
 
     def errors(self) -> str:
-        """Return the last errors in its log, as text to append to a message."""
+        """Return the last errors in the server's log, as text to append to a message."""
         return "" if self.log is None else f"; {errors_of(self.log)}"
 
 
 def _temporary_folder() -> str:
-    """Make a folder that only this user may enter, with a short path: a socket's path has at most
-    107 bytes."""
+    """Make a folder that only this user may enter. Its path is short, because a socket's path may
+    have at most 107 bytes."""
     usual = tempfile.gettempdir()
     return tempfile.mkdtemp(prefix="gspo-server-", dir=usual if len(usual) <= _LONGEST else "/tmp")
 
@@ -193,7 +199,8 @@ def _joined(lines: Sequence[str]) -> str:
 def _end_of(log: Path) -> tuple[list[str], list[str]]:
     """Return the last lines of a log, and the errors among them. Raises OSError.
 
-    If one vLLM process fails, other processes write its error too, and then that they have lost it.
+    If one vLLM process fails, other processes write its error, too, and then errors about the loss
+    of this process.
     """
     with log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _LOOKED_AT))
@@ -201,7 +208,7 @@ def _end_of(log: Path) -> tuple[list[str], list[str]]:
     lines = [line.strip() for line in found if line.strip()]
     errors = [line for line in lines if _ERROR.search(line)]
     causes = [line for line in errors if not _CONSEQUENCE.search(line)]
-    # keep only the last line if several processes wrote the same error
+    # If several processes wrote the same error, only the last of these lines is kept.
     distinct = {_PREFIX.sub("", line): line for line in causes or errors}
     return lines, list(distinct.values())
 
@@ -239,7 +246,8 @@ def needed_arguments(
         if workers == 1:
             own["distributed_executor_backend"] = "uni"  # the engine is the worker
         if delta_nets:
-            own["enable_prefix_caching"] = False  # with delta nets, it needs chunked prefill
+            # With delta nets, prefix caching needs chunked prefill.
+            own["enable_prefix_caching"] = False
         if latent:
             # On CPUs with AMX, vLLM 0.30 would choose a kernel that supports only bf16. And its CPU
             # rotary kernel rotates the keys of latent attention wrongly unless the model has YaRN:
@@ -251,7 +259,8 @@ def needed_arguments(
         "dtype": dtype,
         "logprobs_mode": "processed_logprobs",
         "enable_scale_out": True,
-        "generation_config": "vllm",  # ignore the model's own temperature and other defaults
+        # Ignores the temperature and other defaults of the model's folder.
+        "generation_config": "vllm",
         "worker_extension_cls": WORKER,
         **({"enable_return_routed_experts": True} if routes else {}),
         **own,
@@ -261,7 +270,8 @@ def needed_arguments(
 def adapter_arguments(rank: int, versions: int) -> dict[str, Any]:
     """Return the options of servers that load adapters at runtime.
 
-    rank: of the adapters; versions: how many versions a server must hold at the same time.
+    rank: the rank of the adapters; versions: the number of versions that a server must hold at the
+    same time.
     """
     return {"enable_lora": True, "max_lora_rank": served_rank(rank), "max_loras": versions}
 
@@ -309,10 +319,11 @@ def common_environment(token: str, device_numbers: Sequence[str] = ()) -> dict[s
     return {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_API_KEY": "",  # it would be a second token
+        "VLLM_API_KEY": "",  # a value would be a second token
         "HF_HUB_OFFLINE": "1",
         TOKEN_VARIABLE: token,
-        # replaces the trainer's path, because the server's environment has its own packages
+        # The value replaces the trainer's path, because the server's environment has its own
+        # packages.
         "PYTHONPATH": str(WORKER_FOLDER),
         **({"CUDA_VISIBLE_DEVICES": ",".join(device_numbers)} if device_numbers else {}),
     }
@@ -321,15 +332,15 @@ def common_environment(token: str, device_numbers: Sequence[str] = ()) -> dict[s
 def hold_port(host: str, port: int) -> socket.socket:
     """Return a socket that reserves a port for a server; 0: any free port. Raises RolloutError.
 
-    A server opens its port only after seconds. In that time another program must not take it and
-    get the server's requests. With SO_REUSEPORT alone, the system shares the port only with sockets
-    of the same user that also have this option (see `gspo_vllm_server`). No other socket gets the
-    port while this one is open. This socket does not listen.
+    A server opens its port only after seconds. In that time another program must not take the port
+    and get the server's requests. With SO_REUSEPORT alone, the system shares the port only with
+    sockets of the same user that also have this option (see `gspo_vllm_server`). No other socket
+    gets the port while this one is open. This socket does not listen.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     held = socket.socket(family)
     try:
-        if port:  # do not share it with another server of this user
+        if port:  # check that no other server of this user has the port
             with socket.socket(family) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((host, port))
@@ -352,10 +363,10 @@ def raise_open_files() -> None:
 
 
 def end_with_parent() -> None:
-    """Prepare a new process before its program starts: it gets SIGTERM when its parent dies.
+    """Prepare a new process before its program starts. It will get SIGTERM when its parent dies.
 
-    It also ignores SIGUSR1: Slurm sends this signal, which tells the ranks to stop, to all
-    processes of the step.
+    The process also ignores SIGUSR1. With this signal Slurm tells the ranks to stop, but sends it
+    to all processes of the step.
     """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if _libc is not None:

@@ -1,8 +1,8 @@
 """Streams new weights from rank 0 to running servers over the network, without a file.
 
 Rank 0 and the workers of one server form a process group: NCCL on GPUs, gloo on CPUs. Every server
-has its own group, so that a dead server does not affect the others. Tensors travel as bytes in
-buckets. The workers first get the layout of the buckets, see `GspoWorker.receive_weights`.
+has its own group, so that a dead server does not affect the other servers. Tensors travel as bytes
+in buckets. The workers first get the layout of the buckets, see `GspoWorker.receive_weights`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from gspo_megatron.addresses import listen
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_group import Group, broadcast, make_group
 
 BUCKET_BYTES = 64 << 20
-_ALIGNMENT = 16  # bytes: alignment of a tensor in its bucket
-_LOOK_SECONDS = 1.0  # between two checks whether a slow server still waits for weights
+_ALIGNMENT = 16  # alignment of a tensor in its bucket, in bytes
+_LOOK_SECONDS = 1.0  # time between two checks whether a slow server still waits for weights
 
 
 class WeightStream:
@@ -30,7 +30,7 @@ class WeightStream:
 
     def __init__(self, host: str, device: torch.device, seconds: float) -> None:
         """host: the address of this machine at which the servers find rank 0; seconds: the time
-        limit for one version; slower servers are dropped. Raises OSError if `host` is not an
+        limit for one version, after which a server is dropped. Raises OSError if `host` is not an
         address of this machine."""
         self.host, self.device, self.seconds = host, device, seconds
         self.backend = "nccl" if device.type == "cuda" else "gloo"
@@ -42,7 +42,8 @@ class WeightStream:
             is_master=True,
             wait_for_workers=False,
             timeout=timedelta(seconds=seconds),
-            master_listen_fd=listener.detach(),  # else the store listens on all interfaces
+            # Otherwise the store would listen on all interfaces.
+            master_listen_fd=listener.detach(),
         )
         self._groups: dict[str, Group] = {}  # by server key
         # Broadcasts that a hanging server has not received. Freeing such a group blocks until the
@@ -71,8 +72,8 @@ class WeightStream:
     ) -> None:
         """Send the tensors to the receivers: key of a server -> number of its workers.
 
-        Drops a server that fails; the service finds the cause. Always consumes the whole iterator.
-        receiving(): returns the keys of the servers that still wait for weights.
+        A server that fails is dropped, and the service finds the cause. The whole iterator is
+        always consumed. receiving(): returns the keys of the servers that still wait for weights.
         """
         deadline = time.monotonic() + self.seconds
         groups = self._groups_with(receivers, receiving, deadline)
@@ -111,7 +112,7 @@ class WeightStream:
     def _drop(self, group: Group, work: dist.Work | None, buffer: Tensor) -> None:
         """Stop sending to a server."""
         abort: Callable[[], None] | None = getattr(group, "abort", None)
-        if abort is not None:  # NCCL only: ends the kernel that waits for the server
+        if abort is not None:  # NCCL: ends the kernel that waits for the server
             abort()
         if work is not None and not work.is_completed():
             self._stuck.append((work, group, buffer))
@@ -123,7 +124,7 @@ class WeightStream:
         receiving: Callable[[], Collection[str]],
         deadline: float,
     ) -> Group | None:
-        """Make the group with a server's workers; None if they do not join.
+        """Make the group with a server's workers. Returns None if the workers do not join.
 
         Making a group blocks, so this first waits until all workers have announced themselves.
         """
@@ -163,7 +164,7 @@ def exhaust(tensors: Iterable[Any]) -> None:
 
 
 def _try_broadcast(group: Group, buffer: Tensor) -> dist.Work | None:
-    """Begin a broadcast; None if the group is broken."""
+    """Begin a broadcast. Returns None if the group is broken."""
     try:
         return broadcast(group, buffer)
     except RuntimeError:
@@ -171,10 +172,10 @@ def _try_broadcast(group: Group, buffer: Tensor) -> dist.Work | None:
 
 
 def _completes(work: dist.Work | None, is_wanted: Callable[[], bool], deadline: float) -> bool:
-    """Wait for a broadcast; False if it failed, is late or is no longer wanted.
+    """Wait for a broadcast. Returns False if it failed, is late or is no longer wanted.
 
-    Polls before it calls `wait`: with a dead peer, NCCL would block until its timeout, which ends
-    the whole process.
+    The function polls before it calls `wait`. If the peer is dead, `wait` would block until NCCL's
+    timeout, which ends the whole process.
     """
     if work is None:
         return False

@@ -2,8 +2,8 @@
 
 All ranks export the policy's weights: into a folder in Hugging Face format, or as a stream from
 rank 0 to the servers' workers. Then they compute the responses that a server with these weights
-must give to fixed prompts, and wait until the service has compared the servers' responses with
-them.
+must give to fixed prompts. At last they wait until the service has compared the servers' responses
+with these responses.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SPARE = "spare"  # name of a folder of old weights that the next version overwr
 class WeightSync:
     """Sends each version of the policy's weights to the servers.
 
-    Each rank has one, and all ranks call its methods together.
+    Each rank has a WeightSync, and all ranks call its methods together.
     """
 
     def __init__(
@@ -77,7 +77,8 @@ class WeightSync:
         else:
             weights["folder"], num_bytes = self._write_folder()
             on_main(lambda: self._on_main().take_weights(weights))
-        check = dataclasses.asdict(self._weight_check())  # while the servers load
+        # Computed while the servers load the weights.
+        check = dataclasses.asdict(self._weight_check())
         on_main(lambda: self._on_main().add_to_weights(check=check))
         arrived = self.wait_for(self._weights_status)
         on_main(self._remove_older_folders)
@@ -93,7 +94,7 @@ class WeightSync:
 
     def go_on(self, config: Config, policy: Policy, engine: RolloutEngine) -> dict[str, float]:
         """Continue in the run's next phase, with that phase's configuration, policy and engine. The
-        servers already have the policy's weights, from the end of the phase before. Returns
+        servers already have the policy's weights, from the end of the previous phase. Returns
         metrics.
 
         Raises RolloutError on all ranks if no server is left.
@@ -125,7 +126,7 @@ class WeightSync:
         return self.service
 
     def _weights_status(self) -> dict[str, Any]:
-        """Return the status, on rank 0. The service ends the wait after
+        """Return the status of the new weights, on rank 0. The service ends the wait for it after
         rollout.vllm.weight_update_timeout_seconds."""
         heartbeat()
         return self._on_main().weights_status()
@@ -155,7 +156,8 @@ class WeightSync:
             folder,
             hf_config=self.hf_config,
             tokenizer=self.config.data.tokenizer,
-            durable=False,  # nothing reads it after a crash: the next start writes a new folder
+            # After a crash nothing reads this folder, because the next start writes a new one.
+            durable=False,
             reuse=folder.with_name(_SPARE),
             private=private,
         )
@@ -170,12 +172,12 @@ class WeightSync:
     def _remove_older_folders(self) -> None:
         """Remove folders of weights that no server needs any more, on rank 0.
 
-        If the folders are in memory, the newest of them is kept for the next version: overwriting
-        it is faster than getting new memory from the system.
+        If the folders are in memory, the newest of the unneeded folders is kept for the next
+        version, because overwriting it is faster than getting new memory from the system.
         """
         newest = self._version_folder()
         older = sorted(folder for folder in newest.parent.iterdir() if folder != newest)
-        if self.takes_adapters:  # vLLM may read the adapters of responses in progress once more
+        if self.takes_adapters:  # vLLM may read adapters again for responses in progress
             older = older[: -self.config.rollout.staleness or None]
             for folder in older:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -212,8 +214,8 @@ class WeightSync:
     def _waiting_servers(self) -> list[str]:
         """Return the keys of the servers that wait for weights. Called on rank 0 during a stream.
 
-        Returns none if the service is gone. All ranks then get the error together at the next call
-        of the service.
+        If the service is gone, the list is empty. All ranks then get the error together at the next
+        call of the service.
         """
         try:
             return self._on_main().receivers()
@@ -243,10 +245,11 @@ class WeightSync:
 
 
 def _open_stream(config: Config, device: torch.device) -> WeightStream:
-    """Listen at the address where the servers find this machine: loopback if all of them are here.
+    """Listen at the address where the servers find this machine. It is loopback if all servers run
+    on this machine.
 
-    Raises RolloutError if that is not possible, and UserError if the address towards servers on
-    other machines is unknown.
+    Raises RolloutError if this process cannot listen there. Raises UserError if the address on the
+    route to other machines is unknown.
     """
     hosts = [urlsplit(url).hostname or "" for url in config.rollout.vllm.urls]
     ways = [way for way in map(route_to, hosts) if way is not None and not is_loopback(way)]

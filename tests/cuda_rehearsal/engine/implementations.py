@@ -82,7 +82,8 @@ IMPLEMENTATIONS: dict[str, Any] = {
     "pytorch.tensor.mxfp8_tensor.MXFP8Tensor": MXFP8Tensor,
     "pytorch.tensor.nvfp4_tensor.NVFP4Tensor": NVFP4Tensor,
 }
-# Names of the compiled part, which has no signatures in Python. So the tables do not contain them.
+# Names of the compiled part. Its functions have no signatures in Python, so the tables do not
+# contain these names.
 COMPILED: dict[str, Any] = {
     **_names(optimizers, "pytorch.optimizers", "multi_tensor_l2norm", "multi_tensor_scale"),
 }

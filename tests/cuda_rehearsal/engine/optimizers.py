@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """An optimizer that, like Transformer Engine's, counts steps in the parameter group and not in
-    the state of a parameter."""
+    """An optimizer that counts steps in the parameter group, as Transformer Engine's FusedAdam
+    does, and not in the state of each parameter."""
 
     def __init__(
         self,

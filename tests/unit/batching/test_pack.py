@@ -1,5 +1,5 @@
-"""Packing compared with plain lists: the rows that predict, the padding, and the cut for context
-parallelism."""
+"""Packing, compared with plain lists: the rows that predict tokens, the padding, and the cut for
+context parallelism."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PAD = 7
 class Batch:
     tokens: list[Tensor]
     response_lengths: list[int]
-    # A rank's sequences are not all packed together, so the offsets of a pack can have gaps.
+    # A micro-batch holds only some of the rank's sequences, so its offsets can have gaps.
     response_offsets: list[int]
     flat_responses: list[int]
 
@@ -36,7 +36,7 @@ class Batch:
         return pack(PackSpec(PAD, **spec), *columns, members, shape=shape)
 
     def predictions(self, members: list[int]) -> list[tuple[int, int, int, int, int]]:
-        """(place, position, token before, target, flat index) of each response token."""
+        """The tuples (place, position, token before, target, flat index) of all response tokens."""
         expected = []
         for place, number in enumerate(members):
             sequence = self.tokens[number].tolist()
@@ -54,7 +54,7 @@ def random_batch(seed: int, count: int = 7, longest: int = 23) -> Batch:
     for _ in range(count):
         response = source.choice([0, 1, source.randint(1, longest)])
         prompt = source.choice([1, source.randint(1, longest)])
-        # ids from 100 up are never mistaken for padding
+        # Ids of 100 and above differ from the id of padding.
         sequence = [source.randint(100, 10_000) for _ in range(prompt + response)]
         offsets.append(len(flat))
         flat += sequence[prompt:]
@@ -157,7 +157,7 @@ def test_context_parallel_shards_hold_everything_once(cp: int, multiple: int, se
 
 
 def real_tokens(shard: PackedBatch, cp: int) -> list[tuple[int, int, int]]:
-    """(place, position, token) of a shard's rows that are not padding."""
+    """The tuples (place, position, token) of a shard's rows that are not padding."""
     places = []
     for place, (start, end) in enumerate(zip(shard.boundaries, shard.boundaries[1:])):
         places += [place] * (int(end - start) // cp)
@@ -177,7 +177,7 @@ def test_shards_are_in_megatrons_zigzag_order(cp: int) -> None:
     for _ in range(5):
         boundaries.append(boundaries[-1] + 2 * cp * source.randint(0, 4))
     for rank in range(cp):
-        # megatron.core.utils.get_batch_on_this_cp_rank cuts a sequence in the same way
+        # get_batch_on_this_cp_rank in megatron.core.utils cuts a sequence in the same way.
         pieces = [
             torch.arange(start, end).view(2 * cp, -1)[[rank, 2 * cp - 1 - rank]].flatten()
             for start, end in zip(boundaries, boundaries[1:])
@@ -266,7 +266,7 @@ def test_rows_of_equal_length_have_no_padding() -> None:
     batch = pack(PackSpec(PAD, padded=True), tokens, [2, 3], [0, 2], [0, 1])
     assert batch.input_ids.tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     assert batch.padding_mask is None
-    # rows of the hidden states [5 tokens, 2 rows]
+    # These are rows of the flattened hidden states [5 tokens, 2 rows].
     assert batch.token_rows.tolist() == [2 * 2, 3 * 2, 1 * 2 + 1, 2 * 2 + 1, 3 * 2 + 1]
 
 
@@ -283,7 +283,7 @@ def test_a_batch_without_sequences_is_padding_of_the_common_shape(padded: bool) 
 @pytest.mark.parametrize(("cp", "rank"), [(1, 0), (2, 0), (2, 1)])
 def test_branches_are_packed_as_sequences_of_their_own(padded: bool, cp: int, rank: int) -> None:
     """A branch is packed like a separate sequence. Only `sequence_index` names the episode, because
-    the loss has one number for all its branches."""
+    the loss has one sequence number for all branches of an episode."""
     place = {"padded": padded, "context_parallel_size": cp, "context_parallel_rank": rank}
     apart = random_batch(7)
     # The owner of each branch. An owner's branches are in this order.

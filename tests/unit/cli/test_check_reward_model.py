@@ -39,8 +39,8 @@ def test_its_weights_are_in_the_memory_of_each_rank(
     assert "\n reward model " not in out and without["scorer_bytes"] == "0"
     held = int(with_model["scorer_bytes"])
     assert int(with_model["worst_rank_bytes"]) == int(without["worst_rank_bytes"]) + held
-    # A rank holds about a quarter of the weights in bf16: there are two stages, and two shards of
-    # each.
+    # A rank holds about a quarter of the weights in bf16, because the layout has two stages with
+    # two shards each.
     weights = sum(each.numel() for each in load_file(folder / "model.safetensors").values())
     assert 0.2 * 2 * weights < held < 0.4 * 2 * weights
 

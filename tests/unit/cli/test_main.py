@@ -94,8 +94,8 @@ def test_how_a_command_that_raises_ends(
     first: str,
     last: str,
 ) -> None:
-    """A user's error ends the command with its message alone. Any other error ends it with the
-    traceback, and the original cause last."""
+    """A user's error ends the command with its message alone. Any other error ends the command with
+    the traceback, in which the original cause comes last."""
     monkeypatch.setattr(report, "run", mock.Mock(side_effect=error))
     ended, out, err = gspo("report", "run", "-o", "out")
     lines = err.splitlines() or [""]

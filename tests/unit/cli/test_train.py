@@ -20,14 +20,14 @@ from gspo_megatron.process.ranks import decide_world_size
 from tests.unit.cli.conftest import Command, ConfigWriter
 
 Calls = list[tuple[object, ...]]
-# a value of training.steps with which the stand-in's run ends early, as if told to stop
+# With this value of training.steps, the stand-in's run ends early, as after a signal to stop.
 TOLD_TO_STOP = 77
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """The actions of `train`: ("train", config) in this process, or ("launch", command, world
-    size)."""
+    """A record of the actions of `train`: ("train", config) in this process, or ("launch", command,
+    world size)."""
     made: Calls = []
     run = types.ModuleType("gspo_megatron.rl.run")
 
@@ -86,7 +86,7 @@ def test_what_a_command_line_does(
         overrides = [word for word in given if not word.startswith("--")]
         assert calls == [("train", load_config(path, overrides), *options)]
     else:
-        # The launcher passes the same arguments to the ranks, and knows whether the run saves
+        # The launcher passes the same arguments to the ranks. It also knows whether the run saves
         # checkpoints.
         command = [sys.executable, "-m", "gspo_megatron", "train", str(path), *given]
         saves = ("saves",) if "checkpoint.interval=5" in given else ()
@@ -148,7 +148,7 @@ def test_the_layout_decides_unless_told_otherwise(
     assert decide("tp=2", 6) == decide("tp=2", None, 6) == decide("tp=1", 6, 6) == 6
     with pytest.raises(UserError, match="--nproc 2: this process is already one of 4 ranks"):
         decide("tp=1", 2, 4)
-    # a cluster's layout is not started on one machine by mistake
+    # The layout of a cluster must not be started on one machine by mistake.
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     with pytest.raises(UserError, match="takes 256 ranks.*--nproc 256"):
         decide("pp=4,ep=8,dp=64")

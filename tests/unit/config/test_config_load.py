@@ -45,10 +45,11 @@ def test_a_file_with_only_a_tokenizer_gets_all_defaults(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, MINIMAL))
     assert config.data.tokenizer == "letters.model"
     assert (config.model.preset, config.objective.name) == ("tiny", "gspo")
-    assert config.objective.old_logprobs == "auto" and recomputes_old_logprobs(config)  # bf16
+    # In bf16, "auto" recomputes the old log-probs.
+    assert config.objective.old_logprobs == "auto" and recomputes_old_logprobs(config)
     assert (config.rollout.group_size, config.rollout.prompts_per_step) == (8, 16)
     assert config.training.precision == "bf16"
-    # a section whose keys are all commented out has its defaults, too
+    # A section whose keys are all commented out also has its defaults.
     assert config == load_config(write(tmp_path, MINIMAL + "training:\nparallel:\n"))
 
 
@@ -89,7 +90,7 @@ def test_missing_file_folder_and_binary_file_are_refused(tmp_path: Path) -> None
     assert "cannot be read" in problems_of(tmp_path)[0]
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\xd0")
     assert "not a text file" in problems_of(tmp_path / "binary")[0]
-    # problems of overrides are reported together with the missing file
+    # Problems of overrides are reported together with the missing file.
     assert len(problems_of(tmp_path / "absent.yaml", "nonsense", "a.b=[1")) == 3
 
 
@@ -146,7 +147,8 @@ def test_a_long_file_without_aliases_is_none_of_them(monkeypatch: pytest.MonkeyP
 
 def test_scalars_are_read_as_people_mean_them(tmp_path: Path) -> None:
     text = MINIMAL + (
-        "routing: {replay: off, reference_replay: off}\n"  # YAML 1.1 would make them false
+        # YAML 1.1 would read both values as false.
+        "routing: {replay: off, reference_replay: off}\n"
         "optimizer: {learning_rate: 1e-4}\n"  # YAML 1.1 would read this as a string
         "reward: {options: {time: 12:30:00, answer: yes, day: 2024-01-02, mode: 017, x: -2.5}}\n"
     )
@@ -297,8 +299,8 @@ def test_missing_keys_keys_that_are_no_text_and_long_values(tmp_path: Path) -> N
     assert lines == ["model[2]: a key must be text", "1: a key must be text"]
     (line,) = problems_of(write(tmp_path, MINIMAL), "training.steps=" + "x" * 500)
     assert line.startswith("training.steps = 'xxx") and "xxx...: " in line
-    # A long path is shown whole. Other long values are cut, such as the contents of a file in place
-    # of its path.
+    # A long value is cut, such as the contents of a file in place of its path. Only a long path is
+    # shown whole.
     assert len(line) < 280
 
 
@@ -317,7 +319,8 @@ def test_yaml_round_trip_keeps_everything(tmp_path: Path) -> None:
     again = load_config(write(tmp_path, to_yaml(config), "other.yaml"))
     assert again == config
     assert to_yaml(again) == to_yaml(config)
-    # A reader of YAML 1.1, in which a bare `off` or `yes` is a boolean, must get the same.
+    # In YAML 1.1, `off` or `yes` without quotes is a boolean. A reader of YAML 1.1 must get the
+    # same values.
     assert yaml.safe_load(to_yaml(config)) == config.model_dump()
 
 
@@ -384,7 +387,7 @@ TOKENIZER = {"tokenizer": "t"}
         # The kind of data decides. The schema then reports the keys that do not fit.
         ({"data": {"examples": "e"}, "rollout": {"group_size": 4}}, "sft"),
         ({"data": {"train": ["c"], "prompts": None}}, "pretrain"),
-        # without data, the other keys decide
+        # Without data, the other keys decide.
         ({"data": TOKENIZER, "rollout": {}}, "rl"),
         ({"data": TOKENIZER, "training": {"keep_step_inputs": 3}}, "rl"),
         ({"data": TOKENIZER, "training": {"epochs": 2, "batch_size": 4}}, "sft"),
@@ -481,8 +484,8 @@ def test_old_logprobs_are_computed_again_where_the_engines_may_differ(
 
 
 def test_every_character_comes_back_from_yaml_and_from_overrides() -> None:
-    """The characters include those that YAML reads as the end of a line, and some beyond 16
-    bits."""
+    """The characters include those that YAML reads as the end of a line, and some with numbers
+    beyond 16 bits."""
     points = [*range(0x100), 0x3000, *range(0x2026, 0x202B), 0xFEFF, 0xFFFE, 0xFFFF, 0x1F600]
     texts = [text for c in map(chr, points) for text in (c, f"a{c}b", f"{c} ", f"word {c}\n x")]
     values = {"stop": texts, **{f"k{chr(c)}": c for c in points}}

@@ -28,8 +28,8 @@ def problems(layers: int, layout: str, **megatron: Any) -> list[str]:
 
 
 def megatron_takes(layers: int, layout: Layout, megatron: dict[str, Any]) -> bool:
-    """Whether Megatron-Core accepts these stages. It checks a division into equal stages only when
-    it builds the model, so no test asks about one."""
+    """Whether Megatron-Core accepts these stages. Megatron-Core checks a division into equal stages
+    only when it builds the model, so no test asks about such a division."""
     with contextlib.suppress(ValueError, AssertionError, KeyError, ZeroDivisionError):
         TransformerConfig(
             num_layers=layers,
@@ -77,7 +77,8 @@ def test_written_out_stages_are_judged_as_by_megatron_core(text: str) -> None:
     layout = Layout.parse(text)
     for written in WRITTEN:
         if layout.vpp is None and len(written.split("|")) > layout.pp:
-            # Megatron-Core takes the additional stages for virtual ones; our layout must name them
+            # Megatron-Core reads the additional stages as virtual stages, but our layout must name
+            # virtual stages.
             continue
         found = problems(4, text, **{WRITTEN_OUT: written})
         takes = megatron_takes(4, layout, {WRITTEN_OUT: written})
@@ -90,7 +91,7 @@ def test_messages_name_key_value_and_what_is_legal() -> None:
     assert "leaves 2 of 4 layers for 0 other stages" in line
     [line] = problems(4, "pp=2", **{WRITTEN_OUT: "Et|tL"})
     assert line == f"model.megatron.{WRITTEN_OUT}: 2 layers; the model has 4"
-    # the last stage would not contain the loss
+    # In this division, the last stage does not contain the loss.
     [line] = problems(4, "pp=4", **{WRITTEN_OUT: "Ett||ttL|"})
     assert "one L, at the end" in line
     [line] = problems(4, "pp=2", **{WRITTEN_OUT: "Ett|ttL", FIRST: 2})

@@ -52,7 +52,7 @@ def text(tokenizer: Tokenizer, *parts: str) -> list[int]:
 
 
 def chat(tokenizer: Tokenizer, *contents: str, system: str = "") -> list[int]:
-    """The token ids of a conversation in which user and assistant take turns."""
+    """The token ids of a conversation in which user and assistant speak alternately."""
     messages = [{"role": "system", "content": system}] if system else []
     messages += [
         {"role": ("user", "assistant")[n % 2], "content": content}

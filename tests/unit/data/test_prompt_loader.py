@@ -53,15 +53,15 @@ def test_order_depends_on_seed_and_epoch_only() -> None:
 
 
 def test_order_is_fixed_for_good() -> None:
-    # The order is fixed in this test, because runs must resume in the same order under every later
-    # version.
+    # The test contains the order itself, because a run must resume in the same order under every
+    # later version.
     steps = draw(PromptLoader(8, 8, seed=5), 2)
     assert steps == [[2, 7, 5, 0, 4, 3, 6, 1], [6, 4, 1, 2, 5, 7, 0, 3]]
 
 
 def test_without_shuffle_the_file_order_is_kept() -> None:
     assert draw(PromptLoader(5, 2, seed=1, shuffle=False), 4) == [[0, 1], [2, 3], [4, 0], [1, 2]]
-    # A step larger than the file repeats prompts.
+    # A step that is larger than the file repeats prompts.
     assert PromptLoader(3, 7, seed=1, shuffle=False).next() == [0, 1, 2, 0, 1, 2, 0]
 
 
@@ -129,7 +129,8 @@ def test_each_file_has_its_share_and_its_epochs(
         files = [counts[start:end] for start, end in zip(starts, starts[1:])]
         drawn = np.array([file.sum() for file in files])
         assert abs(drawn - wanted * step * per_step).max() < 2
-        # Every prompt of a file comes once before any comes again. For the bound of 2 see above.
+        # Every prompt of a file comes once before any prompt comes again. An earlier test explains
+        # the bound of 2.
         assert all(np.ptp(file) <= 2 for file in files)
         if per_step == 1:
             assert all(np.ptp(file) <= 1 for file in files)
@@ -145,7 +146,7 @@ def test_files_of_equal_size_have_different_orders() -> None:
     step = PromptLoader((8, 8), 16, seed=5).next()
     first, second = ([n % 8 for n in step if n // 8 == file] for file in (0, 1))
     assert sorted(first) == sorted(second) == [*range(8)] and first != second
-    # the first file has the order of a run with this file alone
+    # The first file has the same order as in a run with only this file.
     assert first == PromptLoader(8, 8, seed=5).next()
 
 
@@ -209,7 +210,7 @@ def test_refills_depend_on_the_step_alone() -> None:
         first, again = loader.for_refills(step), other.for_refills(step)
         drawn[step] = [first.next() for _ in range(3)]
         assert drawn[step] == [again.next() for _ in range(3)]
-        # each file has its share
+        # Each file has its share.
         assert all(sum(row < 40 for row in rows) == 2 for rows in drawn[step])
     assert drawn[1] != drawn[2] != drawn[3]
     assert loader.state_dict() == PromptLoader([40, 80], 6, seed=3).state_dict()

@@ -22,8 +22,8 @@ from gspo_megatron.types import Prompt
 from tests.tasksets import TEMPLATE, letters
 
 CALL = '<tool_call>{"name": "add", "arguments": {"b": 2, "a": 1}}</tool_call>'
-# Every program of these tests begins with this code. It speaks the protocol of the package openai,
-# with the standard library alone.
+# Every program of these tests begins with this code. It sends the same requests as the package
+# openai, but needs only the standard library.
 HEAD = """
 import json, os, sys, urllib.error, urllib.request
 row = json.load(sys.stdin)
@@ -201,7 +201,7 @@ chat(again, tools=tools)
     before = [shown(tokenizer, each.token_ids) for each in asked]
     assert before[1] == f"{before[0]}a</s><|user|>1+2?</s><|assistant|>"
     assert before[2] == "<|system|>so far: b</s><|user|>1+2?</s><|assistant|>"
-    # another list of tools gives another prompt
+    # Another list of tools gives another prompt.
     assert before[3] == f"[add]{before[2]}c</s><|user|>1+2?</s><|assistant|>"
     assert [branch.turns for branch in episode.client.transcript.branches()] == [
         range(2),
@@ -270,8 +270,8 @@ def test_what_a_program_does_wrong_is_named(play: Play, program: str, problem: s
 
 
 def test_the_policy_s_time_is_not_the_program_s(play: Play) -> None:
-    """A turn may have to wait for responses of the previous step. This time does not count as the
-    program's."""
+    """A turn may have to wait for responses of the previous step. This time does not count as time
+    of the program."""
     program = """
 first = chat([user])["choices"][0]["message"]
 chat([user, first, user])
@@ -313,7 +313,7 @@ def test_a_client_that_asks_again_gets_the_turn_that_it_asked_for(
 
 
 def test_a_client_that_says_that_it_repeats_gets_the_same_answer(play: Play) -> None:
-    """The client repeats a request if the answer to the first one was lost on its way."""
+    """The client repeats a request if the answer to its first attempt was lost on the way."""
     episode, asked = play(
         """
 import time
@@ -335,8 +335,8 @@ assert [each["content"] for each in (first, again, other)] == ["a", "a", "b"]
 def test_a_turn_that_nobody_has_read_is_not_trained(
     play: Play, tokenizer: Tokenizer, pause: float
 ) -> None:
-    """The client stops waiting for a turn and sends another request, and at last stops waiting for
-    good."""
+    """The client stops waiting for a turn and sends another request. At the end it stops waiting
+    for a turn and sends no more requests."""
     episode, _ = play(
         f"""
 import time
@@ -369,7 +369,7 @@ open({str(told)!r}, "w").write(json.dumps([os.getpid(), child.pid]))
 time.sleep(600)
 """
     seconds = 3.0
-    # On a busy machine the program may not get as far as writing its pids.
+    # On a busy machine the program may be ended before it has written its process ids.
     while not (told.exists() and told.read_text()):
         episode, _ = play(program, ["a"], seconds=seconds)
         assert f"took longer than environment.options.seconds = {seconds:g}" in str(episode.error)

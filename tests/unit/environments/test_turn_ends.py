@@ -1,4 +1,4 @@
-"""The text after a turn, when there are several end-of-sequence tokens."""
+"""The text that the template adds after a turn, if there are several end-of-sequence tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     [
         ("</s>", ""),  # the template does not repeat the policy's token
         ("<|end|>", "</s>"),  # the template still adds its own token
-        (None, "</s>"),  # cut off
+        (None, "</s>"),  # the turn was cut off
     ],
 )
 def test_the_template_closes_a_turn_that_has_not_its_token(

@@ -66,16 +66,17 @@ def test_with_staleness_a_step_is_the_slower_side_and_the_update(
 def test_one_server_with_one_slot_draws_token_after_token() -> None:
     lengths = np.random.default_rng(1).integers(1, 50, (STEPS + 3, 4))
     times, _ = simulate(lengths, ServerSpeed(10, 1000, 1), Setting(1, 3, 1e-3, 2), STEPS)
-    # The server never waits. The time is that of all tokens and updates so far, plus the training
-    # of this step.
+    # The server never waits. So the time is the sum of the times of all tokens and updates so far,
+    # plus the training of this step.
     expected = lengths[:STEPS].sum(1).cumsum() / 10 + 2 * np.arange(1, STEPS + 1) + 1e-3
     assert times[:, 2] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("max_staleness", range(5))
 def test_a_long_response_has_so_many_steps_as_the_bound_allows(max_staleness: int) -> None:
-    """Request t starts with version t - 1 - max_staleness, and is trained max_staleness + 1 steps
-    later. In this time fall its longest response, its training, and max_staleness updates."""
+    """Request t starts with version t - 1 - max_staleness, and its training ends max_staleness + 1
+    steps later. This time contains its longest response, its training, and max_staleness
+    updates."""
     lengths = constant(10, 8)
     lengths[:, 3] = 1200
     found = outcome(lengths, ServerSpeed(10, 1e6, 1000), Setting(1, max_staleness, 30, 2))
@@ -107,7 +108,7 @@ def naive(
     alone, full = 1 / Fraction(server.sequence_speed), server.slots / Fraction(server.speed)
     growth = (full - alone) / (server.slots - 1) if server.slots > 1 and full > alone else 0
     waiting = [(t, Fraction(int(n))) for t, row in enumerate(lengths, 1) for n in row]
-    # for each server: [request, missing tokens] of its responses
+    # for each server: [request, missing tokens] of each of its responses
     running: list[list[list]] = [[] for _ in range(setting.servers)]
     missing = dict.fromkeys(range(1, len(lengths) + 1), lengths.shape[1])
     tokens = np.zeros((steps, len(lengths)))
@@ -157,7 +158,7 @@ def test_it_agrees_with_a_naive_simulation_in_exact_fractions(seed: int) -> None
     setting = Setting(int(rng.integers(1, 4)), bound, train, update)
     expected, expected_tokens = naive(lengths, server, setting, steps)
     times, tokens = simulate(lengths, server, setting, steps)
-    # float64 sums of a hundred events
+    # The tolerance is for float64 sums of a hundred events.
     assert times == pytest.approx(np.array(expected), rel=1e-11)
     assert tokens == pytest.approx(expected_tokens, abs=1e-4)
 
@@ -171,7 +172,7 @@ def test_no_token_is_lost_or_older_than_the_bound(max_staleness: int) -> None:
     drawn = tokens[:, :STEPS]
     assert drawn.sum(0) == pytest.approx(lengths[:STEPS].sum(1))
     versions, draws = np.nonzero(drawn > 1e-3)
-    # request t, counted from 1, is trained when the weights have version t - 1
+    # Request t, counted from 1, is trained when the weights have version t - 1.
     staleness = draws - versions
     assert staleness.min() == 0 or max_staleness > 0
     assert staleness.max() == max_staleness
@@ -185,7 +186,7 @@ def test_many_servers_and_responses_take_seconds() -> None:
     lengths = np.ceil(np.random.default_rng(0).lognormal(7.6, 1, (STEPS + 1, 10_000)))
     began = time.process_time()
     outcome(lengths, ServerSpeed(60, 3000, 256), Setting(64, 1, 100, 10))
-    assert time.process_time() - began < 15  # measured: 1.9
+    assert time.process_time() - began < 15  # measured: 1.9 s
 
 
 def test_the_best_is_the_least_stale_of_those_that_are_as_fast() -> None:
@@ -195,21 +196,22 @@ def test_the_best_is_the_least_stale_of_those_that_are_as_fast() -> None:
     slow, near, fast = result(4, 0, 130), result(8, 1, 101), result(8, 3, 100)
     assert best([slow, near, fast]) is near
     assert best([slow, fast]) is fast
-    assert best([result(16, 1, 100), near, fast]) is near  # as fast, with fewer servers
+    # `near` counts as equally fast, and has fewer servers.
+    assert best([result(16, 1, 100), near, fast]) is near
 
 
 def test_lengths_are_log_normal_and_cut() -> None:
     lengths = log_normal_lengths(1000, 3000, 10**9, (100, 1000))
     assert np.percentile(lengths, [50, 90]) == pytest.approx([1000, 3000], rel=0.03)
-    sigma = math.log(3) / 1.2815515655446004  # from the 90% quantile of the normal distribution
+    sigma = math.log(3) / 1.2815515655446004  # 1.28… is the 90% quantile of the normal distribution
     assert lengths.mean() == pytest.approx(1000 * math.exp(sigma**2 / 2), rel=0.03)
     assert log_normal_lengths(1000, 3000, 2500, (100, 1000)).max() == 2500
 
 
 @pytest.mark.parametrize("max_staleness", [0, 4, 6, 12])
 def test_whole_bunches_of_steps_count(max_staleness: int) -> None:
-    """Each bunch of max_staleness + 1 requests has one slow request. Its place in the bunch does
-    not change the mean step, also if 60 is not a multiple of the bunch."""
+    """Each bunch of max_staleness + 1 requests has one slow request. The place of this request in
+    the bunch does not change the mean step, even if 60 is not a multiple of the bunch's size."""
     steps, first = steps_of(max_staleness)
     bunch = max_staleness + 1
     assert steps >= STEPS and first >= bunch and (steps - first) % bunch == 0

@@ -45,11 +45,12 @@ def work_of(config: Any, world_size: int, longest: int | None = None) -> Workloa
 @pytest.mark.parametrize(
     ("layout", "world_size", "budget", "samples", "micro_batches"),
     [
-        ("tp=1", 1, 5 * LENGTH + 3, 4, 6),  # 4 samples and not 5, because 5 does not divide 24
+        # 4 samples in a micro-batch, because 5 does not divide 24.
+        ("tp=1", 1, 5 * LENGTH + 3, 4, 6),
         ("dp=2", 2, 5 * LENGTH, 4, 3),
-        ("dp=2", 2, LENGTH // 2, 1, 12),  # at least one sample
-        ("cp=2", 2, 3 * LENGTH, 6, 4),  # two ranks have twice the budget
-        # the number of micro-batches is a multiple of the number of stages
+        ("dp=2", 2, LENGTH // 2, 1, 12),  # a micro-batch has at least one sample
+        ("cp=2", 2, 3 * LENGTH, 6, 4),  # the budgets of two ranks are added
+        # The number of micro-batches must be a multiple of the number of stages.
         ("pp=2,vpp=2", 2, 100 * LENGTH, 12, 2),
         ("tp=1", 1, 100 * LENGTH, 24, 1),
     ],
@@ -80,7 +81,7 @@ def test_examples_are_as_long_as_the_longest_and_learned_but_for_a_token() -> No
     config = stage_config(FineTuningConfig, "dp=2", micro_batch_tokens=250)
     work = work_of(config, 2)
     assert work.lengths == ((1, 99), (1, 99), (1, 49))
-    # 12 examples, two in a micro-batch
+    # There are 12 examples, two in each micro-batch.
     assert (work.micro_batches, work.forward_only, work.rollout_rows) == (6, 0, 0)
     assert work_of(config, 2, longest=40).lengths == ((1, 39),) * 6 + ((1, 9),)
     padded = stage_config(FineTuningConfig, "dp=2", micro_batch_tokens=250, packing=False)
@@ -101,8 +102,8 @@ def test_a_step_is_three_passes_of_its_tokens() -> None:
 
 @pytest.mark.parametrize("budget", [100, 199, 250, 317, 5000])
 def test_room_in_micro_batches_costs_no_time(budget: int) -> None:
-    """The time is that of 24 examples of 100 tokens, however they are divided into micro-batches.
-    Only for memory do all micro-batches count as full."""
+    """The step takes the time of 24 examples of 100 tokens, however the examples are divided into
+    micro-batches. Only the estimate of memory assumes that all micro-batches are full."""
     config = stage_config(FineTuningConfig, "tp=1", micro_batch_tokens=budget)
     parallel, work = resolve_parallel(config, 1), work_of(config, 1)
     traffic = dict.fromkeys(("tp", "ep", "etp", "cp", "dp", "edp", "pp"), 0)

@@ -1,4 +1,5 @@
-"""Folders of preference models, and their scores, both by transformers."""
+"""Folders of preference models that transformers writes, and the scores that transformers computes
+with them."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ PAD = 0
 
 
 def write_score_model(path: Path, family: str, seed: int, **changes: Any) -> Path:
-    """A folder of random weights that ends in a score head."""
+    """Write a folder of a model with random weights and a score head."""
     write_model(path, family, seed, files=1, **changes)
     file = path / "config.json"
     config = json.loads(file.read_text())
@@ -42,8 +43,8 @@ def write_score_model(path: Path, family: str, seed: int, **changes: Any) -> Pat
 def scores_by_transformers(
     folder: Path, sequences: list[list[int]], pad: int = PAD
 ) -> tuple[str, dict, list]:
-    """The class of the model, the complaints about its tensors, and the score of each sequence. The
-    sequences are padded in one batch."""
+    """Return the class of the model, the complaints of transformers about its tensors, and the
+    score of each sequence. The sequences are padded to one batch."""
     import transformers
 
     model, loading = transformers.AutoModelForSequenceClassification.from_pretrained(

@@ -1,4 +1,4 @@
-"""PEFT folders from other programs: those that are accepted, those that are refused, and the
+"""PEFT folders from other programs: which of them are accepted or refused, and with which
 messages."""
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ def test_each_matrix_of_a_layer_has_an_adapter_by_its_published_name(family: str
 
 
 def published_matrices(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The published tensors. A tensor that holds a matrix for each expert of a layer is split into
-    these matrices (gpt-oss has them transposed)."""
+    """The shapes of the published matrices, by name. A tensor that holds one matrix for each expert
+    of a layer is split into these matrices. In gpt-oss they are transposed."""
     shapes = tensor_shapes(config)
     for name, shape in list(shapes.items()):
         start, _, leaf = name.rpartition(".")
@@ -192,7 +192,7 @@ def test_a_head_that_is_the_embedding_is_refused(target: str) -> None:
 
 
 def test_a_routers_parameter_is_a_module_as_any_other(tmp_path: Path, base: Path) -> None:
-    """PEFT treats `gate` as a parameter and saves the router's adapter in this form."""
+    """PEFT treats the router's `gate` as a parameter, and names it in target_parameters."""
     named = {"target_parameters": ["gate.weight"]}
     folder = write_adapter(tmp_path / "adapter", base, ["attention", "router"], **named)
     peft_to_megatron(folder, tmp_path / "out")
@@ -213,7 +213,7 @@ def joint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 
 
 def write_joint(folder: Path, base: Path, document: dict[str, Any], rank: int) -> Path:
-    """Write adapters of the experts alone. rank: of the adapter that gate and up projection
+    """Write adapters of only the experts. rank: the rank of the adapter that gate and up projection
     share."""
     shapes, tensors = tensor_shapes(json.loads((base / "config.json").read_text())), {}
     for name, shape in shapes.items():

@@ -1,5 +1,5 @@
-"""Ling 2, for which transformers has no class. It is compared with its formulas, and with GLM-4.5,
-which has the same model under other names."""
+"""Ling 2, for which transformers has no class. Our model is compared with formulas in this file,
+and with GLM-4.5, which has the same architecture with other names of tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.hf.policies import config_of, greedy, logits_of, policy_of
 from tests.unit.hf.published import VOCABULARY, model_config, random_tensors, write_folder
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-TOLERANCE = 1e-5  # for fp32 logits of size 3 to 5; the largest error seen was 2e-6
+TOLERANCE = 1e-5  # for fp32 logits of magnitude 3 to 5; the largest observed error was 2e-6
 
 VARIANTS: list[dict[str, Any]] = [
     {},
@@ -27,7 +27,7 @@ PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3]]
 
 
 def logits_by_hand(config: dict[str, Any], tensors: dict[str, Tensor], ids: list[int]) -> Tensor:
-    """The logits [length, vocabulary] in float64, from the tensors by their names in the file."""
+    """The logits [length, vocabulary] in float64. tensors: the contents of the model's file."""
     named = {name.removeprefix("model."): tensor.double() for name, tensor in tensors.items()}
     hidden = named["word_embeddings.weight"][ids]
     for number in range(config["num_hidden_layers"]):
@@ -117,8 +117,8 @@ def test_the_formulas(tmp_path: Path, changes: dict[str, Any]) -> None:
 
 
 def test_rows_by_groups_of_keys_would_show(tmp_path: Path) -> None:
-    """A file has all queries, then all keys, then all values, unlike Megatron-Core's linear_qkv.
-    The test notices a file with the other order."""
+    """A file has all queries, then all keys, then all values. Megatron-Core's linear_qkv orders the
+    rows by groups instead. The comparison of logits must notice a file with that order."""
     config = model_config("bailing_moe_v2")
     tensors = random_tensors(config, seed=4)
     expected = logits_by_hand(config, tensors, list(range(VOCABULARY)))

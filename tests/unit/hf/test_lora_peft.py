@@ -1,5 +1,5 @@
-"""Adapters in the package and in PEFT, on the same model: logits, loss, gradients, updates and
-files."""
+"""Our adapters compared with PEFT's adapters on the same model: logits, loss, gradients, updates
+and files."""
 
 from __future__ import annotations
 
@@ -49,22 +49,23 @@ from tests.unit.hf.transformers_side import ask, transformers_process
 pytestmark = pytest.mark.usefixtures("one_rank")
 pytest.importorskip("peft")
 
-# For fp32 sums in another order. Gradients are compared relative to the largest element of their
-# matrix.
+# The tolerance is for fp32 sums in another order. Gradients are compared relative to the largest
+# element of their matrix.
 TOLERANCE = 1e-5
 IDS = [int(token) for token in torch.randint(VOCABULARY, (40,), generator=torch.Generator())]
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
-    # family, changes of its config, PEFT's target modules
+    # Each value: the family, changed keys of its config.json, PEFT's target modules.
     "qwen3": ("qwen3", {}, LINEAR),
     "some of them": ("qwen3", {}, ["q_proj", "v_proj", "up_proj"]),
     "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}, LINEAR),
-    # PEFT also adapts the MLPs of dense layers, because their matrices have the names of experts'
-    # matrices. So all layers have experts here.
+    # PEFT would also adapt the MLPs of dense layers, because their matrices have the same names as
+    # the experts' matrices. So all layers of this model have experts.
     "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": []}, LINEAR),
-    # PEFT adapts the router's matrix as a parameter, but under the same names.
+    # PEFT adapts the router's matrix as a parameter, but its adapter has the names of a module's
+    # adapter.
     "router and head": ("qwen3_moe", {"mlp_only_layers": []}, ["q_proj", "gate", "lm_head"]),
     "latent": ("deepseek_v3", {}, LATENT),
     "latent, no query latent": (
@@ -118,7 +119,7 @@ def in_peft_layout(policy: Policy, part: str) -> dict[str, Tensor]:
     for shard in adapter_shards(policy):
         recipe = names[shard.name]
         tensor = shard.view(getattr(shard.parameter, part))
-        assert not tensor[recipe.shape[0] :].any()  # the vocabulary's padding
+        assert not tensor[recipe.shape[0] :].any()  # rows of the vocabulary's padding are zero
         found[recipe.boxes[0].name] = tensor[: recipe.shape[0]].clone()
     return found
 
@@ -126,7 +127,7 @@ def in_peft_layout(policy: Policy, part: str) -> dict[str, Tensor]:
 def loss_of(policy: Policy) -> tuple[Tensor, Tensor]:
     [model] = policy.models
     positions = torch.arange(len(IDS))[None]
-    # The hooks of the chunk sum the gradients, so the chunk is called and not the model.
+    # Hooks of the chunk sum the gradients. So the test calls the chunk, not the model inside it.
     hidden = policy.chunks[0](
         input_ids=torch.tensor([IDS]), position_ids=positions, attention_mask=None
     )
@@ -148,7 +149,7 @@ def test_logits_loss_gradients_and_updates_are_pefts(
 ) -> None:
     folder, expected, lora = taught[case]
     policy = adapted_policy(folder, lora)
-    policy.eval()  # without auxiliary losses
+    policy.eval()  # turns off auxiliary losses
     section = OptimizerSection(
         learning_rate=RATE, clip_grad=CLIP, weight_decay=DECAY, epsilon=EPSILON
     )
@@ -216,7 +217,7 @@ def test_experts_in_one_tensor_leave_as_pefts_parameters(
     export_adapter(policy, tmp_path / "adapter", lora, str(base), hf_config=hf_config)
     found = process.submit(logits_with, base, tmp_path / "adapter", IDS).result()
     assert_comes_back(tmp_path, policy, lora)
-    # the tolerance of the base model
+    # The tolerance is the same as for the base model.
     tolerance = DELTA_TOLERANCE if family in DELTA_NETS else TOLERANCE
     assert float((found - expected).abs().max()) <= tolerance
     export_hf(policy, tmp_path / "merged", hf_config=hf_config)
@@ -227,8 +228,8 @@ def test_experts_in_one_tensor_leave_as_pefts_parameters(
 
 
 def assert_comes_back(folder: Path, policy: Policy, lora: LoraSection) -> None:
-    """Check that an exported adapter can start a run, and that its conversion in both directions
-    keeps every bit."""
+    """Check that a run can start from an exported adapter, and that its conversion in both
+    directions keeps every bit."""
     again = adapted_policy(folder, lora, "base")
     ours, theirs = (in_peft_layout(each, "data") for each in (policy, again))
     assert ours.keys() == theirs.keys()
@@ -247,7 +248,7 @@ def assert_comes_back(folder: Path, policy: Policy, lora: LoraSection) -> None:
 def test_pefts_own_adapters_of_experts_enter(
     process: ProcessPoolExecutor, tmp_path: Path, family: str, parameters: list[str]
 ) -> None:
-    """If the rank is not doubled, gate and up projection share A."""
+    """PEFT does not double the rank, so gate and up projection share A."""
     base = write_model(tmp_path / "base", family, seed=5)
     named = [f"mlp.experts.{name}" for name in parameters]
     # For qwen3_5, PEFT also adapts the shared experts, whose matrices have the same names.
@@ -259,15 +260,15 @@ def test_pefts_own_adapters_of_experts_enter(
     lora = PeftFolder(tmp_path / "adapter").settings()
     assert lora.rank == RANK
     policy = adapted_policy(tmp_path, lora, "base")
-    # the tolerance of the base model
+    # The tolerance is the same as for the base model.
     tolerance = DELTA_TOLERANCE if family in DELTA_NETS else TOLERANCE
     assert float((logits_of(policy, IDS) - expected).abs().max()) <= tolerance
 
 
 def assert_files_merge_to(merged: Path, base: Path, policy: Policy, lora: LoraSection) -> None:
     """Check that the base's files plus the adapters, added block by block, give the files in
-    `merged`. Some families' exports have a tensor for each expert, while published files have one
-    for all."""
+    `merged`. In some families, an export has one tensor for each expert, but a published file has
+    one tensor for all experts."""
     folder, files = checked_folder(base, policy.shape, policy.vocab_size)
     _, written_files = checked_folder(merged, policy.shape, policy.vocab_size)
     written, family = read_folder(merged), family_of(folder.config)

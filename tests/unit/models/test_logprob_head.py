@@ -15,7 +15,7 @@ from gspo_megatron.models.logprob_head import logprob_and_entropy, multiply
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}  # float64 with additions in another order
 
-# The logits have a standard deviation of 8. Rounding to bf16 would change them by up to 0.06; sums
+# The logits have a standard deviation of 8. Rounding to bf16 would change them by up to 0.06. Sums
 # of 64 terms in float32 are 4,000 times as precise.
 WIDTH = 64
 PRECISE = {"rtol": 2e-6, "atol": 2e-5}
@@ -30,13 +30,13 @@ def make_case(rows: int, width: int, vocab: int, seed: int = 0, dtype=torch.floa
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
     targets = torch.randint(vocab, (rows,), generator=generator)
-    # The gradients of the log-probabilities and the entropies.
+    # The gradients of the loss with respect to the log-probabilities and to the entropies.
     gradients = normal(rows).double(), normal(rows).double()
     return normal(rows, width), normal(vocab, width), targets, gradients
 
 
 def dense(hidden, weight, targets, gradients, temperature=1.0, entropy_gradient=False):
-    """The definitions: log-probability, entropy, and the gradients of both inputs."""
+    """Log-probability, entropy, and the gradients of both inputs, computed by their definitions."""
     hidden = hidden.detach().double().requires_grad_()
     weight = weight.detach().double().requires_grad_()
     p = torch.softmax(hidden @ weight.T / temperature, dim=-1)
@@ -89,8 +89,8 @@ def test_float32_gives_float32():
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """A function that limits a tile to this number of float64 elements, so that columns are divided
-    into blocks."""
+    """A function that limits a tile to a given number of float64 elements, so that columns are
+    divided into blocks."""
 
     def set_elements(count: int) -> None:
         monkeypatch.setattr(logprob_head, "TILE_BYTES", 8 * count)
@@ -136,8 +136,7 @@ def test_weight_gradient_of_many_chunks_does_not_lose_the_small_ones():
 
 
 def test_hidden_gradient_of_many_column_blocks_does_not_lose_the_small_ones(monkeypatch):
-    # There are 4096 tiles of one column. Each adds 1/4096 to the gradient, except the tile of the
-    # target.
+    # There are 4096 tiles of one column. Each tile except the target's adds 1/4096 to the gradient.
     columns = 4096
     monkeypatch.setattr(logprob_head, "KEEP_EXPONENTIALS_BYTES", 0)
     monkeypatch.setattr(logprob_head, "TILE_BYTES", 4)
@@ -239,7 +238,8 @@ def test_no_tensor_of_a_large_batch_exceeds_the_tile(
     with LargestTensor() as largest:
         chunked(*case, chunk_size=chunk_size, entropy_gradient=entropy_gradient)
     assert largest.elements == elements >= vocab * width
-    with LargestTensor() as largest:  # a normal product, to check that LargestTensor works
+    # An ordinary matrix product, to check that LargestTensor works.
+    with LargestTensor() as largest:
         dense(*case)
     assert largest.elements == rows * vocab
 
@@ -294,8 +294,8 @@ SHARD_CASES = [
 
 
 def compare_shard(rank: int, world_size: int, rendezvous: str) -> None:
-    logprob_head.TILE_BYTES = 5 * 4 * 8  # This process has blocks of 4 columns,
-    logprob_head.KEEP_EXPONENTIALS_BYTES = 9 * 12 * 8  # and one case has a single tile
+    logprob_head.TILE_BYTES = 5 * 4 * 8  # gives blocks of 4 columns
+    logprob_head.KEEP_EXPONENTIALS_BYTES = 9 * 12 * 8  # gives one case a single tile
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
     )
@@ -344,8 +344,8 @@ def compare_shard(rank: int, world_size: int, rendezvous: str) -> None:
 
 
 def count_collectives(rank: int, world_size: int) -> None:
-    """Check that the forward pass has two collectives, however many tiles there are, and the
-    backward pass none."""
+    """Check that the forward pass has two collectives for any number of tiles, and that the
+    backward pass has no collective."""
     hidden, weight, targets, gradients = make_case(10, 6, 12 * world_size)
     calls: list[str] = []
     original = dist.all_reduce
@@ -376,7 +376,8 @@ def test_shards_of_the_vocabulary_equal_the_dense_softmax(world_size, tmp_path: 
 
 
 def assert_precise(actual, expected) -> None:
-    """Check results to float32's precision, and gradients by their Euclidean norm to bf16's."""
+    """Check results to the precision of float32, and the Euclidean norm of the gradients' errors to
+    the precision of bf16."""
     for got, exact in zip(actual[:2], expected[:2], strict=True):
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double(), exact, **PRECISE)
@@ -391,7 +392,7 @@ def assert_precise(actual, expected) -> None:
 def test_bf16_equals_float64_of_the_same_inputs(
     tile_bytes, rows, vocab, entropy_gradient, monkeypatch
 ):
-    if tile_bytes is not None:  # many tiles, which are computed again in the backward pass
+    if tile_bytes is not None:  # with many tiles, the backward pass computes the tiles again
         monkeypatch.setattr(logprob_head, "TILE_BYTES", tile_bytes)
         monkeypatch.setattr(logprob_head, "KEEP_EXPONENTIALS_BYTES", 0)
         monkeypatch.setattr(logprob_head, "STRIP_BYTES", 4 * WIDTH * 5)
@@ -410,7 +411,7 @@ def test_products_in_strips_are_those_of_the_whole(strip_bytes, monkeypatch):
     torch.testing.assert_close(product.double(), hidden.double() @ weight.double().t(), **PRECISE)
     assert multiply(hidden[:0], weight, torch.empty(0, 200)).shape == (0, 200)
     assert multiply(hidden, weight[:0], torch.empty(3, 0)).shape == (3, 0)
-    # single rows of the weight exist in float32, but never the whole weight
+    # Some rows of the weight exist in float32, but never the whole weight.
     if strip_bytes < 2**20:
         assert largest.elements == 3 * 200 < weight.numel()
 
@@ -434,7 +435,7 @@ def test_products_of_bf16_leave_those_of_float32_precise():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_without_numbers_shapes_and_dtypes_are_the_same(dtype):
-    # An estimate of memory uses the meta device.
+    # The estimate of memory runs this operation on the meta device.
     kind = {"device": "meta", "dtype": dtype, "requires_grad": True}
     hidden, weight = torch.empty(5000, WIDTH, **kind), torch.empty(3000, WIDTH, **kind)
     targets = torch.empty(5000, dtype=torch.long, device="meta")

@@ -33,7 +33,7 @@ def make_case(rows: int, width: int, vocab: int, k: int, seed: int = 0) -> tuple
 def dense(
     hidden: Tensor, weight: Tensor, candidates: Tensor, flow: Tensor, temperature: float = 1.0
 ) -> list[Tensor]:
-    """The definitions: log-probs, flags, and the gradients of both inputs."""
+    """Log-probs, flags, and the gradients of both inputs, computed by their definitions."""
     hidden, weight = (each.detach().clone().requires_grad_() for each in (hidden, weight))
     logits = hidden @ weight.T / temperature
     p = torch.softmax(logits, dim=-1)
@@ -73,8 +73,8 @@ def test_equals_the_dense_softmax(
 
 
 def test_the_whole_vocabulary_leaves_no_rest() -> None:
-    """The log-prob of the rest is then its lower bound. That is a constant, so its gradient changes
-    nothing."""
+    """If the candidates are the whole vocabulary, the log-prob of the rest is its lower bound. This
+    bound is a constant, so the gradient of the rest changes nothing."""
     case = make_case(6, 5, 9, 9)
     buckets, _, *gradients = in_tiles(*case)
     p = torch.softmax(case[0] @ case[1].T, 1).log().gather(1, case[2])
@@ -140,7 +140,7 @@ SHARDS = [(17, 22, 12, 4), (9, 12, 12, 3), (5, 13, 12, 13), (0, 22, 12, 2)]
 
 
 def compare_shard(rank: int, world_size: int, rendezvous: str) -> None:
-    logprob_head.TILE_BYTES = 5 * 4 * 8  # this process has blocks of few columns
+    logprob_head.TILE_BYTES = 5 * 4 * 8  # gives blocks of few columns
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
     )
@@ -160,7 +160,7 @@ def compare_shard(rank: int, world_size: int, rendezvous: str) -> None:
             found = in_tiles(hidden, own, candidates, flow, chunk_size=4, **options)
             dist.all_reduce(found[2])
             expected = dense(hidden, weight, candidates, flow)
-            if k == vocab:  # there is no rest, of which `dense` would take the logarithm
+            if k == vocab:  # `dense` would take the logarithm of 0, because no rest is left
                 continue
             mine = max(min(vocab - start, part), 0)
             expected[3] = expected[3][start : start + mine]
@@ -183,6 +183,6 @@ def test_a_servers_log_probs_get_the_rest_that_the_head_gives() -> None:
     found = with_rest(expected[:, :-1].float())
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
-    # By rounding, the probabilities sum to more than 1, and there is no second candidate.
+    # Because of rounding, the probability is larger than 1. There is no second candidate.
     sure = with_rest(torch.tensor([[1e-8, -math.inf]]))
     assert sure[0, 2].item() == pytest.approx(-24 * math.log(2))

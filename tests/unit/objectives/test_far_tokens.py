@@ -1,7 +1,7 @@
 """The loss of a batch in which the two policies' log-probs of one token differ by 200.
 
-It is compared with the loops of papers.py in float64, where exp(200) is finite. In float32 it is
-infinite.
+The loss is compared with the loops of papers.py in float64, in which exp(200) is finite. In
+float32, exp(200) is infinite.
 """
 
 from __future__ import annotations

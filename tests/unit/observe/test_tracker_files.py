@@ -1,5 +1,5 @@
-"""The files that the packages of trackers wrote, read back. The runs are new or resumed, lose or
-repeat steps, or share a project."""
+"""The files that the packages of trackers wrote, read back. The runs are new or resumed, lose
+steps, repeat steps, or share a project with another run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gspo_megatron.observe.trackers import SENT_FILE
 from tests.programs import wait_until
 
 Points = list[tuple[int, float]]  # step and value, in the order of writing
-Reader = Callable[[Path], Points]  # reads the metric reward/mean of a run
+Reader = Callable[[Path], Points]  # reads the points of the metric reward/mean of a run
 
 
 def read_tensorboard(run: Path) -> Points:
@@ -59,7 +59,7 @@ def wandb_records(path: Path) -> Iterator[Any]:
         _, size, kind = struct.unpack("<IHB", content[at : at + 7])
         parts += content[at + 7 : at + 7 + size]
         at += 7 + size
-        if kind in (1, 4):  # a whole record, or the last part of one
+        if kind in (1, 4):  # a whole record, or the last part of a record
             record = Record()
             record.ParseFromString(parts)
             parts = b""
@@ -85,7 +85,7 @@ READERS: dict[str, Reader] = {
 
 @pytest.fixture(params=READERS)
 def tracker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each tracker whose package is installed, without its servers."""
+    """Each tracker whose package is installed. Nothing is sent to its servers."""
     name = str(request.param)
     pytest.importorskip(name)
     folder = request.getfixturevalue("tmp_path")
@@ -136,8 +136,8 @@ def test_what_a_tracker_has_of_runs_that_were_resumed(tracker: str, tmp_path: Pa
     note = json.loads((one / SENT_FILE).read_text())
     assert (note["tracker"], note["step"]) == (tracker, 6)
     write(two, tracker, [2], after=1)
-    # The records of steps 3 and 4 are written but not sent, as if the run was killed in between.
-    # The next start sends step 3.
+    # The records of steps 3 and 4 are written but not sent, as if the run was killed before it sent
+    # them. The next start sends step 3.
     with (two / "metrics.jsonl").open("a") as file:
         for step in (3, 4):
             file.write(json.dumps({"phase": "rl", "step": step, "reward/mean": reward(two, step)}))

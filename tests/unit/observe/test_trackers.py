@@ -42,7 +42,7 @@ def test_unknown_trackers_are_refused_with_the_known_ones(tmp_path: Path) -> Non
 def test_a_missing_package_is_named_with_its_remedy(
     tracker: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, module, None)  # makes its import fail
+    monkeypatch.setitem(sys.modules, module, None)  # the import of this module fails
     with pytest.raises(UserError, match=f"logging.trackers = {tracker}: .*pip install {tracker}"):
         open_trackers([tracker], tmp_path)
 
@@ -77,7 +77,7 @@ def test_only_finite_numbers_are_tracked_and_those_of_another_phase_under_its_na
 
 
 class Run:
-    """A run that crashes and starts again. It collects all that its tracker receives."""
+    """A run that crashes and starts again. It collects everything that its tracker receives."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.steps = folder, []
@@ -118,8 +118,8 @@ def crashing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def test_steps_that_a_resumed_run_repeats_are_sent_once(crashing: Run) -> None:
-    """The run crashes twice, the second time earlier than the first. Each step is still sent
-    once."""
+    """The run crashes twice, the second time at an earlier step than the first time. Each step is
+    still sent once."""
     earlier = [("sft", step) for step in (1, 2, 3)]
     crashing.go_on(None, *earlier, *(("rl", step) for step in range(5)))
     crashing.go_on(("rl", 1), ("rl", 2))
@@ -138,8 +138,8 @@ def test_a_run_that_goes_back_into_an_earlier_phase_sends_what_is_new(crashing: 
 
 
 def test_a_record_that_was_never_sent_is_sent_by_the_next_start(crashing: Run) -> None:
-    """The next start sends the missing records that the resumed run keeps. The run repeats all
-    other steps."""
+    """The next start sends the records that the resumed run keeps and that are missing in the
+    tracker. The run repeats all other steps."""
     crashing.go_on(None, ("rl", 1))
     with MetricsWriter(crashing.folder) as writer:
         for step in (2, 3):
@@ -205,7 +205,8 @@ def test_half_a_note_and_one_without_a_step_count_for_nothing(step: str, crashin
 
 
 def test_a_run_of_a_version_that_kept_no_notes_is_not_sent_twice(crashing: Run) -> None:
-    """The tracker's folder shows that it was opened before. So earlier records were sent."""
+    """The tracker's folder exists, so an earlier start has opened the tracker and sent the earlier
+    records."""
     records = [{"phase": "rl", "step": step, "loss": 0.5} for step in (1, 2)]
     with MetricsWriter(crashing.folder) as writer:
         for record in records:

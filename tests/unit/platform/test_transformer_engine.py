@@ -43,8 +43,8 @@ def test_the_contract_names_arguments_of_the_tables() -> None:
 
 
 def own_parameters(path: str) -> set[str]:
-    """The parameters of the stand-in's function of this name; none if the stand-in lacks the
-    function."""
+    """The parameters of the stand-in's function of this name, or an empty set if the stand-in lacks
+    the function."""
     owner, _, member = path.removeprefix("transformer_engine.").rpartition(".")
     if owner in IMPLEMENTATIONS:
         function = vars(IMPLEMENTATIONS[owner]).get(member)
@@ -59,7 +59,7 @@ def own_parameters(path: str) -> set[str]:
 
 @pytest.mark.parametrize("version", versions())
 def test_the_stand_in_has_no_parameter_that_the_table_lacks(version: str) -> None:
-    """A parameter of the stand-in that the real function lacks could never be given."""
+    """No caller could ever pass a parameter that only the stand-in has."""
     compared = 0
     for path, text in Table(version).names.items():
         if text is not None and text.startswith("("):

@@ -44,7 +44,7 @@ TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 3, in f\n  
         ("ValueError: shapes do not match", False),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", False),
         ("    pool.connection_closed()\nKeyError: 'connection'", False),
-        # The last traceback decides.
+        # The last traceback decides which error is the cause.
         (f"ConnectionResetError: Connection reset by peer\n{TRACEBACK}ValueError: bad", False),
         (f"ValueError: bad\n{TRACEBACK}ConnectionResetError: Connection reset by peer\n", True),
     ],
@@ -109,7 +109,7 @@ def test_a_rank_that_lost_another_one_says_so_by_its_exit_code(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lost = mock.Mock(side_effect=RuntimeError("[pair.cc:553] Connection closed by peer"))
-    assert failures.exit_code_of(lost) == 1  # there is only one rank
+    assert failures.exit_code_of(lost) == 1  # without WORLD_SIZE, there is only one rank
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert failures.exit_code_of(lost) == 76
     assert failures.exit_code_of(mock.Mock(side_effect=RuntimeError("on fire"))) == 1
@@ -117,7 +117,7 @@ def test_a_rank_that_lost_another_one_says_so_by_its_exit_code(
 
 @pytest.fixture
 def unread() -> Iterator[io.TextIOWrapper]:
-    """A pipe that nobody reads, because its reader has closed its end."""
+    """The writing end of a pipe whose reading end is closed."""
     reader, writer = os.pipe()
     os.close(reader)
     stream = os.fdopen(writer, "w")
@@ -144,7 +144,7 @@ def test_a_reader_that_left_ends_the_command_without_a_traceback(
     raises: bool,
     code: int,
 ) -> None:
-    """A command that ended with an error keeps its exit code."""
+    """If the command had already failed with an error, it keeps the exit code of this error."""
     command(monkeypatch, raises=raises)
     # A fixture could not do this, because pytest sets its own stream before it calls the test.
     monkeypatch.setattr(sys, "stdout", unread)

@@ -1,4 +1,4 @@
-"""A process that hangs is ended, and reports at which place it hung."""
+"""A process that hangs is ended, and reports the place in the code at which it hung."""
 
 from __future__ import annotations
 
@@ -88,13 +88,13 @@ def test_a_rank_that_looks_suspicious_joins_the_first(tmp_path: Path) -> None:
     (tmp_path / "hang").mkdir()
     (tmp_path / "hang" / "first").touch()
     process = start(tmp_path, 0, "stand_still()", timeout=60.0)
-    # the rank is not suspicious in the first half of its time
+    # The rank is not suspicious in the first half of its time limit.
     with pytest.raises(subprocess.TimeoutExpired):
         process.communicate(timeout=3)
     process.kill()
     process.communicate()
     code, _, err = end(start(tmp_path, 0, "stand_still()", timeout=4.0))
-    assert code == HUNG and silence_in(err) < 4  # the rank ended before its own time was over
+    assert code == HUNG and silence_in(err) < 4  # the rank ended before its own time limit
 
 
 def test_a_thread_that_keeps_the_interpreter_is_found_too(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""The names that asserts use. They come from the row's tests, unless the row asks the solution for
-them. A solution gains nothing from other names that it defines."""
+"""The names that asserts use. A name comes from the row's tests, unless the row asks the solution
+for it. A solution gains nothing if it defines names for which the row does not ask."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_rows_own_code_tells_more() -> None:
     )
     found = resolve([], ["assert volume(Pair()) == Bag()"], REFERENCE)
     assert found == Names(("from collections import Counter as Bag",), ("volume", "Pair"))
-    # Python has a function of this name, too.
+    # Python also has a function of this name.
     assert resolve([], ["assert sum([1]) == 1"], "def sum(x): pass").asked == ("sum",)
     assert resolve(["root = Node(1)"], ["assert height(root) == 1"]).asked == ("Node", "height")
 
@@ -112,7 +112,7 @@ def test_published_asserts_without_an_import(test: str, code: str) -> None:
 
 
 def test_helpers_of_a_prompt_that_is_no_code() -> None:
-    """HumanEval's find_zero, as in a chat."""
+    """The prompt is HumanEval's find_zero inside a chat message."""
     row = {
         "entry_point": "find_zero",
         "test": "def check(f):\n    assert math.fabs(poly([1, 2], f([1, 2]))) < 1e-4\n",

@@ -58,13 +58,13 @@ def test_the_order_is_scale_clip_punishment() -> None:
     keys = {"scale": 4.0, "clip": 1.5}
     assert shaped([0.25, 0.5, -0.5], **keys) == [1.0, 1.5, -1.5]
     assert shaped([-0.5], LONGEST, overlong_buffer=BUFFER, **keys) == [-2.5]
-    # The penalty for the length goes to the last turn.
+    # The penalty for the length is subtracted from the reward of the last turn.
     assert shaped([1.0, 2.0, 3.0], LONGEST, overlong_buffer=BUFFER) == [1.0, 2.0, 2.0]
 
 
 def repetition(text: str, size: int) -> float:
-    """The share of runs of `size` words that repeat an earlier run. It is the penalty in appendix
-    C.2 of arXiv 2502.03373."""
+    """The share of sequences of `size` words that repeat an earlier sequence. It is the penalty in
+    appendix C.2 of arXiv 2502.03373."""
     words = text.lower().split()
     counts = Counter(" ".join(words[n : n + size]) for n in range(len(words) - size + 1))
     return sum(count - 1 for count in counts.values()) / max(counts.total(), 1)
@@ -79,7 +79,8 @@ def test_responses_that_repeat_themselves_lose_their_share(text: str, size: int)
     keys = {"repetition_penalty": 2.0, "repetition_words": size}
     expected = 0.5 - 2.0 * repetition(text, size)
     assert shaped([0.5], text=text, **keys) == [pytest.approx(expected, abs=1e-15)]
-    # The penalty goes to the last turn, and counts all turns of the episode.
+    # The penalty counts the repetitions in all turns, and is subtracted from the reward of the last
+    # turn.
     found = shaped([0.5, 0.25], text="one", transcript=text, **keys)
     other = repetition(text or "one", size)
     assert found == [0.5, pytest.approx(0.25 - 2.0 * other, abs=1e-15)]
@@ -97,8 +98,8 @@ def test_the_penalty_is_that_of_trl(size: int) -> None:
 
 
 def test_a_share_counted_by_hand() -> None:
-    """LOOPS has 10 runs of three words. Only "to be or", "be or not", "or not to" and "not to be"
-    are new."""
+    """LOOPS has 10 sequences of three words. Only four of them are different: "to be or", "be or
+    not", "or not to" and "not to be"."""
     assert shaped([1.0], text=LOOPS, repetition_penalty=1.0) == [pytest.approx(1 - 6 / 10)]
 
 

@@ -136,7 +136,7 @@ def balanced(one_rank: None) -> Setting:
 def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert got.keys() == expected.keys()
     for name, gradient in got.items():
-        # In fp32, the two results differ by the order of sums over tokens.
+        # The two results differ by fp32 rounding, because they sum over tokens in different orders.
         scale = float(expected[name].abs().max())
         difference = float((gradient - expected[name]).abs().max())
         assert difference <= 2e-5 * scale + 1e-7, name
@@ -253,7 +253,7 @@ def test_the_rate_of_a_step_is_that_of_its_last_update() -> None:
 @pytest.mark.parametrize("source", ["recompute", "auto", "rollout"])
 def test_where_old_log_probs_come_from(source: str) -> None:
     updater, step = updater_for(moe_policy(), {}, {"old_logprobs": source}), a_step()
-    # with auto, the exact log-probs of the engine would be used
+    # With "auto", the updater would use the exact log-probs of the engine.
     updater.recomputes = source == "recompute"
     mini_batches = updater.build_micro_batches(step.plans, step.sequences, step.index)
     updater.compute_old_logprobs(mini_batches)
@@ -270,5 +270,5 @@ def test_adam_updates_all_parameters_by_one_operation(plain: Setting) -> None:
     groups = plain.trainer.optimizer.param_groups
     assert [group["fused"] for group in groups if group["params"]] == [True] * len(groups)
     stock = torch.optim.AdamW([torch.zeros(2, requires_grad=True)])
-    # if torch did this by default, the option would be unnecessary
+    # If torch fused the update by default, the option would be unnecessary.
     assert not stock.param_groups[0]["fused"]

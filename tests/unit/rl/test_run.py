@@ -54,14 +54,14 @@ def test_the_schedule_counts_updates_and_responses_end_at_all_end_tokens_and_sto
         )
     finally:
         stop_processes()
-    # A name that nothing reads appears as a comment, not as a value of the run.
+    # A setting that nothing reads appears as a comment, not as a value of the run.
     resolved = (tmp_path / "run" / "config.resolved.yaml").read_text()
     assert "  # name: not read; the environment gives the rewards\n" in resolved
     assert "  # name: not read; environment.import_path replaces it\n" in resolved
     assert "single_turn" not in resolved and "exact_match" not in resolved
-    # the schedule counts updates, and the configuration counts steps
+    # The schedule counts updates, and the configuration counts steps.
     assert schedule.lr_warmup_steps == 3 * 2
-    # <|doc|> is a special token. <sep> is a token of text, so it ends no response.
+    # <|doc|> is a special token. <sep> is an ordinary token of text, so it does not end a response.
     assert end_ids.tolist() == [tokenizer.eos_id, 7, tokenizer.symbol_id("<|doc|>")]
     document, separator = (tokenizer.symbol_id(symbol) for symbol in ("<|doc|>", "<sep>"))
     plain, mixed = found

@@ -12,13 +12,13 @@ from safetensors.numpy import load, save
 from gspo_megatron.rl.step_inputs import read_share
 from gspo_megatron.rollout.types import COLUMNS, RolloutGroup
 
-LAYERS = {0: [1, 4], 1: [], 2: [2, 3, 5]}  # the layers of each pipeline stage
+LAYERS = {0: [1, 4], 1: [], 2: [2, 3, 5]}  # the MoE layers of each pipeline stage
 TOP_K = 2
 
 
 def a_group(groups: list[list[int]], *, with_turns: bool, with_routes: bool) -> RolloutGroup:
-    """A group of 3 responses for each of these numbers, with all columns. `groups` has the numbers
-    of each data-parallel rank."""
+    """Groups of 3 responses, with all columns. `groups` has the numbers of the groups of each
+    data-parallel rank."""
     draws = np.random.default_rng(len(groups))
     samples = np.array([3 * number + n for own in groups for number in own for n in range(3)])
     count = len(samples)
@@ -68,7 +68,7 @@ def write(folder: Path, whole: RolloutGroup, groups: list[list[int]]) -> None:
 def assert_same(found: RolloutGroup, expected: RolloutGroup) -> None:
     for name in COLUMNS:
         one, other = getattr(found, name), getattr(expected, name)
-        # These two are sums over everything that was read.
+        # These two fields are sums over all files that were read.
         if name not in ("failed_calls", "reward_seconds"):
             assert type(one) is type(other), name
             np.testing.assert_equal(one, other, name)
@@ -81,8 +81,8 @@ def assert_same(found: RolloutGroup, expected: RolloutGroup) -> None:
     [
         ([[0, 1, 2, 3, 4, 5, 6]], False, True),
         ([[0, 2, 4, 6], [1, 3, 5]], True, True),
-        # After dynamic sampling: numbers with gaps, ranks with different numbers of groups, a rank
-        # without groups.
+        # Dynamic sampling leaves gaps in the numbers, ranks with different numbers of groups, and
+        # ranks without groups.
         ([[0, 9], [], [5, 8, 11]], True, True),
         ([[3, 6, 15], [1], [2, 5]], False, False),
     ],

@@ -48,7 +48,7 @@ PARTS = {"layers.0.self_attn.q_proj": 2.0, "layers.0.mlp.gate": 3.0}
 
 @dataclass
 class Recorded:
-    """Records the requests to a client. Every response is [3, 4]."""
+    """A client that records its requests. Every response is [3, 4]."""
 
     loaded: Mapping[str, float] = field(default_factory=lambda: dict(PARTS))
     calls: list[tuple[str, str | None]] = field(default_factory=list)
@@ -171,14 +171,14 @@ def test_a_part_of_a_group_names_its_model() -> None:
     for model in (None, "policy-3"):
         body = part_request(*arguments, routes=False, salt=None, model=model)
         assert _Part.read(body).model == model
-        # Without an adapter the body must not have this field, which earlier versions of the
-        # middleware lack.
+        # Without an adapter, the body must not have the field "model", which earlier versions of
+        # the middleware do not know.
         assert (b"policy-3" in _Part.read(body).request(0)) == (b'"model"' in body) == bool(model)
 
 
 def test_the_parts_of_a_loaded_adapter_are_those_that_layers_compute_with() -> None:
-    """The tensors have the form of vLLM 0.30: padded, several matrices in one layer, and the head
-    as one tensor. The test with a real server has real tensors."""
+    """The tensors have the form of vLLM 0.30: they are padded, one layer has several matrices, and
+    the head is one tensor. Another test takes the tensors from a real server."""
 
     @dataclass
     class Layer:
@@ -192,7 +192,7 @@ def test_the_parts_of_a_loaded_adapter_are_those_that_layers_compute_with() -> N
     slot = torch.zeros(3, 1, 8, 5)
     q, k, head = slot.clone(), slot.clone(), slot.clone()
     q[1, 0, :2], k[1, 0, :2], head[1, 0, 0] = 1.0, 2.0, 3.0
-    q[0] = 9.0  # left from an earlier version
+    q[0] = 9.0  # a value that an earlier version has left
     gate, down = torch.ones(3, 4, 8, 5), torch.ones(3, 4, 8, 6)
 
     @dataclass

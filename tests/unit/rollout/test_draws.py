@@ -1,4 +1,4 @@
-"""The use of groups that an earlier start has finished."""
+"""The use of groups that an earlier start of the run has finished."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _REWARD = "def reward(sample):\n    return {value}\n"
 def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Config]:
     """A function that makes the configuration of a run with a custom reward and overrides."""
     monkeypatch.chdir(tmp_path)
-    # restores the path after the test, because the reward's folder is added to it
+    # The reward's folder will be added to the path. This call restores the path after the test.
     monkeypatch.setattr(sys, "path", [*sys.path])
     write_toy_dataset(tmp_path / "toy", "mixed", train=16, test=2, seed=1)
     (tmp_path / "bank_test_reward.py").write_text(_REWARD.format(value=0.25))
@@ -156,7 +156,7 @@ def test_reasons_of_rewards_travel_with_their_groups(
     )
     config = configured("reward.import_path=reasoned_reward:reward")
     _, groups = draw(config, tmp_path / "run")
-    found = [groups[number] for number in range(3)]  # from the rows 3, 0 and 5
+    found = [groups[number] for number in range(3)]  # the groups of the rows 3, 0 and 5
     joined = RolloutGroup.join(found)
     assert joined.reasons == [
         *["é\nof train.jsonl:4"] * 2, "", "", *["é\nof train.jsonl:6"] * 2
@@ -168,8 +168,8 @@ def test_groups_are_used_again_unless_the_reward_has_changed(
     configured: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def drawn(*overrides: str) -> tuple[int, set[float]]:
-        """Generate the request as a new process would. Returns the number of responses, and the
-        rewards."""
+        """Generate the request as a new process would do it. Returns the number of responses, and
+        the rewards."""
         monkeypatch.delitem(sys.modules, "bank_test_reward", raising=False)
         count, groups = draw(configured(*overrides), tmp_path / "run")
         assert groups.keys() == {0, 1, 2}
@@ -287,8 +287,8 @@ class Slow:
 
 
 def step_by_step(config: Config, folder: Path, ahead: int) -> tuple[list[list[int]], list[int]]:
-    """Request like ReinforcementLoop. Returns the rows that each step trains, in the order in which
-    they were finished, and the ages of all tokens."""
+    """Make the same requests as ReinforcementLoop. Returns the rows that each step trains, in the
+    order in which their groups were finished, and the ages of all tokens."""
     scorers = Scorers(config, inputs := read_inputs(config))
     rows_of = {tuple(p.token_ids): n for n, p in enumerate(inputs.files["data.prompts"])}
     assert len(rows_of) == ROWS
@@ -353,11 +353,10 @@ def test_slow_prompts_are_trained_when_the_synchronous_run_trains_them(
     loader = PromptLoader(ROWS, BATCH, seed=1)
     assert [sorted(rows) for rows in trained] == [sorted(loader.next()) for _ in range(STEPS)]
     assert min(ages) >= 0 and max(ages) <= ahead
-    # For comparison, a biased run trains only on the half of each batch that is finished first. It
-    # uses hardly any slow prompts.
     assert ahead == 0 or max(ages) > 0
-    # The assertion below would fail for all groups. It shows the bias of a run that would train
-    # only on the half of each batch that is finished first.
+    # For comparison: a run that trained only on the half of each batch that is finished first would
+    # be biased, because it would use hardly any slow prompts. For whole batches, the assertion
+    # below would fail.
     prompts = read_inputs(config).files["data.prompts"]
     slow = {n for n, prompt in enumerate(prompts) if sum(prompt.token_ids) % 2}
     kept = [row for rows in trained for row in rows[: BATCH // 2]]

@@ -1,5 +1,5 @@
-"""Group requests, each of which asks for several responses, while servers fail, pause or are
-full."""
+"""Group requests while servers fail, pause or are full. A group request asks for several
+responses."""
 
 from __future__ import annotations
 
@@ -189,7 +189,8 @@ def test_a_wrong_part_costs_the_server_and_no_response(tmp_path: Path, name: str
         found = await fleet.scheduler.generate_all(PROMPT, SAMPLING, [*GROUP, *GROUP], 0)
         assert len(found) == 16
         for each in found:
-            if len(each.token_ids) == 6:  # other responses come from the well-formed record
+            # Responses of another length come from the well-formed record.
+            if len(each.token_ids) == 6:
                 assert_is_right(each, 0)
         assert fleet.servers[0].bringing is not None
         await fleet.servers[0].bringing
@@ -233,7 +234,7 @@ async def until(condition: Any) -> None:
 def test_of_a_part_whose_server_dies_what_is_missing_is_drawn_again_once(tmp_path: Path) -> None:
     async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
         await fleet.update(weights(tmp_path, 0))
-        # this server is full, so the other one gets the whole request
+        # This server is full, so the other server gets the whole request.
         fleet.servers[1].window = RequestWindow(0)
         doubles[0].faults[GENERATE] = Held(2, 3, 7)
         drawing = asyncio.create_task(fleet.scheduler.generate_all(PROMPT, SAMPLING, GROUP, 0))
@@ -295,8 +296,8 @@ def test_a_draw_that_is_given_up_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_at_new_weights_each_response_of_a_part_goes_its_own_way(tmp_path: Path) -> None:
-    """Response 0 has arrived, 1 has ended and its answer is on its way, 2 has some tokens, and 3
-    has none."""
+    """Response 0 has arrived. Response 1 has ended, but its answer is still on the way. Response 2
+    has some tokens, and response 3 has no tokens."""
 
     async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
         [double] = doubles
@@ -318,7 +319,7 @@ def test_at_new_weights_each_response_of_a_part_goes_its_own_way(tmp_path: Path)
         double.front_faults[TAKE_BACK] = tells
         await fleet.update(weights(tmp_path, 1))
         held.numbers = ()
-        # Response 3 is requested again. The others are not complete yet.
+        # Response 3 is requested again. The other responses are not complete yet.
         await until(lambda: held.names[3] != named[3])
         held.answers.set()
         found = [each.versions.tolist() for each in await drawing]
@@ -363,7 +364,7 @@ def test_what_arrived_with_proven_weights_stays_where_the_next_ones_fail(tmp_pat
         double.counts = {held.names[6]: 2, held.names[7]: 3}
 
         async def another(request: web.Request, _: Any) -> web.StreamResponse:
-            # the responses become complete just before the check of the weights fails
+            # The responses become complete just before the check of the weights fails.
             held.answers.set()
             await asyncio.sleep(0.5)
             assert not drawing.done()
@@ -395,7 +396,7 @@ def fleet_of(*sizes: int, gives_parts: bool = True) -> tuple[ScheduledFleet, lis
 
 
 def admitted(fleet: ScheduledFleet, *turns: int) -> list[list[tuple[str, int]] | None]:
-    """The slots that the queue gives to waiting entries of these sizes."""
+    """The slots that the queue gives to waiting requests of these sizes."""
 
     async def run() -> list[list[tuple[str, int]] | None]:
         joined = [fleet.scheduler._queue.add("step_1", 0, places) for places in turns]
@@ -427,7 +428,8 @@ def test_a_window_is_never_exceeded_and_a_part_is_worth_its_request() -> None:
     granted = admitted(fleet, *[16] * 4)
     assert granted == [[("0", 16)], [("1", 16)], [("0", 16)], [("1", 4)]]
     assert [each.load for each in servers] == [32, 20]
-    # Three free slots of 64 are too few for a part of a request. A single response needs only one.
+    # Three free slots of 64 are too few for a part of a group request. A single response needs only
+    # one slot.
     for taken, wanted, given in ((61, 16, None), (60, 16, [("0", 4)]), (63, 1, [("0", 1)])):
         fleet, servers = fleet_of(64)
         servers[0].expected = taken
