@@ -156,8 +156,8 @@ def widen_heads(folder: Path) -> None:
     A channel of zeros follows each channel. The rotary angle of every second of 32 channels is an
     angle that the 16 channels had, so the angles of the old channels do not change. RMSNorm over
     twice as many channels makes queries larger by sqrt(2), and keys, too. The scale of the
-    attention scores is smaller by sqrt(2). So the scores would be larger by sqrt(2); the weights of
-    q_norm compensate for this.
+    attention scores is smaller by sqrt(2). Together, the scores would become larger by sqrt(2), so
+    the weights of q_norm are divided by sqrt(2).
     """
     config = json.loads((folder / "config.json").read_text())
     assert config["head_dim"] == 16
