@@ -136,8 +136,7 @@ def open_adapters(path: Path) -> Adapters:
     section = lora_of(document, checkpoint.folder)
     if section is None:
         raise DataError(f"{checkpoint.folder}: holds a whole model and no adapters")
-    # The checksums of tensors have not been compared yet: when a checkpoint is opened, a process
-    # that works alone skips them.
+    # open_checkpoint has not compared the checksums of the tensors.
     refuse_damage(path, checkpoint.folder, ALONE, checkpoint.notes)
     weights, adapted = _maps(checkpoint.hf_config, checkpoint.shape, checkpoint.vocab_size, section)
     recipes = by_key(adapter_map(adapted, section.rank))

@@ -30,12 +30,8 @@ def reference_name(step: int) -> str:
     return REFERENCE if step == 0 else f"{REFERENCE}_{step:08d}"
 
 
-PHASES = (
-    "pretrain",
-    "sft",
-    "reward_model",
-    "rl",
-)  # in the order in which a model goes through them
+# in the order in which a model goes through them
+PHASES = ("pretrain", "sft", "reward_model", "rl")
 
 _PARTIAL = ".partial-"
 _NAME = re.compile(rf"({'|'.join(PHASES)})_(\d{{8,}})(_rollouts)?")

@@ -24,9 +24,8 @@ ROLLBACKS_FILE = Path(IN_RUN_FOLDER).name  # in the folder of checkpoints
 class Rollbacks:
     """All rollbacks of a run."""
 
-    number: (
-        int  # how many rollbacks there were; in a branch, also those of the run that it comes from
-    )
+    # how many rollbacks there were; in a branch, also those of the run that it comes from
+    number: int
     to: str  # the checkpoint to which the last rollback went back
     loader: dict[str, Any]  # the position in the data from which the run continues
     prompts: dict[str, Any]  # the settings on which the meaning of `loader` depends
@@ -37,9 +36,8 @@ class Rollbacks:
     def write(self, checkpoints: Path) -> None:
         """Write the record atomically: after a loss of power, the file has either the old or the
         new record. Raises OSError."""
-        partial = (
-            checkpoints / f".partial-{ROLLBACKS_FILE}"
-        )  # if it is left behind, the next start removes it
+        # if it is left behind, the next start removes it
+        partial = checkpoints / f".partial-{ROLLBACKS_FILE}"
         partial.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
         sync(partial)
         partial.replace(checkpoints / ROLLBACKS_FILE)

@@ -41,9 +41,8 @@ MAX_SEEDS = 1000  # a larger number is probably a typing error
 # which a run saves itself.
 _STOPPED_BY_SIGNAL = (130, 129, 143, STOPPED)
 _SLURM_FOLDER = ".slurm"  # in the ablation's folder; no variant can have such a name
-_say = partial(
-    print, flush=True
-)  # flushed, so that the text comes before the output of the next run
+# flushed, so that the text comes before the output of the next run
+_say = partial(print, flush=True)
 _ACCOUNTING_NAMES = ("--account", "--partition", "--qos", "--chdir", "-A", "-p", "-q", "-D")
 _ACCOUNTING = re.compile(r"--(account|partition|qos|chdir)(=.*)?|-[ApqD].*")
 _NTASKS = re.compile(r"-n\d*|--ntasks(-per-\w+)?(=.*)?")
@@ -149,9 +148,8 @@ def _check(
     ranks of each variant. Raises ConfigError with the problems of all variants."""
     from gspo_megatron.cli.check_inputs import check_all
 
-    configs = {
-        run.variant.name: run.config for run in runs
-    }  # one run of each variant is enough: seeds do not change the check
+    # one run of each variant is enough: seeds do not change the check
+    configs = {run.variant.name: run.config for run in runs}
 
     def check(variant: Variant) -> int:
         config = configs[variant.name]

@@ -171,9 +171,8 @@ def _with_tokenizer(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     named = data.get("tokenizer")
     if not isinstance(named, str) or Path(named).exists() or parse_name(named, "model"):
         return data
-    with contextlib.suppress(
-        DataError
-    ):  # a damaged checkpoint is reported later, when it is loaded
+    # a damaged checkpoint is reported later, when it is loaded
+    with contextlib.suppress(DataError):
         known = read_model(given_checkpoint(str(folder))).get("tokenizer")
         if isinstance(known, str) and Path(known).exists():
             return {**data, "tokenizer": known}

@@ -131,11 +131,8 @@ def _says_messages(environment: Environment) -> bool:
     call `begin`."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(type(environment))))
-    except (
-        OSError,
-        TypeError,
-        SyntaxError,
-    ):  # no source: the class was generated, or is not written in Python
+    # no source: the class was generated, or is not written in Python
+    except (OSError, TypeError, SyntaxError):
         return False
     calls = [
         (node, node.func.attr)

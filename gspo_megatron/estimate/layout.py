@@ -78,9 +78,8 @@ def estimate_layout(
     runs = {} if runs is None else runs
     ends = sorted({0, min(1, stages - 1), stages - 1})
     for stage in range(stages) if limit is None else ends:
-        rank = stage * (
-            world_size // stages
-        )  # the first rank of the stage: ranks of a stage have consecutive numbers
+        # the first rank of the stage: ranks of a stage have consecutive numbers
+        rank = stage * (world_size // stages)
         with rank_model(config, parallel, rank, vocab_size) as model:
             state = state_bytes(model)
             if limit is not None and state.total > limit:

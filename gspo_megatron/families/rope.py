@@ -46,13 +46,11 @@ class Rope:
     """The rotary positions of a model."""
 
     base: float
-    percent: float = (
-        1.0  # the share of a head's channels that are rotated, beginning with the first channel
-    )
+    # the share of a head's channels that are rotated, beginning with the first channel
+    percent: float = 1.0
     llama3_factor: float | None = None  # None: no llama3 scaling
-    megatron: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # fields of TransformerConfig for YaRN
+    # fields of TransformerConfig for YaRN
+    megatron: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -61,9 +59,8 @@ class RopeKinds:
 
     types: tuple[str, ...] = (DEFAULT,)
     base: float = 10_000.0  # the base if config.json has none
-    percent: float | None = (
-        None  # the default share of rotated channels; None: the share is always 1
-    )
+    # the default share of rotated channels; None: the share is always 1
+    percent: float | None = None
     # The key of config.json with the number of rotated channels of a head. None: config.json has
     # the share instead of the number.
     width_key: str | None = None
@@ -163,9 +160,8 @@ def _settings(hf: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str], li
             problems.append(f"{where[:-1]} = {format_value(given)}: must be a mapping")
             continue
         for key, value in (given or {}).items():
-            if where and isinstance(
-                value, Mapping
-            ):  # the settings are for the layers of one type only
+            # the settings are for the layers of one type only
+            if where and isinstance(value, Mapping):
                 wrong = "not supported; allowed: one set of values for all layers"
                 problems.append(f"{where}{key} = {format_value(value)}: {wrong}")
             elif key in _KEYS and (where or key in _KEYS_OUTSIDE) and value is not None:
@@ -227,9 +223,8 @@ def _yarn(
             where, value = names[key], format_value(settings[key])
             problems.append(f"{where} = {value}: not supported; allowed: {format_value(legal)}")
     scale, all_dims = settings.get("mscale", 0), settings.get("mscale_all_dim", 0)
-    if (
-        all_dims and not scale
-    ):  # in this case transformers scales the two parts of attention differently
+    # in this case transformers scales the two parts of attention differently
+    if all_dims and not scale:
         where, value = names["mscale_all_dim"], format_value(all_dims)
         problems.append(f"{where} = {value}: not supported without mscale; allowed: both, or none")
     # If only one of mscale and mscale_all_dim is set, transformers uses mscale = 1 for the angles.
