@@ -1,5 +1,4 @@
-"""Make the student of a distillation: a copy of a Hugging Face model, with noise on the weights of
-its experts.
+"""Make the student of a distillation: a Hugging Face model with noise on its experts' weights.
 
     python examples/distillation/spoil.py TEACHER STUDENT --noise 2.0
 
