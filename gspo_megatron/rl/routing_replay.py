@@ -4,8 +4,8 @@ compares them.
 | pass | replay off | r2 | r3 |
 | --- | --- | --- | --- |
 | old log-probs | the routers choose | the routers choose, recorded | the rollout's experts |
-| first mini-batch | the routers choose | the routers choose | the rollout's experts | | further
-mini-batches | the routers choose | the recorded experts | the rollout's experts |
+| first mini-batch | the routers choose | the routers choose | the rollout's experts |
+| further mini-batches | the routers choose | the recorded experts | the rollout's experts |
 
 In the first mini-batch of r2 the routers have not been updated yet, so they choose as the old
 policy does.
