@@ -1,17 +1,18 @@
-"""One GSPO step, from prompts to new weights, with the parts of the package. Read it first.
+"""One GSPO step, from prompts to new weights, with the parts of the package. If you want to
+understand the package, read this file first.
 
     python examples/one_step.py               # one step, in seconds, on any machine
     python examples/one_step.py --steps 20    # the reward rises
 
-A training run does the same in gspo_megatron/rl/loop.py, for real prompts, on any number of ranks.
+In a training run, gspo_megatron/rl/loop.py does the same for real prompts, on any number of ranks.
 The shapes below use these letters:
 
     B  sequences of the step: 8 prompts with 4 responses each
     T  response tokens of all sequences, one sequence after the other
     b, t  sequences and response tokens of one micro-batch
 
-GSPO (arXiv 2507.18071) takes one importance ratio for each sequence, the geometric mean of its
-tokens' ratios, s_i = exp(mean over t of log pi(y_t) - log pi_old(y_t)), and clips whole sequences.
+GSPO (arXiv 2507.18071) has one importance ratio for each sequence: the geometric mean of the ratios
+of its tokens, s_i = exp(mean over t of (log pi(y_t) - log pi_old(y_t))). It clips whole sequences.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ from gspo_megatron.types import RolloutBatch
 VOCABULARY, PAD, END = 16, 0, 1
 PROMPTS, GROUP, LONGEST = 8, 4, 12  # prompts a step, responses a prompt, tokens a response
 MINI_BATCHES = 2
-# The paper's 3e-4 and 4e-4 are for responses of thousands of tokens. The ratio of a short response,
-# a mean over few tokens, varies more.
+# The paper's range of 3e-4 and 4e-4 is for responses of thousands of tokens. The ratio of a short
+# response is a mean over few tokens and varies more, so the range here is wider.
 CLIP_LOW, CLIP_HIGH = 0.02, 0.03
 
 CONFIG = {
@@ -68,8 +69,9 @@ class Parts:
 
 
 def build_parts(seed: int) -> Parts:
-    """A small policy with random weights. One process is a cluster of one rank. With torchrun and a
-    `parallel` section in CONFIG, the same lines build a shard of the model on each rank."""
+    """A small policy with random weights, and the other parts. Without torchrun this process is the
+    only rank. With torchrun and a `parallel` section in CONFIG, the same lines build a shard of the
+    model on each rank."""
     config = parse_config(CONFIG)
     ranks = start_processes()
     parallel = resolve_parallel(config, ranks.world_size)
@@ -86,12 +88,13 @@ def build_parts(seed: int) -> Parts:
 
 
 def reward_of(response: list[int]) -> float:
-    """The share of even tokens: any function of a response can be a reward."""
+    """The share of even tokens. It is only an example: any function of a response can be a
+    reward."""
     return sum(token % 2 == 0 for token in response) / len(response)
 
 
 def score(batch: RolloutBatch) -> Tensor:
-    """[B] float64."""
+    """The rewards, [B] float64."""
     lengths = (batch.prompt_lengths + batch.response_lengths).tolist()  # [B]
     rewards = []
     for tokens, length in zip(batch.tokens.split(lengths), batch.response_lengths.tolist()):
@@ -114,12 +117,12 @@ class GspoLoss:
     def __call__(
         self, micro_batch: MicroBatch, logprobs: Tensor, entropies: Tensor
     ) -> tuple[Tensor, None]:
-        """`logprobs`, `entropies`: [t] float32, of this micro-batch's response tokens. Returns this
-        micro-batch's part of the loss, a scalar."""
+        """`logprobs` and `entropies`, [t] float32, are those of this micro-batch's response tokens.
+        Returns this micro-batch's part of the loss, a scalar."""
         packed = micro_batch.packed
-        old = micro_batch.old_logprobs  # [t]; None in the first mini-batch: no update yet
+        old = micro_batch.old_logprobs  # [t]; None in the first mini-batch
         old = logprobs.detach() if old is None else old
-        # The sequence ratio: sums over each sequence's tokens, then their mean, then exp.
+        # The sequence ratio: for each sequence, the sum over its tokens, then the mean, then exp.
         log_ratio = logprobs - old  # [t]
         sums = logprobs.new_zeros(len(packed.members))  # [b]
         sums = sums.index_add(0, packed.sequence_index, log_ratio)
@@ -129,13 +132,13 @@ class GspoLoss:
         clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
         surrogate = torch.minimum(ratio * advantages, clipped * advantages)  # [b]
         self.clipped += int((surrogate < ratio * advantages).sum())
-        # The mean over the sequences of the whole mini-batch, including other micro-batches and
-        # ranks: every rank returns its part, and Megatron-Core adds up the gradients.
+        # The loss is the mean over all sequences of the mini-batch, on all ranks. This is the part
+        # of one micro-batch on this rank; Megatron-Core adds up the gradients of all parts.
         return -surrogate.sum() / self.mini_batch.num_sequences, None
 
 
 def run_step(parts: Parts, step: int) -> dict[str, float]:
-    """One step. Returns its metrics."""
+    """Make one step. Returns its metrics."""
     # 1. Draw the prompts: every prompt is two numbers.
     generator = torch.Generator().manual_seed(step)
     prompts = torch.randint(2, VOCABULARY, (PROMPTS, 2), generator=generator).tolist()
@@ -167,7 +170,7 @@ def run_step(parts: Parts, step: int) -> dict[str, float]:
     mini_batches = parts.builder.build_step(plan, sequences, index)
 
     # 7. Old log-probs: a forward pass before the first update. The first mini-batch needs no such
-    # pass.
+    #    pass, because its old policy is the current policy.
     later = [micro_batch for batches in mini_batches[1:] for micro_batch in batches]
     for micro_batch, (logprobs, _) in zip(later, response_logprobs(parts.policy, later)):
         micro_batch.old_logprobs = logprobs  # [t]

@@ -14,12 +14,12 @@ from gspo_megatron.errors import DataError
 
 T = TypeVar("T")
 
-# Exceptions of code that reads a JSON value with another structure than it expects.
+# Exceptions that code raises if it reads a JSON value with another structure than it expects.
 WRONG_VALUES = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 SINGLE_FILE = "model.safetensors"
 WEIGHT_INDEX = "model.safetensors.index.json"
-# The files that travel with the weights: settings and tokenizer. Never code.
+# The files that are copied together with weights: settings and tokenizer, but never code.
 SIDE_FILES = (
     "config.json",
     "generation_config.json",
@@ -37,8 +37,8 @@ SIDE_FILES = (
     "chat_template.json",
 )
 
-_MOST_NESTED = 100  # levels; more than any file of this or a known program has
-SETTLED = 64 << 20  # a writer of a large file calls `settle` after this number of bytes
+_MOST_NESTED = 100  # levels; no file that this or a known program writes has so many
+SETTLED = 64 << 20  # bytes; a writer of a large file calls `settle` each time after this number
 
 
 def write_atomically(path: str | Path, content: bytes, mode: int = 0o666) -> Path:
@@ -48,8 +48,8 @@ def write_atomically(path: str | Path, content: bytes, mode: int = 0o666) -> Pat
     be written.
     """
     path = Path(path)
-    # The process id separates two writers. The file is in the same folder, so that the replacement
-    # is atomic.
+    # The name has the process id, so that two writers have different files. The partial file is in
+    # the same folder as `path`, so that the replacement is atomic.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         make_folder(path.parent)
@@ -67,8 +67,8 @@ def write_atomically(path: str | Path, content: bytes, mode: int = 0o666) -> Pat
 def make_folder(folder: str | Path) -> None:
     """Make a folder and its parents; it may exist already. Raises OSError.
 
-    On a shared file system (NFS, BeeGFS) another node may have just made it. Then this call fails
-    although this node does not see the folder yet, so it tries again.
+    On a shared file system (NFS, BeeGFS) another node may have made the folder a moment ago. Then
+    mkdir fails although this node does not see the folder yet, so this function tries again.
     """
     folder = Path(folder)
     for seconds in (*_LAGS, None):
@@ -81,7 +81,7 @@ def make_folder(folder: str | Path) -> None:
         time.sleep(seconds)
 
 
-_LAGS = (0.05, 0.2, 0.5, 1.0, 3.0)  # seconds between tries, until NFS has updated its cache
+_LAGS = (0.05, 0.2, 0.5, 1.0, 3.0)  # seconds between tries; within this time NFS updates its cache
 
 
 def sync(path: Path) -> None:
@@ -97,8 +97,8 @@ def settle(descriptor: int) -> None:
     """Wait until a file's contents are on disk, and free their pages in the page cache.
 
     A writer of a large file calls this every SETTLED bytes, so that the system reuses the pages.
-    Otherwise a model fills the page cache, and on a virtual machine new memory is several times
-    slower than reused memory (docs/decisions, 0066). Raises OSError.
+    Otherwise the files of a model fill the page cache, and on a virtual machine new memory is
+    several times slower than reused memory (docs/decisions, 0066). Raises OSError.
     """
     os.fsync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -146,15 +146,15 @@ def fingerprint(path: str | Path) -> str:
     return digest.hexdigest()
 
 
-_SAMPLE, _SAMPLES = 1 << 16, 16  # bytes of a sample, and number of samples of a file of weights
+_SAMPLE, _SAMPLES = 1 << 16, 16  # bytes of a sample, and the number of samples of each file
 
 
 def fingerprint_of_weights(folder: str | Path) -> str:
     """Return the SHA-256 of a model's folder. Raises DataError.
 
-    It covers small files as a whole. Of a safetensors file it covers only the size, and samples
-    from all parts. Reading a whole large model would take minutes, and two separately trained
-    models differ everywhere.
+    It covers small files as a whole. Of a safetensors file it covers only the size and 16 samples,
+    spread over the file. Reading a whole large model would take minutes. The samples are enough,
+    because two separately trained models differ everywhere.
     """
     folder, digest = Path(folder), hashlib.sha256()
     try:
@@ -216,8 +216,8 @@ def read_record(path: Path, kind: Callable[..., T], what: str) -> T | None:
 
 
 def fault_of_name(name: str) -> str | None:
-    """Return why a name from a list cannot be the name of a file below a folder, or None if it
-    can."""
+    """Return why a name from a list of files cannot be the name of a file below a folder, or None
+    if it can."""
     parts = PurePosixPath(name).parts
     try:
         encoded = os.fsencode(name)
@@ -232,7 +232,7 @@ def fault_of_name(name: str) -> str | None:
     return None
 
 
-_LONGEST_NAME = 255  # bytes, of Linux's file systems
+_LONGEST_NAME = 255  # bytes; the limit of Linux's file systems
 
 
 def sync_folders(top: Path) -> None:

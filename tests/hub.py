@@ -43,10 +43,10 @@ class SmallHub:
     """The server. `requests` has one line for each request, such as "GET /a/b/resolve/…"."""
 
     def __init__(self) -> None:
-        self.repositories: dict[str, Repository] = {}  # by "models/ORG/NAME"
+        self.repositories: dict[str, Repository] = {}  # by names such as "models/ORG/NAME"
         self.requests: list[str] = []
         self.cut: set[str] = set()  # files of which only half is sent
-        self.objects: dict[str, bytes] = {}  # the objects of LFS
+        self.objects: dict[str, bytes] = {}  # files that were uploaded by LFS
         self.refuse_commits = False
         self.has_sizes = True  # whether the list of files contains sizes
         hub = self
@@ -71,7 +71,7 @@ class SmallHub:
         return repository.commit(files)
 
     def environ(self, home: Path, **more: str) -> dict[str, str]:
-        """The environment of a program that uses this hub and no other one."""
+        """The environment of a program that uses only this hub."""
         return {
             "HF_ENDPOINT": self.url,
             "HF_HOME": str(home),
@@ -82,7 +82,7 @@ class SmallHub:
         }
 
     def downloads(self, name: str = "") -> list[str]:
-        """The files that were sent, once for each time."""
+        """The files that were sent. A file that was sent twice is listed twice."""
         return [
             line[4:] for line in self.requests if f"GET /{name}" in line and "/resolve/" in line
         ]

@@ -38,7 +38,7 @@ def _sockets_of(pid: int) -> set[str]:
 
 
 def _readable(address: str) -> str:
-    """Convert an address of the kernel, which writes words of four bytes in the byte order of this
+    """Convert an address from the form in /proc/net: words of four bytes in the byte order of this
     machine."""
     words = (
         int(address[at : at + 8], 16).to_bytes(4, "little") for at in range(0, len(address), 8)

@@ -3,7 +3,8 @@
 python tools/draw_step.py
 
 Order and names come from the source of rl/loop.py, shapes from the comments of the data classes.
-Each function that the step calls must be described here; otherwise the picture cannot be drawn.
+Each function that the step calls must be described in this file; otherwise the script refuses to
+draw.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "docs" / "step.svg"
 PACKAGE = ROOT / "gspo_megatron"
 
-# What the picture says about a function: a text, and the fields that it makes.
+# What the picture says about a function: a text, and the fields that the function makes.
 STEP: dict[str, tuple[str, ...]] = {
     "self.roll_out": ("responses and their rewards", "RolloutBatch.tokens")
     + ("RolloutBatch.response_lengths", "RolloutBatch.rollout_logprobs", "Scores.shaped"),

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "decisions"
-# In the order in which data go through them. A room is a folder of the package or the repository.
+# The rooms, in the order in which data go through them. A room is a folder of the package or the
+# repository.
 ROOMS = (
     *("config", "families", "data", "rewards", "environments"),
     *("rollout", "rollout/megatron", "rollout/vllm"),

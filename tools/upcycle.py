@@ -8,11 +8,11 @@ attention: llama becomes mixtral, qwen2 qwen2_moe, qwen3 qwen3_moe, qwen3_5 qwen
 
 Each expert is a copy of the MLP, and the weights of the chosen experts add up to 1. So without
 noise, the new model computes the same as the dense model, whatever its router chooses. With
---granularity G, each copy is cut into G parts, and each part is an expert. The G parts of a copy
-have equal router rows. So a token chooses whole copies, until training has moved the rows apart.
-The G parts share the weight of their copy, so their output is scaled by G. A shared expert, in the
-families that have one, is a copy too: its gate begins at 1/2, and the output of the other experts
-is halved.
+--granularity G, each copy is cut into G parts, and each part is an expert. The router rows of the G
+parts of a copy are equal. So at first a token chooses all G parts of a copy or none; in training
+the rows become different. Each part gets 1/G of the weight of its copy, so the output of a part is
+scaled by G. In families with a shared expert, the shared expert is a copy of the MLP, too: its gate
+begins at 1/2, and the output of the other experts is halved.
 
 Tensors are read and written one at a time.
 """
@@ -111,7 +111,7 @@ def upcycle(source: Path, target: Path, plan: Plan) -> None:
             generator = torch.Generator().manual_seed(plan.seed * 1_000_003 + number)
             tensor = _tensor(folder, origins[name], planned.shape, plan, generator)
             if "shared_router" in family.names and origins[name].role == "expert_down":
-                tensor = tensor / 2  # the other half comes from the shared expert
+                tensor = tensor / 2  # the shared expert adds the other half
             writer.write(name, tensor.to(planned.dtype))
         writer.finish()
         files = tokenizer_files(source)
@@ -147,7 +147,7 @@ def _config(folder: HfFolder, family: Family, shape: ModelShape) -> dict[str, ob
 def _origins(dense: Family, moe: Family, shape: ModelShape) -> Iterator[tuple[str, Origin]]:
     """Yield the origin of every name that the new model may have."""
     for role, template in moe.names.items():
-        # a router has no counterpart, and gets the dtype of the MLP in its layer
+        # a dense model has no router, so a router gets the dtype of its layer's MLP
         source = dense.names.get(_COUNTERPARTS.get(role, role), dense.names["gate"])
         layers = range(shape.num_layers if "{layer}" in template else 1)
         experts = range((shape.num_moe_experts or 0) if "{expert}" in template else 1)

@@ -1,8 +1,9 @@
-"""Make the student of a distillation: a copy of a Hugging Face folder with noise on its experts.
+"""Make the student of a distillation: a Hugging Face model with noise on its experts' weights.
 
     python examples/distillation/spoil.py TEACHER STUDENT --noise 2.0
 
-The noise is Gaussian. Its standard deviation is --noise times that of each tensor.
+The noise is Gaussian. For each tensor, its standard deviation is --noise times the standard
+deviation of the tensor's elements.
 """
 
 from __future__ import annotations

@@ -7,12 +7,13 @@ FILE is a file of the dataset open-r1/codeforces. `gspo-megatron evaluate` write
 FOLDER has two answers of Codeforces' web interface for each contest: ID.standings.json
 (contest.standings) and ID.ratings.json (contest.ratingChanges).
 
-The rating is an estimate (CodeElo, arXiv 2501.01257): the mean of a rating for each contest. A
-participant of rating R is expected on place 1 + Σ_i 1 / (1 + 10^((R − R_i) / 400)), with the other
-participants i. The rating of a contest is the R whose expected place is the place that the model's
-score would have had. The model did not really compete, so times of submission are unknown. arXiv
-2602.05891 finds that the order of submissions changes the rating by 394 points, and the
-choice of contests by 1,122. The interval covers only the choice of contests.
+The rating of the model is an estimate (CodeElo, arXiv 2501.01257): the mean over contests of its
+rating in a contest. The Elo formula expects a participant of rating R on place 1 + Σ_i 1 / (1 +
+10^((R − R_i) / 400)), where i are the other participants. The model's rating in a contest is the R
+for which this formula gives the place that the model's score would have had. The model did not
+really compete, so times of submission are unknown. arXiv 2602.05891 finds that the order of
+submissions changes such a rating by 394 points, and the choice of contests by 1,122. The printed
+interval covers only the choice of contests.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from gspo_megatron.files import write_atomically
 from gspo_megatron.observe.intervals import bootstrap_interval
 
 FIELDS = ("id", "contest_start", "title", "description", "official_tests")
-# the fields that the reward `code` reads
+# the fields of a row that the reward `code` reads
 JUDGED_BY = ("official_tests", "generated_checker", "input_mode")
 PARTS = (
     ("", "description"),
@@ -46,7 +47,7 @@ PARTS = (
 LIMITS = (("time_limit", "s"), ("memory_limit", "MB"))
 
 LEAST, MOST = 0.0, 4000.0  # the range in which ratings are searched
-# the smallest share of a problem's points, after many wrong submissions
+# the share of a problem's points that a right submission always gets, even after many wrong ones
 LEAST_SHARE = 0.3
 
 Row = Mapping[str, Any]
@@ -60,8 +61,8 @@ class Contest:
     scores: Sequence[float]  # [participants], their points
 
     def place(self, score: float) -> float:
-        """The place, from 1, that a score would have had. For equal scores it is the middle of
-        their places."""
+        """The place, counted from 1, that a score would have had. Participants with equal scores
+        share the middle of their places."""
         scores = np.asarray(self.scores, dtype=np.float64)
         return 1.0 + float((scores > score).sum()) + float((scores == score).sum()) / 2
 
@@ -71,8 +72,9 @@ class Contest:
         return 1.0 + float((1.0 / (1.0 + 10.0 ** ((rating - above) / 400.0))).sum())
 
     def rating_of(self, score: float) -> float:
-        """The rating for which the Elo formula expects the place of `score`, within LEAST and MOST.
-        No finite rating belongs to the first or the last place."""
+        """The rating for which the Elo formula expects the place of `score`. It is limited to the
+        range from LEAST to MOST, because no finite rating belongs to the first or the last
+        place."""
         place = self.place(score)
         if place <= self.expected_place(MOST):
             return MOST
@@ -84,9 +86,10 @@ class Contest:
 def score_of(
     points: Sequence[float], attempts: Sequence[Sequence[bool]], penalty: float = 50.0
 ) -> float:
-    """The points in a contest, where attempts[p] are the model's submissions to problem p in their
-    order. A solved problem gives its points, minus `penalty` for each wrong submission before, but
-    at least 30% of them. Time costs nothing."""
+    """The points of the model in a contest. attempts[p] says which of the model's submissions to
+    problem p are right, in their order. A solved problem gives its points, minus `penalty` for each
+    wrong submission before the first right one, but at least 30% of its points. The time of a
+    submission has no effect."""
     total = 0.0
     for worth, submitted in zip(points, attempts, strict=True):
         if any(submitted):
@@ -203,7 +206,7 @@ def judged_contest(
     if not places:
         raise DataError(f"{folder}: contest {number} has no participants with ratings")
     problems = standings["problems"]
-    # otherwise the number of solved problems counts
+    # without points, the score is the number of solved problems
     has_points = all("points" in problem for problem in problems)
     points = [problem.get("points", 1.0) if has_points else 1.0 for problem in problems]
     tries = [attempts.get(problem["index"], []) for problem in problems]

@@ -1,28 +1,30 @@
 """Find the settings at which each objective stops converging.
 
     python examples/evidence/frontier.py            # all runs that are not in the results yet
-    python examples/evidence/frontier.py --quick    # one run again: is its outcome the kept one?
+    python examples/evidence/frontier.py --quick    # repeats one run, and compares the outcomes
 
-Each run is `gspo-megatron train` on frontier.yaml, with the objective and Routing Replay of an arm,
-and one value of an axis: the learning rate, the number of mini-batches, or the age of the weights
-that generated the responses. For every arm, bisection finds the largest value at which all seeds
-converge, and the largest value at which none collapses (frontier_rule.py has the rules). Then the
-script runs the seeds that bisection left out, for the values next to these two. On the axis where a
-vLLM in bf16 generates, every arm has only one value. Each run adds one line to the results. Runs
-that have a line are not repeated.
+Each run is `gspo-megatron train` on frontier.yaml, with the settings of an arm (objective and
+Routing Replay), and with one value of an axis: the learning rate, the number of mini-batches, or
+the age of the weights that generated the responses. For every arm, bisection finds two values: the
+largest value at which all seeds converge, and the largest value at which no seed collapses
+(frontier_rule.py says which runs converge and collapse). At these two values and at the next larger
+values, the script also runs the seeds that bisection left out. On the axis on which a vLLM in bf16
+generates, every arm has only one value. Each run adds one line to the results. A run that has a
+line is not repeated.
 
-If the start model does not exist, it is made first: it learns to add, and then learns careless
-answers (long_addition.py).
+If the start model does not exist, the script makes it first: the model learns to add, and then
+learns from answers with careless mistakes (long_addition.py).
 
 GSPO's clip range was chosen before these runs, in a trial with one seed. In the first five steps, a
 range of 0.01 on both sides clipped 3% of the tokens at a learning rate of 1e-4, 19% at 4e-4 and 31%
-at 1e-3. The paper reports 15%; its range of 3e-4 is for much longer responses. GRPO has the paper's
-range, which clipped 0.2% to 4%.
+at 1e-3. The paper reports 15%; its range of 3e-4 is for much longer responses. GRPO has the range
+that the paper uses for GRPO, which clipped 0.2% to 4%.
 
-Arms are compared at equal learning rates, and at equal sizes of steps. From different gradients
-Adam makes steps of about the same length, but not of the same effect. So each line has
+Arms are compared at equal learning rates, and also at equal effects of an update. From different
+gradients Adam makes updates of about the same length, but not of the same effect. So each line has
 `update_change`: the mean absolute change of a token's log-prob by one update, on responses that the
-update did not use, without replay, over the first updates of the first five steps.
+update did not use, computed without replay. It is a mean over the first updates of the first five
+steps.
 """
 
 from __future__ import annotations
@@ -80,7 +82,7 @@ FIRST_STEPS = 5  # the steps whose clipping and updates are measured
 # of its process groups.
 RUNS_OF_A_PROCESS = 8
 
-# The last stage of the start model, after frontier_start.yaml.
+# Overrides of the last stage of the start model. It comes after the stage of frontier_start.yaml.
 CARELESS = (
     f"data.examples={RUNS}/data/careless.jsonl",
     f"data.eval_examples={RUNS}/data/careless.jsonl",
@@ -147,7 +149,7 @@ class Axis:
     bisects: bool = True  # False: every arm runs with every value
 
     def overrides(self, arm: str, value: float) -> list[str]:
-        """The overrides of the configuration."""
+        """The overrides of frontier.yaml for a run."""
         number = value if self.key == "optimizer.learning_rate" else int(value)
         varied = [] if self.key == STALENESS else [f"{self.key}={number}"]
         return [*ARMS[arm], *self.fixed, *varied]
@@ -155,8 +157,8 @@ class Axis:
 
 STALENESS = "staleness"  # the age of the weights that generate a step's responses, in steps
 AXES = {
-    # The engine is the trained model itself in fp32, so r3 would replay the same as r2, and is left
-    # out.
+    # The engine is the trained model itself in fp32. So r3 would replay the same experts as r2, and
+    # the axis has no arms with r3.
     "learning rate": Axis("optimizer.learning_rate", RATES, (*EXACT, *CONTROLS)),
     # The engine's experts differ from the trainer's.
     "learning rate, noisy routers": Axis(
@@ -168,7 +170,7 @@ AXES = {
         ("gspo", "grpo"),
         ["optimizer.learning_rate=2.8e-4"],
     ),
-    # The ratio is relative to the weights that generated.
+    # The denominator of the ratio is the policy of the weights that generated the response.
     "staleness": Axis(
         STALENESS, (1, 2, 4, 8, 16), ("gspo", "grpo"), ["optimizer.learning_rate=4e-4", ROLLOUT]
     ),
@@ -180,8 +182,8 @@ AXES = {
 
 class Ahead:
     """A mixin for steps that train on responses from older weights. The responses of step t come
-    from the weights after t - 1 - `staleness` steps, or from the start model. Its method runs
-    before the loop's own."""
+    from the weights after t - 1 - `staleness` steps, or from the start model. `roll_out` of this
+    class replaces the loop's method, and calls it."""
 
     def __init__(self, loop: ReinforcementLoop, staleness: int) -> None:
         self._draw, self._staleness, self._drawn = loop.roll_out, staleness, 0
@@ -200,11 +202,11 @@ class Ahead:
 @dataclass
 class Probe:
     """A mixin that measures how much the update on the first mini-batch changes the log-probs of
-    the second one. Its methods run before the updater's own."""
+    the second mini-batch. Its methods replace two methods of the updater, and call them."""
 
     updater: PolicyUpdater
-    changes: list[float] = field(default_factory=list)  # mean |d log p| of each step
-    divergences: list[float] = field(default_factory=list)  # mean k3 of each step
+    changes: list[float] = field(default_factory=list)  # mean |change of a log-prob| in each step
+    divergences: list[float] = field(default_factory=list)  # mean k3 of these changes in each step
 
     def __post_init__(self) -> None:
         self._build, self._train = self.updater.build_micro_batches, self.updater.train
@@ -241,8 +243,7 @@ class Laboratory:
         self.count = 0  # the number of new lines
 
     def record(self, axis: str, arm: str, value: float, seed: int) -> Record:
-        """The line of a run: from the results or, if they lack it, from a new run, which is
-        added."""
+        """The line of a run. If the results do not have it, make the run and add its line."""
         place = {"axis": axis, "arm": arm, "value": value, "seed": seed}
         for line in read(self.results):
             if place.items() <= line.items():
@@ -255,7 +256,7 @@ class Laboratory:
         print(f"{axis} {value:g}, {arm}, seed {seed}: {line['outcome']} ({told})", flush=True)
         if self.count == RUNS_OF_A_PROCESS:
             self.close()
-            # start again; the new process makes the runs that have no line
+            # Start the script again; the new process makes the runs that have no line yet.
             os.execv(sys.executable, sys.orig_argv)
         return line
 
@@ -291,8 +292,8 @@ class Laboratory:
     def train(
         self, overrides: Sequence[str], seed: int, staleness: int = 0, dtype: str | None = None
     ) -> Record:
-        """The measurements of one run. dtype: the precision of the vLLM that generates, if there is
-        one."""
+        """The measurements of one run. dtype: the precision of the vLLM that generates; None: the
+        trained model generates."""
         folder = self.scratch / "run"
         shutil.rmtree(folder, ignore_errors=True)
         own = [f"training.steps={STEPS}", f"training.seed={seed}", f"logging.dir={folder}"]
@@ -336,7 +337,8 @@ class Laboratory:
         }
 
     def engine(self, dtype: str) -> VllmProcess:
-        """The vLLM process, which all runs share, because its start takes half a minute."""
+        """The vLLM process of this precision. All runs share it, because its start takes half a
+        minute."""
         if dtype not in self.engines:
             self.engines[dtype] = VllmProcess(vllm_python(), dtype, max_tokens=72)
         return self.engines[dtype]
@@ -415,7 +417,7 @@ def fill(laboratory: Laboratory, axis: str, arms: Sequence[str], values: Sequenc
 
 
 def quick(laboratory: Laboratory) -> bool:
-    """Make one run again. Returns whether its outcome is that of the kept line."""
+    """Make one run again. Returns whether its outcome is the same as in the kept line."""
     kept = next(r for r in read(RESULTS) if QUICK.items() <= r.items())
     again = laboratory.measure(**QUICK)
     same = again["outcome"] == kept["outcome"]

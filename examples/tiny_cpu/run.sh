@@ -1,21 +1,22 @@
 #!/usr/bin/env bash
 # The demo runs all stages of a tiny model: text, tokenizer, pre-training, fine-tuning, GSPO,
 # export, answers. Finished stages are not repeated. Arguments are overrides of the GSPO run, and
-# the folder of the run is named after them:
+# its folder is named after the arguments:
 #   bash examples/tiny_cpu/run.sh                        # runs/tiny_cpu
 #   bash examples/tiny_cpu/run.sh training.seed=2        # runs/tiny_cpu-seed=2; the seed of all stages
 #   bash examples/tiny_cpu/run.sh parallel.layout=tp=1   # runs/tiny_cpu-layout=tp=1
 # The variables PRETRAIN and SFT are overrides of the earlier stages: PRETRAIN="training.steps=800".
-# CONFIG is another configuration of the GSPO run, START another folder for the stages before it.
-# Everything is written below runs/ in the current folder.
+# The variable CONFIG is another configuration of the GSPO run; START is another folder for the
+# earlier stages. Everything is written below runs/ in the current folder.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 gspo="python -m gspo_megatron"
 read -ra pretrain <<<"${PRETRAIN:-}"
 read -ra sft <<<"${SFT:-}"
 
-# Each of the four ranks would need a GPU, and most workstations have fewer. So all ranks use the
-# CPU. With CUDA_VISIBLE_DEVICES=0,1,2,3 before the command they use four GPUs.
+# On GPUs, each of the four ranks would need its own GPU, and most workstations have fewer than
+# four. So all ranks use the CPU. With CUDA_VISIBLE_DEVICES=0,1,2,3 before the command, the ranks
+# use four GPUs.
 export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES-}
 
 seed=1 rl=runs/tiny_cpu folder=

@@ -1,5 +1,5 @@
-"""Converts adapters: merges them into their base as a Hugging Face folder, or converts them from
-and to PEFT folders.
+"""Converts adapters: merges them into their base model and writes a Hugging Face folder, or
+converts them from and to PEFT folders.
 
 The adapters are held in memory. The base is read and written in blocks.
 """
@@ -60,20 +60,20 @@ from gspo_megatron.hub import folder_of
 
 @dataclass(frozen=True)
 class Adapters:
-    """The adapters of a checkpoint. The keys of `tensors` are the names in a PEFT file."""
+    """The adapters of a checkpoint. The keys of `tensors` are tensor names as in a PEFT file."""
 
     checkpoint: Source
     section: LoraSection
-    base: dict[str, str]  # the base's path and fingerprint at the time of training, see `base_of`
-    weights: WeightMap  # of the base
+    base: dict[str, str]  # path and fingerprint of the base when training began, see `base_of`
+    weights: WeightMap  # the map of the base
     adapted: dict[str, Adapted]
     tensors: dict[str, Tensor]
 
     def merging(self, files: WeightMap) -> Merge:
         """Return a function that adds the adapter to a block of a tensor of the base.
 
-        files: the weight map of the base's files. They may hold all experts of a layer in one
-        tensor.
+        files: the weight map of the files of the base. These files may hold all experts of a layer
+        in one tensor.
         """
         pairs, scale = pairs_of(self.tensors), self.section.scale
         joint = {
@@ -102,9 +102,9 @@ def any_to_hf(
     dtype: torch.dtype | None = None,
     shard: WorkerShard = ALONE,
 ) -> tuple[Path, list[str]]:
-    """Convert a checkpoint, or a run's newest one, as `megatron_to_hf` does. Adapters are merged
-    into their base or, with `as_peft`, become a PEFT folder. The main process alone converts
-    adapters."""
+    """Convert a checkpoint, or the newest checkpoint of a run, as `megatron_to_hf` does. A
+    checkpoint of adapters is merged into its base or, with `as_peft`, becomes a PEFT folder. Only
+    the main process converts adapters."""
     with shard.barrier():
         path = find_checkpoint(source)[0] if shard.is_main else None
     folder = shard.gather(path)[0]
@@ -129,14 +129,14 @@ def any_to_hf(
 
 
 def open_adapters(path: Path) -> Adapters:
-    """Read the adapters of a checkpoint, or of a run's newest one. Raises DataError if they are
-    damaged."""
+    """Read the adapters of a checkpoint, or of the newest checkpoint of a run. Raises DataError if
+    the checkpoint is damaged."""
     checkpoint = open_checkpoint(path)
     document = read_model(checkpoint.folder)
     section = lora_of(document, checkpoint.folder)
     if section is None:
         raise DataError(f"{checkpoint.folder}: holds a whole model and no adapters")
-    # A process that works alone has not compared the checksums of tensors yet.
+    # open_checkpoint has not compared the checksums of the tensors.
     refuse_damage(path, checkpoint.folder, ALONE, checkpoint.notes)
     weights, adapted = _maps(checkpoint.hf_config, checkpoint.shape, checkpoint.vocab_size, section)
     recipes = by_key(adapter_map(adapted, section.rank))
@@ -162,7 +162,7 @@ def _maps(
 
 
 def _named_base(given: str, what: str) -> Path:
-    """Return the folder of a base. `given` may be a name on the Hub. Raises DataError."""
+    """Return the folder of a base. `given` is a path or a name on the Hub. Raises DataError."""
     try:
         return folder_of(given, f"the base of {what}:", weights=True)
     except DataError as error:
@@ -203,7 +203,7 @@ def merged_to_hf(
         )
         return
     checkpoint = adapters.checkpoint
-    folder, weights = checked_folder(  # the training of the adapters ignored its code, too
+    folder, weights = checked_folder(  # code in the folder is ignored, as in training
         place, checkpoint.shape, checkpoint.vocab_size, ignore_custom_code=True
     )
     specs = {
@@ -261,9 +261,9 @@ def peft_to_megatron(
     dtype: torch.dtype | None = None,
     ignore_custom_code: bool = False,
 ) -> None:
-    """Convert a PEFT folder to a checkpoint of adapters. base: the Hugging Face folder of their
-    base, if it is not where the PEFT folder says; ignore_custom_code: for that folder, as in
-    `HfFolder`. Raises DataError with all problems, before anything is written."""
+    """Convert a PEFT folder to a checkpoint of adapters. base: the Hugging Face folder of the base,
+    if it is not at the path that the PEFT folder names; ignore_custom_code: for the folder of the
+    base, as in `HfFolder`. Raises DataError with all problems, before anything is written."""
     folder = PeftFolder(source)
     place = base or _named_base(folder.base, str(source))
     if not (place / "config.json").is_file():

@@ -1,4 +1,5 @@
-"""The folder of a run's checkpoints: how they are published, and which ones are removed.
+"""The folder of a run's checkpoints: how checkpoints are published, and which checkpoints are
+removed.
 
 A checkpoint is written to `.partial-NAME-TOKEN` and renamed when all its bytes are on the disk.
 Killed processes leave folders whose names begin with `.partial-`.
@@ -29,7 +30,8 @@ def reference_name(step: int) -> str:
     return REFERENCE if step == 0 else f"{REFERENCE}_{step:08d}"
 
 
-PHASES = ("pretrain", "sft", "reward_model", "rl")  # in their order
+# in the order in which a model goes through them
+PHASES = ("pretrain", "sft", "reward_model", "rl")
 
 _PARTIAL = ".partial-"
 _NAME = re.compile(rf"({'|'.join(PHASES)})_(\d{{8,}})(_rollouts)?")
@@ -37,8 +39,8 @@ _NAME = re.compile(rf"({'|'.join(PHASES)})_(\d{{8,}})(_rollouts)?")
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run is: finished steps of a stage, and whether the responses of the next step are
-    already generated."""
+    """How far a run is: the stage, the number of its finished steps, and whether the responses of
+    the next step are already generated."""
 
     phase: str
     step: int
@@ -93,17 +95,17 @@ class Publication:
         self.folder = parent / f"{_PARTIAL}{name}-{secrets.token_hex(4)}"
 
     def begin(self) -> None:
-        """Make the folder; one rank does it. Raises OSError."""
+        """Make the folder. Only one rank calls this. Raises OSError."""
         self.folder.mkdir(parents=True)
 
     def publish(self, files: Files) -> Path:
-        """Write a manifest of `files`, which are on the disk already, and give the folder its name.
-        One rank does it. Returns the checkpoint's path. Raises OSError."""
+        """Write a manifest of `files`, which are on the disk already, and give the folder its final
+        name. Only one rank calls this. Returns the checkpoint's path. Raises OSError."""
         write_file(self.folder / MANIFEST, dump_manifest(files))
         sync_folders(self.folder)
         path = self.parent / self.name
-        # If there is a checkpoint of this name, it is damaged: the run was resumed from an older
-        # one.
+        # A checkpoint that already has this name is damaged, because the run was resumed from an
+        # older checkpoint.
         before = hide(path) if path.exists() else None
         self.folder.rename(path)
         sync(self.parent)
@@ -112,7 +114,7 @@ class Publication:
         return path
 
     def abandon(self) -> None:
-        """Remove what was written; one rank does it."""
+        """Remove the folder. Only one rank calls this."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -125,8 +127,8 @@ def set_latest(checkpoints: Path, name: str) -> None:
 
 
 def hide(path: Path) -> Path:
-    """Rename a checkpoint that will be removed, so that a partly removed one does not look like a
-    checkpoint. Returns its new path. Raises OSError."""
+    """Rename a checkpoint that will be removed, so that a partly removed folder does not look like
+    a checkpoint. Returns the new path. Raises OSError."""
     return path.rename(path.with_name(f"{_PARTIAL}{path.name}-{secrets.token_hex(4)}"))
 
 
@@ -157,9 +159,9 @@ def remove_leftovers(checkpoints: Path) -> list[str]:
 def surplus(
     metrics: dict[Position, float | None], last: int | None, best: int, every: int
 ) -> list[Position]:
-    """Return the checkpoints to remove. `metrics` has all checkpoints, with None for one without a
-    metric. All are removed except the `last` newest (None: all stay), the `best` with the highest
-    metric, and those whose step is a multiple of `every` (0: none)."""
+    """Return the checkpoints to remove. `metrics` has the metric of every checkpoint, or None if a
+    checkpoint has no metric. All are removed except the `last` newest (None: all stay), the `best`
+    with the highest metric, and those whose step is a multiple of `every` (0: none)."""
     ordered = sorted(metrics, key=lambda position: position.order)
     if last is None:
         return []
@@ -174,10 +176,11 @@ def surplus(
 
 
 def to_go_back_to(found: Sequence[Position], healthy_step: int, healthy: int) -> list[Position]:
-    """Return the checkpoints that a rollback needs, at most two. The first is the newest one up to
-    step `healthy_step`: it is healthy for sure. The second is the oldest one after that step and up
-    to step `healthy`: it looks healthy. Some steps later, the second is healthy for sure and takes
-    the place of the first. If only the first were kept, it would never have a successor."""
+    """Return the checkpoints that a rollback needs, at most two. The first is the newest checkpoint
+    up to step `healthy_step`: its policy is healthy for sure. The second is the oldest checkpoint
+    after that step and up to step `healthy`: its policy looks healthy. Some steps later, the second
+    is healthy for sure and takes the place of the first. If only the first were kept, no checkpoint
+    could take its place."""
     whole = [p for p in found if p.phase == PHASES[-1] and not p.rolled_out]
     whole.sort(key=lambda position: position.step)
     sure = [p for p in whole if p.step <= healthy_step]
@@ -199,7 +202,8 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def owned_by(names: Sequence[str], rank: int, world_size: int) -> list[str]:
-    """Return the files of a checkpoint that this rank wrote. Their names tell the rank: rank 3
-    wrote `__3_0.distcp` and `rank_00003…`. Files without a rank in their name belong to rank 0."""
+    """Return the files of a checkpoint that `rank` wrote. The names of files tell the rank: rank 3
+    wrote `__3_0.distcp` and `rank_00003…`. Files without a rank in their name belong to rank 0.
+    Ranks that do not exist any more are counted modulo `world_size`."""
     owners = ((name, re.search(r"(?:^|/)(?:__|rank_0*)(\d+)[^/]*$", name)) for name in names)
     return [n for n, found in owners if (int(found[1]) % world_size if found else 0) == rank]

@@ -24,18 +24,20 @@ ROLLBACKS_FILE = Path(IN_RUN_FOLDER).name  # in the folder of checkpoints
 class Rollbacks:
     """All rollbacks of a run."""
 
-    number: int  # of the last rollback; a branch also counts those of the run that it comes from
+    # how many rollbacks there were; in a branch, also those of the run that it comes from
+    number: int
     to: str  # the checkpoint to which the last rollback went back
     loader: dict[str, Any]  # the position in the data from which the run continues
-    prompts: dict[str, Any]  # the settings that decide which prompt that position means
-    undone: list[str]  # checkpoints that the last rollback takes back
-    # for each rollback: number, from_step, to_step, text
+    prompts: dict[str, Any]  # the settings on which the meaning of `loader` depends
+    undone: list[str]  # names of the checkpoints that the last rollback takes back
+    # for each rollback a dict with number, from_step, to_step and text
     rollbacks: list[dict[str, Any]] = field(default_factory=list)
 
     def write(self, checkpoints: Path) -> None:
-        """Write the record atomically: after a loss of power, either the old or the new one is
-        there. Raises OSError."""
-        partial = checkpoints / f".partial-{ROLLBACKS_FILE}"  # removed at the next start, if left
+        """Write the record atomically: after a loss of power, the file has either the old or the
+        new record. Raises OSError."""
+        # if it is left behind, the next start removes it
+        partial = checkpoints / f".partial-{ROLLBACKS_FILE}"
         partial.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
         sync(partial)
         partial.replace(checkpoints / ROLLBACKS_FILE)
@@ -44,5 +46,6 @@ class Rollbacks:
 
 def read_rollbacks(checkpoints: Path) -> Rollbacks | None:
     """Return the record in a folder of checkpoints, or None if the run never went back. Raises
-    DataError if it is damaged, because without it checkpoints of a collapse would be resumed."""
+    DataError if the record is damaged, because without it the run would resume a checkpoint from
+    the collapse."""
     return read_record(checkpoints / ROLLBACKS_FILE, Rollbacks, "a run's rollbacks")

@@ -1,5 +1,5 @@
 """`gspo-megatron ablate`: trains variants of one configuration, each with several seeds, and writes
-a report that compares them. The runs take place here, one after another, or as a Slurm job
+a report that compares them. The runs are made on this machine, one after another, or as a Slurm job
 array."""
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ if TYPE_CHECKING:
     from gspo_megatron.config import Config
 
 SEEDS = 3
-MAX_SEEDS = 1000  # more is a typing error; all runs are planned before the first one starts
-# Exit codes of a launcher that was stopped: by Ctrl-C, a closed terminal or SIGTERM, or by a signal
-# at which a run saves itself.
+MAX_SEEDS = 1000  # a larger number is probably a typing error
+# Exit codes of a launcher that was stopped by Ctrl-C, a closed terminal, SIGTERM, or a signal at
+# which a run saves itself.
 _STOPPED_BY_SIGNAL = (130, 129, 143, STOPPED)
 _SLURM_FOLDER = ".slurm"  # in the ablation's folder; no variant can have such a name
-_say = partial(print, flush=True)  # so that the text comes before the output of the next run
+# flushed, so that the text comes before the output of the next run
+_say = partial(print, flush=True)
 _ACCOUNTING_NAMES = ("--account", "--partition", "--qos", "--chdir", "-A", "-p", "-q", "-D")
 _ACCOUNTING = re.compile(r"--(account|partition|qos|chdir)(=.*)?|-[ApqD].*")
 _NTASKS = re.compile(r"-n\d*|--ntasks(-per-\w+)?(=.*)?")
@@ -147,7 +148,8 @@ def _check(
     ranks of each variant. Raises ConfigError with the problems of all variants."""
     from gspo_megatron.cli.check_inputs import check_all
 
-    configs = {run.variant.name: run.config for run in runs}  # any seed gives the same check
+    # one run of each variant is enough: seeds do not change the check
+    configs = {run.variant.name: run.config for run in runs}
 
     def check(variant: Variant) -> int:
         config = configs[variant.name]
@@ -159,8 +161,8 @@ def _check(
 
 
 def _unfinished(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
-    """Return the runs that are not finished. Raises UserError if a finished run has another
-    configuration, because the report would take it for a run of this configuration."""
+    """Return the runs that are not finished. Raises UserError if the configuration of a finished
+    run differs from the planned one, because the report would use this run as if it did not."""
     from gspo_megatron.observe.ablation import is_finished
 
     todo, foreign = [], []
@@ -235,7 +237,6 @@ def _submit(
     out: Path,
     world_sizes: dict[str, int],
 ) -> int:
-    """Submit the unfinished runs and the report."""
     if not todo:
         _say("all runs are finished; --report-only writes the report")
         return 0
@@ -257,12 +258,13 @@ def submit(
     options: str,
     world_sizes: Sequence[int],
 ) -> tuple[str, str, Path]:
-    """Submit the runs as an array, with the user's `options`, and the report as a job after it.
+    """Submit the runs as a job array, with the user's `options`, and the report as a job that
+    starts after the array.
 
-    For each run, a file in a new folder gets the arguments of `train`, one a line. One more file
-    gets the arguments of `ablate` for the report. Returns the numbers of both jobs and the folder.
-    Raises UserError if sbatch is missing or refuses, and if the number of tasks of a run is not
-    clear.
+    Writes one file for each run into a new folder, with the arguments of `train`, one on each line.
+    One more file has the arguments of `ablate` for the report. Returns the numbers of both jobs,
+    and the folder. Raises UserError if sbatch is missing or refuses the job, or if the runs need
+    different numbers of tasks.
     """
     try:
         words = shlex.split(options)
@@ -290,7 +292,7 @@ def submit(
         (folder / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     array_options = [f"--output={folder}/%a.log", "--array", f"0-{len(runs) - 1}", *tasks, *words]
     array = _sbatch([*array_options, str(script), str(folder)])
-    # The report is one process without a GPU. It needs only the options about accounting.
+    # The report is one process without a GPU. So its job gets only the options about accounting.
     kept = list(_of_accounting(words))
     after = [f"--dependency=afterany:{array}", "--ntasks=1", f"--output={folder}/report.log"]
     try:
@@ -322,4 +324,4 @@ def _sbatch(arguments: Sequence[str]) -> str:
         raise UserError(f"--slurm: `{shlex.join(command)}`: {error}") from error
     if done.returncode != 0:
         raise UserError(f"--slurm: `{shlex.join(command)}` failed: {done.stderr.strip()}")
-    return done.stdout.strip().partition(";")[0]  # the name of a cluster may follow
+    return done.stdout.strip().partition(";")[0]  # sbatch may print ";CLUSTER" after the number

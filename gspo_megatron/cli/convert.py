@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gspo_megatron.checkpoint.convert_workers import WorkerShard
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-_MOST_PROCESSES = 64  # on one machine: a layout with more ranks may be meant for a cluster
+_MOST_PROCESSES = 64  # on one machine; a layout with more ranks is probably meant for a cluster
 
 
 def add_parser(commands: Commands) -> None:
@@ -119,14 +119,15 @@ def run_import(arguments: argparse.Namespace) -> int:
 
 
 def run_export(arguments: argparse.Namespace) -> int:
-    """Convert to a Hugging Face folder: as the only process, as a rank, or by launching ranks."""
+    """Convert to a Hugging Face folder. This process converts alone, or is one of several ranks, or
+    launches ranks."""
     from gspo_megatron.config import Layout
 
     if arguments.public and arguments.push is None:
         arguments.parser.error("--public: only with --push")
     rank_of = ranks.world_size_of_rank(os.environ)
     if arguments.push is not None:
-        check_push(arguments.push)  # before a long conversion
+        check_push(arguments.push)  # fails here, before a long conversion
     processes = 1 if arguments.layout is None else Layout.parse(arguments.layout).world_size
     if rank_of is not None:
         if arguments.layout is not None and processes != rank_of:
@@ -140,10 +141,10 @@ def run_export(arguments: argparse.Namespace) -> int:
         with shard_of_rank() as shard:
             _export(arguments, shard)
             if shard.world_size > 1:
-                # About one such process in ten aborts with "terminate called without an active
-                # exception" (torch 2.13) when it destroys its gloo group, after all its work is
-                # done.
-                shard.gather(None)  # every process has written its files
+                # The process ends by os._exit. Otherwise about one process in ten aborts with
+                # "terminate called without an active exception" (torch 2.13) when it destroys its
+                # gloo group, after all work is done.
+                shard.gather(None)  # wait until every process has written its files
                 if shard.is_main:
                     _push(arguments)
                 sys.stdout.flush()
@@ -183,7 +184,7 @@ def _push(arguments: argparse.Namespace) -> None:
 
     checkpoint = find_checkpoint(arguments.source)[0].resolve()
     config, step, scores = {}, None, {}
-    if (checkpoint / CONFIG_FILE).is_file():  # of a run, not of a conversion
+    if (checkpoint / CONFIG_FILE).is_file():  # a run wrote the checkpoint, not a conversion
         config = read_mapping(checkpoint / CONFIG_FILE)
         step = RunState.read(checkpoint).step
         run = checkpoint.parents[1]

@@ -61,8 +61,8 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Evaluate, and print a table of the suites. Raises UserError with all problems of the source,
-    the suites and their files."""
+    """Evaluate the source, and print a table of the suites. Raises UserError with all problems of
+    the source, of the suites and of their files."""
     is_server = re.match(r"https?://", arguments.source) is not None
     unread = ("nproc",) if is_server else ("model", "requests")
     for name in unread:
@@ -118,15 +118,16 @@ def _values(source: Path, suites: dict[str, Any]) -> tuple[dict[str, Any], str]:
     values = _as_rl(values)
     for section in ("parallel", "data", "training", "evaluation", "checkpoint", "logging"):
         values[section] = dict(values.get(section) or {})
-    values["parallel"]["data_parallel_size"] = None  # as many replicas as --nproc gives
+    values["parallel"]["data_parallel_size"] = None  # as many model replicas as --nproc allows
     values["data"] |= {"prompts": None, "weights": None}
     values["training"] |= {"steps": 0, "evaluation_interval": 0, "phases": []}
     values["checkpoint"] |= {"interval": 0, "keep_best": 0}
     values["evaluation"]["interval"] = 0
     values["logging"] |= {"plots": False, "trackers": []}
-    # Nothing reads these sections, but they may need code that is missing here.
+    # An evaluation does not read these sections, and they may name Python code that this machine
+    # lacks.
     values |= {"objective": None, "routing": None}
-    if (values.get("reward") or {}).get("name") == "none":  # it was a run of distillation
+    if (values.get("reward") or {}).get("name") == "none":  # a distillation without a reward
         values["reward"] = None
     if suites:
         values["evaluation"]["suites"] = suites
@@ -149,9 +150,9 @@ def _of_run(folder: Path) -> tuple[dict[str, Any], str]:
             "no config.resolved.yaml, config.yaml or config.json"
         )
     phases = sorted(folder.glob(f"{PHASE_CONFIG}*.yaml"))
-    values = _read(phases[-1] if phases else path)  # of the latest phase that the run has reached
+    values = _read(phases[-1] if phases else path)  # the newest phase that the run has reached
     model = dict(values.get("model") or {})
-    if (model.get("lora") or {}).get("rank"):  # its checkpoints hold adapters
+    if (model.get("lora") or {}).get("rank"):  # the checkpoints of this run hold adapters
         values["model"] = {**model, "lora": {**model["lora"], "checkpoint": str(folder)}}
     else:
         values["model"] = {**model, "checkpoint_path": str(folder), "hf_path": None}
@@ -161,16 +162,17 @@ def _of_run(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 def _with_tokenizer(data: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the section `data` with a tokenizer that exists. Its path may be relative to the
-    folder in which the run was started. If it does not exist from here, take the tokenizer of the
-    checkpoint."""
+    """Return the section `data` with a tokenizer that exists. The path in `data` may be relative to
+    the folder in which the run was started. If no file has this path, relative to the current
+    folder, use the tokenizer that the checkpoint names."""
     from gspo_megatron.checkpoint.resume import given_checkpoint
     from gspo_megatron.checkpoint.run_state import read_model
 
     named = data.get("tokenizer")
     if not isinstance(named, str) or Path(named).exists() or parse_name(named, "model"):
         return data
-    with contextlib.suppress(DataError):  # reported when the checkpoint is loaded
+    # a damaged checkpoint is reported later, when it is loaded
+    with contextlib.suppress(DataError):
         known = read_model(given_checkpoint(str(folder))).get("tokenizer")
         if isinstance(known, str) and Path(known).exists():
             return {**data, "tokenizer": known}
@@ -178,9 +180,9 @@ def _with_tokenizer(data: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _as_rl(values: dict[str, Any]) -> dict[str, Any]:
-    """Convert the configuration of a fine-tuning or pre-training run to that of an RL run with the
-    same model, without the keys that RL does not know. Other configurations, and invalid ones, are
-    returned unchanged."""
+    """Convert the configuration of a fine-tuning or pre-training run to an RL configuration with
+    the same model, without the keys that RL does not know. RL configurations and invalid
+    configurations are returned unchanged."""
     from gspo_megatron.config import Config
     from gspo_megatron.config.load import stage_of
     from gspo_megatron.config.section import keys_of
@@ -199,7 +201,7 @@ def _as_rl(values: dict[str, Any]) -> dict[str, Any]:
         found[name] = {key: value for key, value in given.items() if f"{name}.{key}" in known}
     data = values.get("data") or {}
     if stage == "sft" and data.get("messages_field") is not None:
-        found["data"]["chat_template"] = True  # SFT on conversations uses it
+        found["data"]["chat_template"] = True  # SFT on conversations always uses the chat template
     return found
 
 

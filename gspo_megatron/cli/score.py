@@ -1,4 +1,5 @@
-"""`gspo-megatron score`: scores a response of your own as a run would score it, and says why."""
+"""`gspo-megatron score`: scores a response of your own as a run would score it, and explains the
+score."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     prompt = _prompt(config, keys, arguments.row)
     check_answers(reward, [prompt])
     sample = _sample(config, prompt, _response(arguments))
-    # A call that fails is reported, and ends the command.
+    # With "stop", a failed call of the reward is reported and ends the command.
     section = section.model_copy(update={"on_failure": "stop"})
     from gspo_megatron.rewards.scoring import Scorer
     from gspo_megatron.rollout.reward_model import with_model
@@ -79,7 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _prompt(config: Config, keys: list[str], row: str | None) -> Prompt:
-    """Return the prompt of a row, or the first prompt. Raises ConfigError and DataError."""
+    """Return the prompt of the row with the id `row`; None: the first prompt. Raises ConfigError
+    and DataError."""
     from gspo_megatron.data.inputs import prompt_forms
     from gspo_megatron.data.prompts import load_prompts
 
@@ -122,7 +124,7 @@ def _sample(config: Config, prompt: Prompt, response: str) -> Sample:
         response=response,
         truncated=False,
         fields=prompt.fields,
-        num_tokens=len(tokenizer.encode(response)) + 1,  # the end-of-sequence token
+        num_tokens=len(tokenizer.encode(response)) + 1,  # 1 for the end-of-sequence token
         messages=prompt.messages,
         row_id=prompt.row_id,
     )

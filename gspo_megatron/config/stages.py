@@ -1,6 +1,6 @@
 """The configurations of pre-training, supervised fine-tuning and preference models.
 
-The sections for the model, its layout and the record of the run are those of an RL run.
+The sections `model`, `parallel` and `logging` are the same as in the configuration of an RL run.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ class ExamplesConfig(StageConfig):
         return self.data.max_tokens or self.resolved_model().max_sequence_length
 
     def num_examples(self, size: int) -> int:
-        """Return how many examples the run uses from a file of `size`; the last step may be
-        smaller."""
+        """Return how many examples the run uses in all its epochs, if the file has `size` examples.
+        The last step may have fewer examples than the others."""
         training = self.training
         if training.steps is None:
             return (training.epochs or 1) * size

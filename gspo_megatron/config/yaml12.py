@@ -55,9 +55,10 @@ MOST_VALUES = 100_000  # the most values of a document after its aliases are exp
 
 def _refuse_large_aliases(root: yaml.Node) -> None:
     """Raise MarkedYAMLError if aliases make a document far larger than its text, or if an alias is
-    inside its own value. A resolved configuration has all aliases expanded."""
-    sizes: dict[int, int] = {}  # values of each finished node, with expanded aliases
-    own = 0  # values of the text itself
+    inside its own value. The check is needed because a resolved configuration has all aliases
+    expanded."""
+    sizes: dict[int, int] = {}  # the number of values in each finished node, aliases expanded
+    own = 0  # the number of values in the text, aliases not expanded
     under_way: set[int] = set()
 
     def size_of(node: yaml.Node) -> int:
@@ -68,7 +69,7 @@ def _refuse_large_aliases(root: yaml.Node) -> None:
             under_way.add(id(node))
             inner, size = node.value, 1
             if isinstance(node, yaml.ScalarNode):
-                inner, size = (), 1 + len(node.value) // 64  # long text counts as several values
+                inner, size = (), 1 + len(node.value) // 64  # a long text counts as several values
             elif isinstance(node, yaml.MappingNode):
                 inner = [part for pair in node.value for part in pair]
             own += size
@@ -83,13 +84,13 @@ def _refuse_large_aliases(root: yaml.Node) -> None:
 
 
 class _Dumper(yaml.SafeDumper):
-    # This class also keeps PyYAML's own scalar types. A string that YAML 1.1 or 1.2 would read as
-    # another type is quoted, so that every YAML reader gets a string.
+    # This class knows the scalar types of YAML 1.2 and those of PyYAML (YAML 1.1). So a string that
+    # either version would read as another type is quoted, and every YAML reader gets a string.
     def ignore_aliases(self, data: Any) -> bool:
         return True  # a list used twice is written twice, without `&id001`
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        # In the other styles a reader takes these characters for line ends.
+        # Without double quotes, a reader takes these characters for line ends.
         style = '"' if _BREAKS.search(data) else None
         return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
@@ -116,8 +117,9 @@ def parse_yaml(text: str, source: str) -> Any:
         place = _place(source, error.problem_mark)
         raise ConfigError([f"{place}: not valid YAML: {what}"]) from None
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        # Errors without a mark: a character that YAML does not allow, and errors that PyYAML does
-        # not wrap, as for `!!int abc`, a number of 5,000 digits or a thousand brackets.
+        # Errors without a position: a character that YAML does not allow, and errors that PyYAML
+        # does not wrap, such as those for `!!int abc`, a number of 5,000 digits or a thousand
+        # brackets.
         what = f"a value that cannot be read: {' '.join(str(error).split())}"
         raise ConfigError([f"{source}: not valid YAML: {what}"]) from None
     twice = [

@@ -1,7 +1,7 @@
 """Writes a tokenizer of single characters in the formats of sentencepiece and transformers.
 
-It is for small models and examples. A real model comes with its tokenizer; for other tokenizers,
-use the trainer of sentencepiece."""
+Such a tokenizer is for small models and examples. A published model comes with its own tokenizer.
+To make any other tokenizer, use the trainer of sentencepiece."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SPACE = "▁"  # stands for a space in pieces
-# All characters of "<0x41>" must be in the vocabulary, so that this text becomes characters, never
-# the piece for that byte.
+# Texts such as "<0x41>" must become single characters, never the piece for that byte. So all their
+# characters must be in the vocabulary.
 _BYTE_PIECE_CHARACTERS = "<0x123456789ABCDEF>"
 # Keyword arguments of `write_character_tokenizer` for ChatML. "<|im_end|>" ends a sequence.
 CHATML_SYMBOLS: dict[str, Any] = {
@@ -44,9 +44,9 @@ def write_character_tokenizer(
 
     The last file is written only if there is a `chat_template` (Jinja). Returns the path of
     tokenizer.model. The vocabulary has the characters of `texts`, and at most `vocab_size` ids.
-    With byte_fallback, bytes spell all other characters. A user symbol is one token in any text; a
-    control symbol only in the output of a chat template. Raises DataError if sentencepiece cannot
-    train on this.
+    With byte_fallback, all other characters become byte pieces. A user symbol is one token in any
+    text. A control symbol is one token only in the output of a chat template. Raises DataError if
+    sentencepiece cannot train on these texts.
     """
     folder = Path(folder)
     symbols = ("<unk>", "<pad>", eos_symbol, *control_symbols, *user_symbols)
@@ -62,7 +62,7 @@ def write_character_tokenizer(
         eos_piece=eos_symbol,
         control_symbols=list(control_symbols),
         user_defined_symbols=list(user_symbols),
-        # A user symbol with one character is already a piece.
+        # a user symbol of one character is a piece already
         required_chars="".join(sorted({*required} - {*user_symbols})),
         input_sentence_size=0,  # use all lines
         shuffle_input_sentence=False,

@@ -1,6 +1,6 @@
 """Environments, in which the policy takes several turns.
 
-Each file has one environment; importing the package registers them. The names below are stable
+Importing this package registers the built-in environments. The names below are stable
 (docs/stability.md)."""
 
 from gspo_megatron.environments import agent, tool_use  # noqa: F401

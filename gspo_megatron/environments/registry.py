@@ -43,10 +43,11 @@ def register(name: str) -> Callable[[_Class], _Class]:
 def get_environment(
     name: str, import_path: str | None = None, options: Mapping[str, Any] | None = None
 ) -> Environment | None:
-    """Make the environment `name`, or the user's class at `import_path`, with `options`.
+    """Make an environment with `options`: the registered environment `name`, or the user's class at
+    `import_path`.
 
-    Returns None for single turns. Raises EpisodeError if there is no such environment, its module
-    cannot be imported, or the options do not fit it.
+    Returns None if both are None: then every response is a single turn. Raises EpisodeError if
+    there is no such environment, if its module cannot be imported, or if the options do not fit it.
     """
     if import_path:
         name, make = import_path, load_function(_PATH, import_path, EpisodeError, "class")
@@ -130,14 +131,16 @@ def _says_messages(environment: Environment) -> bool:
     call `begin`."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(type(environment))))
-    except (OSError, TypeError, SyntaxError):  # no source: a generated class, or not Python
+    # no source: the class was generated, or is not written in Python
+    except (OSError, TypeError, SyntaxError):
         return False
     calls = [
         (node, node.func.attr)
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     ]
-    # Only calls on the client count: another model of the environment may also have `generate`.
+    # Only calls on the client count, because another object of the environment, such as a second
+    # model, may also have a method `generate`.
     client = next(iter(inspect.signature(environment.rollout).parameters))
     turns = [call for call, method in calls if method == "generate"]
     says = any(
@@ -152,7 +155,7 @@ def _says_messages(environment: Environment) -> bool:
 
 
 def episodes_of(config: Config, tokenizer: Tokenizer) -> EpisodeRunner | None:
-    """Return the runner of a run's episodes; None for single turns.
+    """Return the runner of a run's episodes; None if the run has no environment.
 
     Raises EpisodeError like `get_environment`."""
     environment = environment_of(config)
@@ -167,7 +170,7 @@ def episodes_of(config: Config, tokenizer: Tokenizer) -> EpisodeRunner | None:
 
 
 def environment_of(config: Config) -> Environment | None:
-    """Make the environment of a run; None for single turns. See `get_environment`."""
+    """Make the environment of a run; None if the run has none. See `get_environment`."""
     section = config.environment
     if section.verifiers is not None:
         make = partial(Verifiers, section.verifiers, section.python)
@@ -176,7 +179,8 @@ def environment_of(config: Config) -> Environment | None:
 
 
 def tools_of(config: Config) -> list[dict[str, Any]]:
-    """Return the tools that the chat template describes in the prompts.
+    """Return the descriptions of the environment's tools, which the chat template writes into the
+    prompts.
 
     Raises EpisodeError like `get_environment`."""
     return own_copy([*getattr(environment_of(config), "tools", ())])

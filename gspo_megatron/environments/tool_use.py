@@ -5,8 +5,8 @@
     {"name": "calculator", "arguments": {"expression": "12 * 34"}}
     </tool_call>
 
-After a turn with calls comes a message with the role `tool` for each call. A turn without calls is
-the answer, which the reward function scores.
+After a turn with calls, the conversation gets one message with the role `tool` for each call. A
+turn without calls is the answer, which the reward function scores.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from gspo_megatron.errors import EpisodeError
 from gspo_megatron.process import sandbox
 from gspo_megatron.types import Prompt
 
-_SHOWN_CHARACTERS = 2000  # longer answers of a tool are cut
+_SHOWN_CHARACTERS = 2000  # a longer answer of a tool is cut
 
 
 class ToolError(Exception):
-    """Raised for a wrong call. The policy gets the message."""
+    """Raised for a wrong call of a tool. The policy gets the error's message."""
 
 
 @dataclass(frozen=True)
 class Tool:
     name: str
     description: str
-    argument: str  # name of the only argument, which is a string
+    argument: str  # the name of the tool's only argument, which is a string
     call: Callable[[str], Awaitable[str]]
 
     def schema(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class Tool:
 
 @register("tool_use")
 class ToolUse:
-    """Lets the policy call `tools` (names); default: the calculator."""
+    """Lets the policy call tools. `tools`: the names of the tools; default: only the calculator."""
 
     needs_messages = True
 

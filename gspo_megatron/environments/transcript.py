@@ -4,8 +4,7 @@ The response is one sequence of tokens: the turns of the policy, and between the
 environment and the chat template. Tokens of earlier turns never change after generation. If the
 history is rewritten, a new branch begins: a new prompt, followed by the next turns.
 
-    branch  prompt  turn 0  between  turn 1
-    branch  prompt  turn 2  between  turn 3     every turn belongs to one branch
+    branch  prompt  turn 0  between  turn 1 branch  prompt  turn 2  between  turn 3
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ class Written:
 
     token_ids: Sequence[int]  # with the end-of-sequence token, if there is one
     truncated: bool
-    source: Any = None  # the engine's reference to further data of these tokens
+    source: Any = None  # where the engine keeps more data about these tokens
 
 
 @dataclass(frozen=True)
 class Branch:
-    """A prompt, and the turns that follow it without a rewrite of the history."""
+    """A prompt, and the turns that follow it until the history is rewritten."""
 
     prompt: tuple[int, ...]
     turns: range  # numbers of the turns
@@ -76,7 +75,7 @@ class Transcript:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """All tokens of the last branch so far."""
+        """All tokens of the last branch so far, including its prompt."""
         start = self.last_start
         pairs = zip(self.between[start:], self.turns[start:], strict=True)
         response = (n for between, turn in pairs for n in (*between, *turn.token_ids))
@@ -84,7 +83,7 @@ class Transcript:
 
     @property
     def num_response_tokens(self) -> int:
-        """Number of tokens in all turns and between them."""
+        """Number of tokens of all turns, plus the tokens between them."""
         return sum(map(len, self.between)) + sum(len(turn.token_ids) for turn in self.turns)
 
     def branches(self) -> list[Branch]:
@@ -109,8 +108,8 @@ class Transcript:
 
     @property
     def sequence(self) -> tuple[np.ndarray, np.ndarray]:
-        """All branches one after the other, each as its prompt and its part of the response,
-        [tokens] int32; and a mask [tokens] bool, True on the response."""
+        """All branches, one after the other: for each branch its prompt, then its part of the
+        response, [tokens] int32. The second array is a mask [tokens] bool, True on the response."""
         response, ends = self.response, self.turn_ends()
         ids, kinds, start = [], [], 0
         for branch in self.branches():
@@ -123,9 +122,9 @@ class Transcript:
     def column(
         self, of_turn: Callable[[Written], np.ndarray], filler: float | None = None
     ) -> np.ndarray:
-        """Return one value for each response token. `of_turn` returns the values of a turn's
-        tokens. Tokens between the turns get `filler` (None: the first value of the turn that
-        follows)."""
+        """Return one value for each response token. `of_turn` returns the values for the tokens of
+        a turn. Tokens between two turns get the value `filler`; None: the first value of the turn
+        after them."""
         parts = []
         for between, turn in zip(self.between, self.turns, strict=True):
             values = of_turn(turn)

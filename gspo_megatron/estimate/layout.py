@@ -1,4 +1,4 @@
-"""Estimates a configuration on a number of ranks, stage by stage."""
+"""Estimates a configuration on a number of ranks, one pipeline stage after the other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gspo_megatron.estimate.traffic import AXES, step_traffic
 from gspo_megatron.estimate.workload import Workload, bubble_share, workload
 
 RECOMPUTE = ("none", "selective", "full")
-LEAST_SAVING = 0.1  # share of the bytes; a smaller saving is not worth the time of recomputing
+LEAST_SAVING = 0.1  # a share of the bytes; recomputing that saves less is not worth its time
 
 # Share of a GPU's memory for fragmentation, NCCL's buffers and the CUDA context.
 HEADROOM = 0.08
@@ -47,7 +47,7 @@ class LayoutEstimate:
         return {axis: max(rank[axis] for rank in self.traffic) for axis in AXES}
 
     def fits(self, gpu_bytes: float) -> bool:
-        """Whether the worst rank fits, with HEADROOM left."""
+        """Whether the rank that needs the most memory fits on the GPU, with HEADROOM left."""
         return self.worst.total <= gpu_bytes * (1 - HEADROOM)
 
 
@@ -65,8 +65,8 @@ def estimate_layout(
     config: has passed `check_config` at this world size.
     longest: see `workload`.
     limit: bytes of a GPU's memory. If given, only the first, second and last stage are built,
-    because the others hold fewer micro-batches in flight than the second. After a stage that needs
-    more than `limit`, the rest is skipped.
+    because the other stages hold fewer micro-batches in flight than the second one. If a stage
+    needs more than `limit`, the stages after it are not built.
     runs: a cache of runs, shared between layouts.
 
     Raises UserError if Megatron-Core cannot build the model.
@@ -78,11 +78,12 @@ def estimate_layout(
     runs = {} if runs is None else runs
     ends = sorted({0, min(1, stages - 1), stages - 1})
     for stage in range(stages) if limit is None else ends:
-        rank = stage * (world_size // stages)  # pp changes slowest in Megatron's order of ranks
+        # the first rank of the stage: ranks of a stage have consecutive numbers
+        rank = stage * (world_size // stages)
         with rank_model(config, parallel, rank, vocab_size) as model:
             state = state_bytes(model)
             if limit is not None and state.total > limit:
-                passes = NO_PASSES  # too large even without activations
+                passes = NO_PASSES  # the stage is too large even without activations
             else:
                 key = _run_key(model, work)
                 passes = runs[key] = runs.get(key) or run_stage(model, work)
@@ -97,8 +98,8 @@ def estimate_layout(
 
 
 def _run_key(model: RankModel, work: Workload) -> tuple:
-    """Return the key of a cached run. Ranks with the same key and otherwise the same configuration
-    run the same passes."""
+    """Return the key under which the passes of a rank are cached. Ranks with equal keys, in
+    configurations that differ only in the layout and in recomputation, run the same passes."""
     sizes = model.parallel.group_sizes()
     del sizes["pipeline_model_parallel_size"], sizes["virtual_pipeline_model_parallel_size"]
     chunks = tuple(
@@ -122,7 +123,8 @@ def saves_little(with_mode: float, without: float) -> bool:
 
 
 def recompute_modes(estimate: LayoutEstimate, vocab_size: int) -> dict[str, int]:
-    """Return the bytes of the worst rank during training, for each recompute mode."""
+    """Return, for each recompute mode, the bytes that the rank with the most memory needs during
+    training."""
     config, worst = estimate.config, estimate.worst
     totals = {}
     for mode in RECOMPUTE:

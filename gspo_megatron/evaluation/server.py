@@ -37,9 +37,9 @@ from gspo_megatron.types import Prompt, Sample
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 _RETRIES = 5
-_FIRST_WAIT_SECONDS = 0.5  # before the first repetition of a request; doubles each time
+_FIRST_WAIT_SECONDS = 0.5  # the wait before a request is repeated; it doubles with each repetition
 _RESPONSE_SECONDS = 3600
-_BUSY = 429  # too many requests
+_BUSY = 429  # HTTP status: too many requests
 
 
 class ServerEvaluation:
@@ -50,7 +50,8 @@ class ServerEvaluation:
     ) -> None:
         """Load and check the suites.
 
-        url: without /v1. suites: by name, as in evaluation.suites. out: an empty or absent folder.
+        url: the server's URL without /v1. suites: the suites by name, as in evaluation.suites. out:
+        the folder for the results; it must be empty or not exist.
 
         Raises ConfigError with all problems of the suites and their files."""
         if not suites:
@@ -73,7 +74,7 @@ class ServerEvaluation:
             raise ConfigError(problems)
 
     def run(self, model: str | None, requests: int) -> None:
-        """Evaluate all suites, write the folder and print a table.
+        """Evaluate all suites, write the results into the folder `out` and print a table.
 
         Sends up to `requests` requests at a time. Without `model`, takes the server's first model.
         Raises RolloutError if the server fails, RewardError if a reward fails."""
@@ -158,7 +159,7 @@ class ServerEvaluation:
         }
         if suite.max_response_tokens is not None:
             given["max_tokens"] = suite.max_response_tokens
-        if suite.top_k:  # OpenAI's own API does not have it
+        if suite.top_k:  # OpenAI's own API does not have this parameter
             given["top_k"] = suite.top_k
         found = await _call(session, f"{self.url}/v1/chat/completions", given)
         try:

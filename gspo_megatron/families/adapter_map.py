@@ -3,7 +3,7 @@ in PEFT files.
 
 An adapter is a pair of matrices beside a frozen one: A [rank, in] and B [out, rank]. Every matrix
 of the Hugging Face model has a pair of its own, even if Megatron-Core joins several matrices to one
-weight (q, k and v; gate and up). So a PEFT file holds exactly the matrices that are trained here.
+weight (q, k and v; gate and up). So the matrices in a PEFT file are the ones that are trained.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 PEFT_PREFIX = "base_model.model."
 PEFT_CONFIG, PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"
-# Targets that stand for several modules. `all` does not include the router and the shared experts'
-# gate, because small changes of a router change which experts compute a token. It does not include
-# the output layer either, because adapters there need a copy of its weight.
+# Targets that stand for several modules. The target `all` does not include the router and the gate
+# of the shared experts, because small changes of a router change which experts compute a token.
+# `all` does not include the output layer either, because an adapter of the output layer needs a
+# copy of its weight.
 GROUPS = ("attention", "mlp", "experts")
 ALL, HEAD = "all", "head"
 _HEAD_WEIGHT = "output_layer.weight"
@@ -74,9 +75,10 @@ class Adapted:
 
 
 def matrices_of(recipe: TensorRecipe) -> list[Matrix]:
-    """Return the matrices of the Hugging Face model that a weight is made of; none if it is made of
-    other tensors. If the files have all experts of a layer in one tensor, each expert's matrices
-    still get names of their own, those of files with one tensor for each matrix."""
+    """Return the matrices of the Hugging Face model that a weight is made of; an empty list if it
+    is made of tensors that are not such matrices. If the files have all experts of a layer in one
+    tensor, each matrix of an expert still gets its own name: the name that it has in files with one
+    tensor for each matrix."""
     found: dict[str, Matrix] = {}
     for box in recipe.boxes:
         if is_of_joint_experts(box):
@@ -99,9 +101,10 @@ def is_of_joint_experts(box: Box) -> bool:
 
 
 def place_in_joint(recipe: TensorRecipe, target: Sequence[int]) -> tuple[str, tuple[int, int]]:
-    """Find the matrix that has the element `target` of an expert's weight. Returns the matrix's
-    name, and the row and column in it. Needed for files with all experts in one tensor. With
-    Transformer Engine, gate and up projection are halves of one matrix."""
+    """Find the element `target` of an expert's weight in the matrices of the Hugging Face model,
+    for files with all experts in one tensor. Returns the name of the matrix, and the row and column
+    of the element in it. With Transformer Engine, gate and up projection are the halves of one
+    weight."""
     matrices = matrices_of(recipe)
     rows = matrices[0].rows
     flat = target[0] * rows + target[1] if len(target) == 3 else target[0]
@@ -112,8 +115,8 @@ def place_in_joint(recipe: TensorRecipe, target: Sequence[int]) -> tuple[str, tu
 def joint_matrices(
     adapted: Mapping[str, Adapted], weights: WeightMap, files: WeightMap
 ) -> dict[str, list[tuple[Box, Matrix]]]:
-    """Return the boxes and the adapted matrices of each tensor of `files` that holds all experts of
-    a layer. weights: the map that `adapted` belongs to."""
+    """Return the adapted matrices of each tensor of `files` that holds all experts of a layer, each
+    with its box. weights: the weight map from which `adapted` was made."""
     found: dict[str, list[tuple[Box, Matrix]]] = {}
     for name, each in adapted.items():
         boxes = [box for box in files.recipes[name].boxes if is_of_joint_experts(box)]
@@ -132,7 +135,7 @@ def merge_joint(
     scale: float,
     shape: Sequence[int],
 ) -> Tensor:
-    """Add the adapters to a block of a tensor of all experts. data, slices: the block, and its
+    """Return a block of a tensor of all experts plus the adapters. data: the block; slices: its
     place in the tensor; shape: the shape of the tensor; parts: box, A and B of each adapted
     matrix."""
     first, last, _ = slices[0].indices(shape[0])
@@ -148,8 +151,8 @@ def merge_joint(
 
 
 def adapted_weights(weights: WeightMap, targets: Sequence[str]) -> dict[str, Adapted]:
-    """The weights of a model that have adapters, by name. Raises ConfigError if the model lacks a
-    target."""
+    """The weights of a model that have adapters, by name. Raises ConfigError if a target names no
+    matrix of the model."""
     found: dict[str, Adapted] = {}
     known: dict[str, None] = {}
     met: set[str] = set()
@@ -187,7 +190,8 @@ def adapted_weights(weights: WeightMap, targets: Sequence[str]) -> dict[str, Ada
 
 
 def _no_such_matrices(wrong: Sequence[str], known: Collection[str], *, has_head: bool) -> str:
-    """The message about targets that the model lacks. known: the targets that it has."""
+    """The message about targets that the model does not have. known: the targets that the model
+    has."""
     why, names = "the model has no such matrices", set(wrong)
     if names & {HEAD, "output_layer", "lm_head"} and not has_head:
         why = "the output layer is tied to the embedding, which has no adapters here"
@@ -206,8 +210,8 @@ def adapted_weights_of(
     family: Family, shape: ModelShape, targets: Sequence[str]
 ) -> Mapping[str, Adapted]:
     """Return `adapted_weights` for a model of this shape. The last result is cached, because a
-    search for layouts asks for the same model many times, and a large model has tens of thousands
-    of matrices."""
+    search for layouts needs it for the same model many times, and a large model has tens of
+    thousands of matrices."""
     key = f"{family.model_type} {shape} {targets}"
     if key not in _kept:
         found = adapted_weights(weight_map(family, shape, shape.vocab_size or 1), targets)

@@ -2,8 +2,8 @@
 that extends the context.
 
 transformers 5 writes all settings to `rope_parameters`; older versions wrote `rope_scaling` and
-`rope_theta`. transformers reads all of them, and so does this file. Two different values of one
-setting are an error.
+`rope_theta`. transformers reads all these keys, and so does this file. If two keys give different
+values for one setting, that is an error.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from gspo_megatron.errors import format_value
 from gspo_megatron.families.model_shape import ModelShape
 
 DEFAULT, LLAMA3, YARN = "default", "llama3", "yarn"
-# MLATransformerConfig has fields for YaRN. For other attention, GPTModel reads attributes of
-# TransformerConfig, whose names have this prefix.
+# For latent attention, YaRN's settings are fields of MLATransformerConfig. For other attention,
+# GPTModel reads attributes of TransformerConfig, whose names have this prefix.
 YARN_PREFIX = "yarn_"
 _ROUNDED = "correction_range_round_to_int"
 
-# Megatron-Core's llama3 scaling has these as constants.
+# In Megatron-Core's llama3 scaling, these settings are constants.
 _LLAMA3_CONSTANTS = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -46,9 +46,11 @@ class Rope:
     """The rotary positions of a model."""
 
     base: float
-    percent: float = 1.0  # share of a head's channels that are rotated, from the first on
-    llama3_factor: float | None = None  # None: no scaling of this kind
-    megatron: Mapping[str, Any] = field(default_factory=dict)  # fields of TransformerConfig: YaRN
+    # the share of a head's channels that are rotated, beginning with the first channel
+    percent: float = 1.0
+    llama3_factor: float | None = None  # None: no llama3 scaling
+    # fields of TransformerConfig for YaRN
+    megatron: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -56,18 +58,19 @@ class RopeKinds:
     """The kinds of rotary positions that a family's models may have, with their defaults."""
 
     types: tuple[str, ...] = (DEFAULT,)
-    base: float = 10_000.0  # the default if config.json has none
-    percent: float | None = None  # default of the share of rotated channels; None: always 1
-    # The key of config.json with the number of rotated channels of a head, if a family uses it
-    # instead of their share.
+    base: float = 10_000.0  # the base if config.json has none
+    # the default share of rotated channels; None: the share is always 1
+    percent: float | None = None
+    # The key of config.json with the number of rotated channels of a head. None: config.json has
+    # the share instead of the number.
     width_key: str | None = None
     # the settings if config.json has neither rope_parameters nor rope_scaling
     unnamed: Mapping[str, Any] = field(default_factory=dict)
-    latent: bool = True  # layers of latent attention compute the angles; else GPTModel does
+    latent: bool = True  # True: layers of latent attention compute the angles; False: GPTModel does
 
 
 def read_rope(hf: Mapping[str, Any], kinds: RopeKinds) -> tuple[Rope, list[str]]:
-    """The rotary positions of a config.json, and a line for each thing that is not supported."""
+    """The rotary positions of a config.json, and a line for each setting that is not supported."""
     settings, names, problems = _settings(hf)
     if hf.get("rope_parameters") is None and not hf.get("rope_scaling"):
         settings = {**kinds.unnamed, **settings}
@@ -126,7 +129,7 @@ def write_rope(shape: ModelShape, kinds: RopeKinds) -> dict[str, Any]:
 
 
 def two_values(key: str, value: Any, other: str, its: Any) -> str:
-    """The message about two spellings of one setting that have different values."""
+    """The message about two keys for one setting that have different values."""
     two = f"{key} = {format_value(value)}, but {other} = {format_value(its)}"
     return f"{two}: two spellings of one setting; keep the right one"
 
@@ -134,8 +137,8 @@ def two_values(key: str, value: Any, other: str, its: Any) -> str:
 def in_one_spelling(
     hf: Mapping[str, Any], spellings: Mapping[str, str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """The keys of a config.json under their usual names, and a line for each setting to which two
-    spellings give different values."""
+    """The keys of a config.json under their usual names, and a line for each setting that two keys
+    give different values."""
     found, problems = dict(hf), []
     for other, usual in spellings.items():
         if other not in found:
@@ -148,7 +151,7 @@ def in_one_spelling(
 
 
 def _settings(hf: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """All settings, the names that they have in config.json, and a line for each problem."""
+    """All settings, the name that each setting has in config.json, and a line for each problem."""
     problems = []
     found: dict[str, dict[str, Any]] = {"": {}, "rope_scaling.": {}, "rope_parameters.": {}}
     for where, values in found.items():
@@ -157,7 +160,8 @@ def _settings(hf: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str], li
             problems.append(f"{where[:-1]} = {format_value(given)}: must be a mapping")
             continue
         for key, value in (given or {}).items():
-            if where and isinstance(value, Mapping):  # settings for the layers of one type
+            # the settings are for the layers of one type only
+            if where and isinstance(value, Mapping):
                 wrong = "not supported; allowed: one set of values for all layers"
                 problems.append(f"{where}{key} = {format_value(value)}: {wrong}")
             elif key in _KEYS and (where or key in _KEYS_OUTSIDE) and value is not None:
@@ -177,8 +181,8 @@ def _settings(hf: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str], li
 def _percent_of_width(
     hf: Mapping[str, Any], key: str, settings: dict[str, Any], names: dict[str, str]
 ) -> list[str]:
-    """Add the share of rotated channels to the settings, computed from their number. Returns the
-    problems of this number."""
+    """Add the share of rotated channels to the settings, computed from the number of rotated
+    channels. Returns the problems of this number."""
     rotated, width = hf.get(key), hf.get("head_dim")
     if rotated is None:
         return []
@@ -204,8 +208,8 @@ def _llama3_problems(settings: Mapping[str, Any], names: Mapping[str, str]) -> l
 def _yarn(
     settings: Mapping[str, Any], names: Mapping[str, str], kinds: RopeKinds
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the fields for YaRN, under the names of MLATransformerConfig or under those that
-    GPTModel reads, and a line for each thing that is not supported."""
+    """Return the fields for YaRN, and a line for each setting that is not supported. The fields
+    have the names of MLATransformerConfig (latent attention), or the names that GPTModel reads."""
     megatron: dict[str, Any] = {"rope_type": YARN}
     problems = []
     for key, (ours, default) in _YARN_FIELDS.items():
@@ -219,10 +223,11 @@ def _yarn(
             where, value = names[key], format_value(settings[key])
             problems.append(f"{where} = {value}: not supported; allowed: {format_value(legal)}")
     scale, all_dims = settings.get("mscale", 0), settings.get("mscale_all_dim", 0)
-    if all_dims and not scale:  # transformers then scales the two parts of attention differently
+    # in this case transformers scales the two parts of attention differently
+    if all_dims and not scale:
         where, value = names["mscale_all_dim"], format_value(all_dims)
         problems.append(f"{where} = {value}: not supported without mscale; allowed: both, or none")
-    # If only one of the two is set, transformers takes mscale = 1 for the angles.
+    # If only one of mscale and mscale_all_dim is set, transformers uses mscale = 1 for the angles.
     megatron |= {
         "mscale": float(scale) if scale and all_dims else 1.0,
         "mscale_all_dim": float(all_dims),

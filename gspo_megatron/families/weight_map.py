@@ -3,8 +3,9 @@ families.
 
 A recipe describes one Megatron tensor as a set of boxes. A box is a block of one HF tensor and its
 place in the Megatron tensor. Boxes do not overlap. Elements that no box covers are padding. Import
-and export use the same boxes. For a shard the boxes are cut to its elements, so no others are read
-or sent. The names of the HF tensors come from the family (families/family.py).
+and export use the same boxes. For a shard the boxes are cut to the elements of the shard, so no
+other elements are read or sent. The names of the HF tensors come from the family
+(families/family.py).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Slices = tuple[slice, ...]
 OUTPUT_LAYER = "output_layer.weight"
 SCORE_HEAD = "score.weight"  # a preference model's head, in HF folders and in checkpoints
 
-MOST_ELEMENTS = 2**24  # limit of elements that are read and converted at once
+MOST_ELEMENTS = 2**24  # the most elements that are read and converted at once
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,11 @@ class Box:
     """Elements [source, source + size) of the HF tensor `name`, at [target, target + size) of the
     Megatron tensor.
 
-    One of the two tensors may have fewer dimensions. These are then the last dimensions of the
-    other tensor, and the box has size 1 along its first ones. `axes` has, for each dimension of the
-    HF tensor, its number in the Megatron tensor (None: the same order). `step` is the distance
-    between the box's elements along the last dimension of the HF tensor.
+    One of the two tensors may have fewer dimensions than the other. Its dimensions are then the
+    last dimensions of the other tensor, and the box has size 1 along the other tensor's first
+    dimensions. `axes` has, for each dimension of the HF tensor, the number of this dimension in the
+    Megatron tensor (None: the same order). `step` is the distance between the box's elements along
+    the last dimension of the HF tensor.
     """
 
     name: str
@@ -72,8 +74,8 @@ class Box:
         )
 
     def _in_source(self, values: Sequence[int], missing: int) -> tuple[int, ...]:
-        """Return values for the dimensions of the Megatron tensor in the order of the HF tensor's
-        dimensions."""
+        """Reorder `values`, one for each dimension of the Megatron tensor, to the order of the HF
+        tensor's dimensions. `missing` is the value for dimensions that only the HF tensor has."""
         last = aligned(values, len(self.source), missing)
         return last if self.axes is None else tuple(last[axis] for axis in self.axes)
 
@@ -100,8 +102,8 @@ class Box:
         return math.prod(self.size)
 
     def cut(self, slices: Sequence[slice]) -> Box | None:
-        """The part of the box within `slices` of the Megatron tensor, or None. Its target is
-        counted from the start of the slices."""
+        """The part of the box within `slices` of the Megatron tensor; None if there is no such
+        part. The target of the part is counted from the start of the slices."""
         starts, sizes, shifts = [], [], []
         for at, n, part in zip(self.target, self.size, slices, strict=True):
             first, last = max(at, part.start), min(at + n, part.stop)
@@ -117,7 +119,7 @@ class Box:
 
 
 def aligned(values: Sequence[int], count: int, fill: int) -> tuple[int, ...]:
-    """The last `count` values. If there are fewer, `fill` is put in front."""
+    """The last `count` values. If there are fewer values, `fill` is put in front of them."""
     return (fill,) * (count - len(values)) + tuple(values[max(0, len(values) - count) :])
 
 
@@ -129,8 +131,8 @@ class TensorRecipe:
     boxes: tuple[Box, ...]
 
     def cut(self, slices: Sequence[slice]) -> Iterator[Box]:
-        """The boxes of a slice of the tensor; their targets are counted from its start. The slice
-        may reach beyond the tensor, into padding."""
+        """The boxes of a slice of the tensor. Targets are counted from the start of the slice. The
+        slice may reach beyond the tensor, into padding."""
         return filter(None, (box.cut(slices) for box in self.boxes))
 
 
@@ -141,7 +143,7 @@ def copy(name: str, *shape: int) -> TensorRecipe:
 
 
 def rows_of(recipe: TensorRecipe, starts: Iterable[int], count: int) -> TensorRecipe:
-    """Take `count` rows from each of the starts, and join them."""
+    """The rows from each of `starts` on, `count` of them, joined."""
     others = [slice(0, size) for size in recipe.shape[1:]]
     parts = (recipe.cut([slice(start, start + count), *others]) for start in starts)
     return concatenate([TensorRecipe((count, *recipe.shape[1:]), tuple(boxes)) for boxes in parts])
@@ -161,8 +163,8 @@ def concatenate(recipes: Sequence[TensorRecipe]) -> TensorRecipe:
 
 
 def interleave(recipes: Sequence[TensorRecipe], groups: int) -> TensorRecipe:
-    """Cut each tensor into `groups` along the first dimension, and join them group by group: the
-    first group of every tensor, then the second of every tensor, and so on."""
+    """Cut each tensor into `groups` equal groups along the first dimension, and join the groups:
+    the first group of every tensor, then the second group of every tensor, and so on."""
     chunks = []
     for group, recipe in itertools.product(range(groups), recipes):
         count, rest = divmod(recipe.shape[0], groups)
@@ -205,10 +207,10 @@ Read = Callable[[str, Slices], "Tensor"]
 
 
 def fill(out: Tensor, recipe: TensorRecipe, slices: Sequence[slice], read: Read) -> None:
-    """Fill `out` with a slice of a Megatron tensor; padding becomes zero.
+    """Fill `out` with a slice of a Megatron tensor. Padding becomes zero.
 
-    read(name, slices) returns that part of an HF tensor, of any dtype and device. It is called only
-    for elements that the slice needs.
+    read(name, slices) returns this part of an HF tensor; the part may have any dtype and device.
+    `fill` calls it only for elements that the slice needs.
     """
     boxes = list(recipe.cut(slices))
     if sum(box.numel for box in boxes) < out.numel():
@@ -233,9 +235,9 @@ def split(box: Box) -> Iterator[Box]:
         yield replace(found, target=tuple(each.start for each in part))
 
 
-# The two backends have different names: Transformer Engine fuses norms into the linear layers after
-# them, and has gate and up projection of an expert in one matrix. Checkpoints and this map use the
-# names of torch_native, so that a run can continue without Transformer Engine.
+# The two backends have different names for tensors: Transformer Engine fuses a norm into the linear
+# layer after it, and has the gate and up projections of an expert in one matrix. Checkpoints and
+# this map use the names of torch_native, so that a run can continue without Transformer Engine.
 _ALIASES = (
     (re.compile(r"\.self_attention\.linear_qkv\.layer_norm_(\w+)"), r".input_layernorm.\1"),
     (
@@ -253,7 +255,8 @@ _ALIASES = (
 
 
 def native_name(name: str) -> str:
-    """The torch_native backend's name of a tensor of either backend."""
+    """The name that a tensor has in the torch_native backend. `name`: its name in either
+    backend."""
     for pattern, ours in _ALIASES:
         name = pattern.sub(ours, name)
     return name
@@ -276,8 +279,8 @@ def is_vocabulary(name: str) -> bool:
 class WeightMap:
     """The tensors of one model, in Megatron-Core and in HF files, in the order of its layers.
 
-    `recipes`: the Megatron tensors, by the layout-independent names of models/shards.py and of the
-    torch_native backend; `shapes`: those of the HF tensors by name.
+    `recipes`: the recipes of the Megatron tensors, by their layout-independent names
+    (models/shards.py) in the torch_native backend. `shapes`: the shapes of the HF tensors, by name.
     """
 
     recipes: Mapping[str, TensorRecipe]
@@ -302,8 +305,8 @@ class WeightMap:
 def weight_map(
     family: Family, shape: ModelShape, vocab_size: int, *, joint_experts: bool = False
 ) -> WeightMap:
-    """The map of a model of this family. `vocab_size` is without padding; joint_experts: the files
-    have all experts of a layer in one tensor."""
+    """The map of a model of this family. vocab_size: the size of the vocabulary without padding;
+    joint_experts: whether the files have all experts of a layer in one tensor."""
     recipes = dict(_recipes(family, shape, vocab_size, joint_experts))
     shapes: dict[str, tuple[int, ...]] = {}
     for box in (box for recipe in recipes.values() for box in recipe.boxes):
@@ -350,7 +353,7 @@ def _attention(parts: Mapping[str, str], shape: ModelShape) -> dict[str, TensorR
     heights = {"q": shape.num_attention_heads * width, "k": groups * width, "v": groups * width}
 
     def qkv(suffix: str, *sizes: int) -> TensorRecipe:
-        if f"qkv{suffix}" in parts:  # q, k and v are one tensor in the files
+        if f"qkv{suffix}" in parts:  # the files have q, k and v in one tensor
             whole = copy(parts[f"qkv{suffix}"], sum(heights.values()), *sizes)
             starts = itertools.accumulate(heights.values(), initial=0)
             pieces = [rows(whole, *each) for each in zip(starts, heights.values())]
@@ -417,8 +420,8 @@ _IN_PROJECTIONS = {
 
 def _delta_net(parts: Mapping[str, str], shape: ModelShape) -> dict[str, TensorRecipe]:
     """The recipes of a gated delta net. In checkpoints, in_proj and conv1d are several tensors
-    (query, key, ...), each with all heads in order. HF files have this order, too, except those of
-    qwen3_next: they keep together the rows of one key head."""
+    (query, key, ...), each with all heads in order. HF files have this order, too, but not those of
+    qwen3_next: there, all rows that belong to one key head follow each other."""
     sizes, hidden = delta_net_sizes(shape.megatron), shape.hidden_size
     keys, values = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"]
     key, value = sizes["linear_key_head_dim"], sizes["linear_value_head_dim"]
@@ -453,7 +456,8 @@ def _delta_net(parts: Mapping[str, str], shape: ModelShape) -> dict[str, TensorR
 def _gated_mlp(
     prefix: str, parts: Mapping[str, str], kind: str, hidden: int, width: int
 ) -> dict[str, TensorRecipe]:
-    """The recipes of a gated MLP. linear_fc1 is the gate matrix above the up matrix."""
+    """The recipes of a gated MLP. The first rows of linear_fc1 are the gate matrix, the last rows
+    the up matrix."""
     gate, up = (copy(parts[f"{kind}{part}"], width, hidden) for part in ("gate", "up"))
     return {
         f"{prefix}linear_fc1.weight": concatenate([gate, up]),
@@ -514,9 +518,9 @@ def _joint_expert(
 def _interleaved_experts(
     parts: Mapping[str, str], hidden: int, width: int, experts: int
 ) -> dict[str, TensorRecipe]:
-    """The recipes of gpt-oss's experts. Its files have a few tensors for all experts of a layer:
-    gate_up_proj [experts, hidden, 2 * width], in which gate and up alternate on the last axis,
-    down_proj [experts, width, hidden], and their biases."""
+    """The recipes of gpt-oss's experts. Its files have these tensors for all experts of a layer:
+    gate_up_proj [experts, hidden, 2 * width], in which the columns of gate and up alternate;
+    down_proj [experts, width, hidden]; and the biases of both."""
     recipes = {}
     for expert in range(experts):
         weight = partial(Box, parts["interleaved_gate_up"], size=(1, width, hidden), step=2)

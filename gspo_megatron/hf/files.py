@@ -40,18 +40,18 @@ DTYPES = {
     "F64": torch.float64,
 }
 FP8 = "F8_E4M3"  # each block has a scale; an import converts the values to bf16
-SCALES = "_scale_inv"  # the scales have the FP8 tensor's name with this ending
+SCALES = "_scale_inv"  # the tensor of scales has the name of the FP8 tensor with this ending
 BYTES = "U8"
-# In MXFP4, a tensor of experts is stored as two tensors of bytes, with these name endings: blocks
-# and scales. A block has 32 values of four bits, and its scale is a power of two.
+# In MXFP4, a tensor of experts is stored as two tensors of bytes: blocks and scales, whose names
+# have these endings. A block has 32 values of four bits, and its scale is a power of two.
 MXFP4 = "MXFP4"
 FP4_PARTS = ("_blocks", "_scales")
-FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same with a minus sign
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same values with a minus sign
 FP4_BLOCK = 32
 
 _PACKED = {FP8: torch.float8_e4m3fn, BYTES: torch.uint8}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_MAPPED_BYTES = 32 << 20  # pages of mapped files are released after so many read bytes
+_MAPPED_BYTES = 32 << 20  # pages of mapped files are released whenever so many bytes were read
 
 
 class FileTensor(NamedTuple):
@@ -68,7 +68,7 @@ class HfFolder:
     model. Opening the folder reads the headers of the files, but no tensor.
 
     A config.json that names Python code of its own (`auto_map`) is refused unless
-    `ignore_custom_code`; the code is never run.
+    `ignore_custom_code` is true. The code is never run.
 
     Raises DataError with all problems of the folder, one line each.
     """
@@ -115,20 +115,21 @@ class HfFolder:
         return [file for name in SIDE_FILES if (file := self.path / name).is_file()]
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The torch dtype for the values of a tensor whose dtype is supported."""
+        """The torch dtype to which an import converts a tensor; bf16 for FP8 and MXFP4. The
+        tensor's dtype must be supported."""
         stored = self.tensors[name].dtype
         return torch.bfloat16 if stored in (FP8, MXFP4) else DTYPES[stored]
 
     @property
     def block_size(self) -> tuple[int, int]:
-        """The rows and columns of a block of FP8 weights, which has one scale."""
+        """The rows and columns of a block of FP8 weights. Each block has one scale."""
         rows, columns = self.config["quantization_config"]["weight_block_size"]
         return rows, columns
 
     def read(self, name: str, slices: Sequence[slice]) -> Tensor:
-        """Return a part of a tensor whose dtype is supported. FP8 and MXFP4 weights are returned as
-        values in fp32. Other parts are views of the memory-mapped file: do not write to them.
-        Threads may call this method at the same time.
+        """Return a part of a tensor whose dtype is supported. Parts of FP8 and MXFP4 tensors are
+        returned as values in fp32. Parts of other tensors are views of the memory-mapped file: do
+        not write to them. Threads may call this method at the same time.
 
         Raises KeyError for a name that the folder lacks.
         """
@@ -137,7 +138,8 @@ class HfFolder:
         part = self._stored(name, slices)
         if self.tensors[name].dtype != FP8:
             return part
-        # Only the scales of blocks that overlap the part are read. The last blocks may be smaller.
+        # Only the scales of blocks that overlap the part are read. The last block of a row or
+        # column of blocks may be smaller.
         pairs = list(zip(slices, self.block_size, strict=True))
         touched = [slice(s.start // size, -(-s.stop // size)) for s, size in pairs]
         scales = self._stored(name + SCALES, touched).float()
@@ -149,8 +151,8 @@ class HfFolder:
 
     def _add_mxfp4(self, problems: list[str]) -> None:
         """Add each MXFP4 tensor of experts under the name and shape that it has in bf16 files:
-        [experts, in, out]. The file has its blocks [experts, out, in / 32, 16] and its scales
-        [experts, out, in / 32]."""
+        [experts, in, out]. The file has the blocks of the tensor, [experts, out, in / 32, 16], and
+        its scales, [experts, out, in / 32]."""
         quantized = self.config.get("quantization_config")
         if not isinstance(quantized, Mapping) or quantized.get("quant_method") != "mxfp4":
             return
@@ -212,7 +214,8 @@ class HfFolder:
 
     def _read_tensors(self, problems: list[str]) -> dict[str, FileTensor]:
         single, index = self.path / SINGLE_FILE, self.path / WEIGHT_INDEX
-        if single.exists():  # it comes before an index, as in transformers
+        # if both exist, the single file is used and not the index, as in transformers
+        if single.exists():
             return read_header(single, problems) or {}
         if index.exists():
             return _read_indexed(index, problems)
@@ -231,8 +234,8 @@ def read_header(file: Path, problems: list[str]) -> dict[str, FileTensor] | None
     """Return all tensors of one file. If the file is damaged, add a line to `problems` and return
     None."""
     try:
-        # safe_open checks the file. It opens the file for numpy, because for torch the mapping
-        # needs as much free memory as the file is large.
+        # safe_open checks the file. The framework is numpy, because with torch the mapping needs as
+        # much free memory as the file is large.
         with safe_open(file, framework="np"), file.open("rb") as stream:
             start = 8 + int.from_bytes(stream.read(8), "little")
             header = parse_json(stream.read(start - 8))
@@ -353,7 +356,7 @@ def checked_weights(folder: HfFolder, shape: ModelShape, vocab_size: int) -> Wei
             scales |= {name + part for part in FP4_PARTS}
         elif entry.dtype not in DTYPES:
             problems.append(f"{name} has the dtype {entry.dtype}; allowed: {', '.join(DTYPES)}")
-    # files may also have the head of a tied embedding
+    # if the embedding is tied, files may have it a second time, as the head
     known = {*weights.shapes, *scales, family.names["head"]}
     unknown = [
         f"{name} is no part of the model that config.json describes"
@@ -366,8 +369,8 @@ def checked_weights(folder: HfFolder, shape: ModelShape, vocab_size: int) -> Wei
 
 
 def _scale_problems(folder: HfFolder, name: str) -> list[str]:
-    """Return what is wrong with the scales of an FP8 tensor. Without scales its values would be
-    noise."""
+    """Return what is wrong with the scales of an FP8 tensor. Without its scales, the tensor would
+    be read as noise."""
     shape, entry = folder.tensors[name].shape, folder.tensors.get(name + SCALES)
     if entry is None:
         return [f"{name} has the dtype {FP8}, and its scales {name}{SCALES} are missing"]
@@ -381,8 +384,8 @@ def _scale_problems(folder: HfFolder, name: str) -> list[str]:
 
 
 def check_tied_copy(folder: HfFolder, weights: WeightMap, box: Box | None = None) -> None:
-    """Raise DataError if the folder has a second copy of a tied embedding, as the head, and the two
-    copies differ within a box (default: anywhere)."""
+    """Raise DataError if the folder has a tied embedding a second time, as the head, and the two
+    tensors differ within `box` (default: anywhere)."""
     copy = family_of(folder.config).names["head"]
     if copy in weights.shapes or SCORE_HEAD in weights.shapes or copy not in folder.tensors:
         return

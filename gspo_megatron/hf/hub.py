@@ -1,4 +1,5 @@
-"""Publishes a Hugging Face folder on the Hub, in one commit, with a card that tells its origin."""
+"""Publishes a Hugging Face folder on the Hub, in one commit, with a model card that says how the
+model was made."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ _DATA = ("prompts", "examples", "train")
 
 
 def check_push(repo: str) -> None:
-    """Raise DataError if nothing can be pushed, because the name is wrong or there is no token."""
+    """Raise DataError if the name of the repository is wrong or if there is no token."""
     from huggingface_hub import constants, get_token
 
     if not _REPO.fullmatch(repo) or "--" in repo or ".." in repo:
@@ -43,9 +44,9 @@ def check_push(repo: str) -> None:
 
 
 def push(folder: Path, repo: str, *, private: bool = True) -> str:
-    """Push all files of a folder as one commit, and return the address of the repository. If there
-    is no repository, make one, private by default. If a part fails, the repository does not change.
-    Raises DataError."""
+    """Push all files of a folder as one commit, and return the address of the repository. If the
+    repository does not exist, create it, private by default. If the upload fails, no file of the
+    repository changes. Raises DataError."""
     from huggingface_hub import CommitOperationAdd, HfApi, constants
 
     check_push(repo)
@@ -127,7 +128,7 @@ def base_model(config: Mapping[str, Any]) -> str | None:
 
 
 def licence_of(base: str | None) -> str | None:
-    """Return the licence of a model, as its card names it; None if that cannot be read."""
+    """Return the licence of a model, as its card names it; None if the card cannot be read."""
     if base is None:
         return None
     named = name_of(base) or parse_name(base, "model")
@@ -138,7 +139,7 @@ def licence_of(base: str | None) -> str | None:
     try:
         found: Any = HfApi().model_info(named.repo, revision=named.revision, timeout=30)
         licence = found.card_data.get("license")
-    except (*failures(), AttributeError):  # the card then says that the licence is not known
+    except (*failures(), AttributeError):  # then the new card says that the licence is not known
         return None
     return licence if isinstance(licence, str) else None
 
@@ -195,8 +196,8 @@ def _rows(header: tuple[str, str], rows: Sequence[tuple[str, Any]]) -> list[str]
 
 
 def _source(given: str, kind: Kind) -> str:
-    """Return a name of the Hub unchanged, but only the last part of a path: a card must not show
-    the folders of a machine."""
+    """Return a name of the Hub unchanged. Of a path, return only the last part, because a card must
+    not show the folders of a machine."""
     named = parse_name(given, kind)
     return _shown(Path(given).name if named is None else named)
 

@@ -21,10 +21,10 @@ from gspo_megatron.models.shards import Shard, parameter_shards
 def load_hf(path: str | Path, policy: Policy, *, ignore_custom_code: bool = False) -> None:
     """Fill this rank's parameters, and the biases of its routers, from the folder.
 
-    Each rank reads only what its own shards need. Values are converted to the model's dtype, and
-    the vocabulary's padding becomes zero. An optimizer that exists already would keep fp32 copies
-    of the old weights. So load the weights before you build the optimizer, or call its
-    reload_model_params afterwards.
+    Each rank reads only the tensors, or parts of tensors, of its own shards. Values are converted
+    to the model's dtype, and the vocabulary's padding becomes zero. An optimizer that exists
+    already would keep fp32 copies of the old weights. So load the weights before you build the
+    optimizer, or call reload_model_params of the optimizer afterwards.
     ignore_custom_code: see `HfFolder`.
 
     Raises DataError with all problems of the folder, before any parameter is changed.
@@ -33,7 +33,8 @@ def load_hf(path: str | Path, policy: Policy, *, ignore_custom_code: bool = Fals
         path, policy.shape, policy.vocab_size, ignore_custom_code=ignore_custom_code
     )
     shards = weight_shards(policy, weights)
-    if SCORE_HEAD not in folder.tensors:  # a language model's folder: the head stays random
+    # a language model's folder has no score head, so the head stays random
+    if SCORE_HEAD not in folder.tensors:
         shards = [shard for shard in shards if shard.name != SCORE_HEAD]
     for shard in shards:
         if shard.name == "embedding.word_embeddings.weight":
@@ -44,8 +45,8 @@ def load_hf(path: str | Path, policy: Policy, *, ignore_custom_code: bool = Fals
 
 
 def weight_shards(policy: Policy, weights: WeightMap) -> list[Shard]:
-    """Return the shards of all of this rank's parameters except adapters, each element once, and of
-    the biases of its routers. The shards may reach into the vocabulary's padding."""
+    """Return the shards of this rank's parameters, without adapters, and of the biases of its
+    routers. Each element is in one shard. The shards may reach into the vocabulary's padding."""
     everything = [shard for model in policy.models for shard in parameter_shards(model)]
     found = [shard for shard in everything if not is_adapter(shard.name)]
     covered = sum(shard.data.numel() for shard in found)
@@ -53,8 +54,8 @@ def weight_shards(policy: Policy, weights: WeightMap) -> list[Shard]:
         for module in model.modules():
             bias = getattr(module, "expert_bias", None) if isinstance(module, TopKRouter) else None
             if bias is not None:
-                # The bias is a buffer, so it is not among the parameters. Every rank with this
-                # layer has the whole bias.
+                # The bias is a buffer and not a parameter. Every rank with this layer has the whole
+                # bias.
                 name = f"decoder.layers.{module.layer_number - 1}.mlp.router.expert_bias"
                 found.append(Shard(name, bias, bias, tuple(bias.shape), (0,)))
     named = (pair for model in policy.models for pair in model.named_parameters())
@@ -72,7 +73,8 @@ def weight_shards(policy: Policy, weights: WeightMap) -> list[Shard]:
 @torch.no_grad()
 def load_adapters(path: str | Path, policy: Policy, section: LoraSection, family: Family) -> None:
     """Fill this rank's adapters from a PEFT folder. Raises DataError if they do not fit `section`
-    and the model, before any adapter is changed. family: names the model's tensors."""
+    and the model, before any adapter is changed. family: the model's family, which knows the names
+    of the tensors."""
     assert policy.lora is not None, "a model without adapters"
     adapters = adapter_map(policy.lora.adapted, policy.lora.rank)
     maps = peft_maps(family, policy.shape, policy.vocab_size)

@@ -6,7 +6,7 @@ Transformer Engine.
 
 A layer may have a sliding window: a query sees only its own key and a fixed number of keys before
 it. A layer may also have sinks: the softmax of each head has one more logit, which is learned and
-belongs to no key and no value. So the weights of the keys add up to less than one.
+has no key and no value. So the weights of the keys add up to less than one.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from torch.autograd.function import once_differentiable
 
 from gspo_megatron.platform.cpu import faster
 
-# The largest number of elements of a tile's mask [sequences, queries, keys].
+# The most elements that the mask [sequences, queries, keys] of a tile may have.
 MASK_ELEMENTS = 2**22
-# Up to this length, the backward pass of torch's attention on a CPU takes three times as long in
-# BF16 as in FP32.
+# A length of sequences. Up to it, the backward pass of torch's attention on a CPU takes three times
+# as long in BF16 as in FP32.
 SHORT = 256
 
 
@@ -43,21 +43,22 @@ SHORT = 256
 class Positions:
     """Positions of queries in their sequences, and how the queries are cut into tiles."""
 
-    # on_host and of_queries have the same positions, on the host and on the device: [sequences,
-    # queries], or [1, queries] if all sequences have the same positions.
+    # on_host (on the host) and of_queries (on the device) have the same values: the positions
+    # [sequences, queries], or [1, queries] if they are equal in all sequences.
     on_host: Tensor
     of_queries: Tensor | None  # None for a fused kernel, which needs no mask
-    tiles: list[tuple[slice, slice]]  # queries, and the keys that they can see
-    window: int | None = None  # keys that a query sees, including its own; None: all up to its own
+    tiles: list[tuple[slice, slice]]  # of each tile: its queries, and the keys that they can see
+    # the number of keys that a query sees, including its own key; None: all keys up to its own
+    window: int | None = None
 
 
 @dataclass
 class Block:
     """Sequences of similar length, computed together.
 
-    Rows are indices of packed tokens. Shorter sequences are padded with the last row of the batch.
-    No query of a sequence sees a key after its end. The results and gradients of padding queries
-    are left out.
+    Rows are indices of packed tokens. Shorter sequences are padded with the last packed token. No
+    query of a sequence sees a key after the end of the sequence. The results and gradients of
+    padding queries are not used.
     """
 
     query_rows: Tensor  # [sequences, queries]
@@ -67,14 +68,16 @@ class Block:
 
 @dataclass
 class AttentionPlan:
-    """How one micro-batch of packed sequences is cut into blocks; the same in every layer.
+    """How one micro-batch of packed sequences is cut into blocks. Every layer uses the same plan.
 
-    If all sequences have the same length, the packed tokens are one block without copies.
+    If all sequences have the same length, the packed tokens are one block, and no copy is made.
     """
 
-    whole: tuple[int, int] | None = None  # the sequences' number and length then; else None
+    # number and length of the sequences if all lengths are equal; else None
+    whole: tuple[int, int] | None = None
     blocks: list[Block] = field(default_factory=list)
-    restore: Tensor | None = None  # [tokens]: the index of each token in the blocks' joined output
+    # [tokens]: where the output of each token is in the joined outputs of the blocks
+    restore: Tensor | None = None
 
 
 class TorchCoreAttention(torch.nn.Module):
@@ -125,7 +128,8 @@ class TorchCoreAttention(torch.nn.Module):
         return self._padded(query, key, value)
 
     def _gather(self, states: Tensor) -> Tensor:
-        """[local tokens, ...] -> [all tokens, ...], CP ranks' shards one after the other."""
+        """Gather [local tokens, ...] of all CP ranks to [all tokens, ...], one shard after the
+        other."""
         return gather_from_sequence_parallel_region(
             states.contiguous(), tensor_parallel_output_grad=True, group=self.cp_group
         )
@@ -177,7 +181,8 @@ class TorchCoreAttention(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """The sinks, cut over the tensor-parallel ranks as the heads are."""
+        """Return the sinks, which are divided over the tensor-parallel ranks in the same way as the
+        heads."""
         if self.softmax_offset is None:
             return {}
         return make_sharded_tensors_for_checkpoint(
@@ -191,8 +196,8 @@ class TorchCoreAttention(torch.nn.Module):
 
 
 def window_of(config: TransformerConfig, layer_number: int) -> int | None:
-    """Return how many keys a query sees in a layer, including its own; None: all up to its own.
-    `layer_number` counts from 1."""
+    """Return how many keys a query sees in a layer, including its own key; None: all keys up to its
+    own. `layer_number` counts from 1."""
     if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
         return config.window_size[0] + 1
     return None
@@ -207,11 +212,13 @@ def attend_causally(
     sinks: Tensor | None,
     positions: Positions | None = None,
 ) -> Tensor:
-    """Causal attention of [batch, heads, queries, dim] within a window and with `sinks` [heads], if
-    they are not None. positions: the queries' positions, if they differ from the keys'."""
+    """Causal attention of [batch, heads, queries, dim]. `window` and `sinks` [heads] are used if
+    they are not None. positions: the positions of the queries, if they differ from those of the
+    keys."""
     length = query.shape[2]
     of_queries = torch.arange(length)[None] if positions is None else positions.on_host
-    if query.is_meta:  # estimates: one tile without a mask needs as much as a fused kernel
+    # for estimates: one tile without a mask needs as much memory as a fused kernel
+    if query.is_meta:
         everything = (slice(0, length), slice(0, key.shape[2]))
         positions = Positions(of_queries, None, [everything], window)
     else:
@@ -301,11 +308,11 @@ def _mask(positions: Positions, queries: slice, keys: slice) -> Tensor | None:
 def cut_into_tiles(
     of_queries: Tensor, num_sequences: int, device: torch.device, window: int | None = None
 ) -> Positions:
-    """Cut the queries into tiles. The mask of a tile has at most MASK_ELEMENTS elements, or the
-    tile is a single query. of_queries: the positions of the queries, on the host.
+    """Cut the queries into tiles. A tile has as many queries as its mask of at most MASK_ELEMENTS
+    elements allows, and at least one query. of_queries: the positions of the queries, on the host.
 
-    Queries of the two zig-zag chunks are in different tiles, because the first chunk sees few keys.
-    With a window, a tile has at most `window` queries.
+    Queries of the two zig-zag chunks are in different tiles, because queries of the first chunk see
+    few keys. With a window, a tile has at most `window` queries.
     """
     count = of_queries.shape[1]
     half = max(-(-count // 2), 1)
@@ -320,7 +327,7 @@ def cut_into_tiles(
             # On the meta device (`estimate`) each new shape costs time, so all tiles get equally
             # many keys.
             stop = most_keys if device.type == "meta" else int(of_queries[:, queries].max()) + 1
-            # the minimum includes padding queries, whose position is 0
+            # this minimum includes the positions of padding queries, which are 0
             least = 0 if window is None else int(of_queries[:, queries].min()) + 1 - window
             tiles.append((queries, slice(max(least, 0), stop)))
     return Positions(of_queries, of_queries.to(device, non_blocking=True), tiles, window)
@@ -337,7 +344,7 @@ def attend(
     """Attention of [batch, heads, queries, dim] with grouped key/value heads. Without a mask it is
     causal.
 
-    sinks: [heads, queries or 1, 1], one more logit in the softmax of each query, without a value.
+    sinks: [heads, queries or 1, 1], one more logit in the softmax of each query; it has no value.
     """
     if sinks is not None and mask is not None:
         return _attend_with_sinks(query, key, value, scale, mask, sinks)
@@ -369,7 +376,8 @@ def _attend_with_sinks(
 
 
 def _rows(states: Tensor, rows: Tensor) -> Tensor:
-    """Same as states[rows], but its backward pass is three times as fast on a CPU."""
+    """Return states[rows]. The backward pass is three times as fast on a CPU as that of
+    indexing."""
     return states.index_select(0, rows.flatten()).unflatten(0, rows.shape)
 
 
@@ -377,8 +385,8 @@ def zigzag_order(local_length: int, cp_group: Any) -> tuple[Tensor, Tensor]:
     """Megatron's load-balanced cut of one sequence into 2 x CP chunks: rank r holds the chunks r
     and 2 CP - 1 - r.
 
-    Returns `order` [length], the row of each position in the ranks' joined shards, and the
-    positions [local_length] of this rank's tokens. Both are on the host.
+    Returns two tensors on the host. `order` [length] says in which row of the joined shards of all
+    ranks each position is. The other one has the positions [local_length] of this rank's tokens.
     """
     size = cp_group.size()
     chunks = torch.arange(size * local_length).view(2 * size, -1)
@@ -397,8 +405,9 @@ def plan_of(packed: PackedSeqParams, cp_group: Any, device: torch.device) -> Att
 def plan_attention(packed: PackedSeqParams, cp_group: Any, device: torch.device) -> AttentionPlan:
     """Cut packed sequences into blocks of similar lengths, so that blocks hold little padding.
 
-    The shortest sequence of a block has at least half the length of the longest. So at most half of
-    the rows are padding, and a hundred short responses take one call instead of a hundred.
+    The shortest sequence of a block has at least half the length of the longest one. So at most
+    half of the rows are padding, and a hundred short responses of similar lengths take one call of
+    attention instead of a hundred.
     """
     boundaries = packed.cu_seqlens_q_padded
     boundaries = packed.cu_seqlens_q if boundaries is None else boundaries
@@ -432,9 +441,9 @@ def plan_attention(packed: PackedSeqParams, cp_group: Any, device: torch.device)
 def _block(
     members: list[int], bounds: list[int], longest: int, tokens: int, cp_size: int, cp_rank: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the rows of the queries and of the keys of the sequences `members`, and the queries'
-    positions (None if they are the keys' positions). The row number of padding is the last row's
-    plus one."""
+    """Return three tensors for the sequences `members`: the rows of the queries, the rows of the
+    keys, and the positions of the queries (None if they are equal to those of the keys). Padding
+    has the number of rows as its row, which no token has."""
     starts = torch.tensor([bounds[i] for i in members])[:, None]
     lengths = torch.tensor([bounds[i + 1] - bounds[i] for i in members])[:, None]
     positions = torch.arange(longest)[None]

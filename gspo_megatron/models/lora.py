@@ -1,10 +1,10 @@
 """LoRA: small trained matrices beside the frozen ones of Megatron-Core's linear layers.
 
-A layer that computes W x then computes W x + scale * B (A x). A and B are cut as the layer is: a
-column-parallel layer cuts B by rows, a row-parallel layer cuts A by columns. The other matrix is
-whole on every tensor-parallel rank. The ranks exchange only tensors [tokens, rank]. The class of a
-module decides how its adapter is cut, so a new kind of attention or MLP that is built of such
-layers can have adapters, too.
+A layer that computes W x then computes W x + scale * B (A x). In a column-parallel layer, B is
+divided by rows over the tensor-parallel ranks, and every rank has the whole A. In a row-parallel
+layer, A is divided by columns, and every rank has the whole B. The ranks exchange only tensors
+[tokens, rank of the adapter]. Only the class of a linear layer decides how its adapter is divided.
+So a new kind of attention or MLP can have adapters, too, if it is built of these classes.
 
 An adapter is a module beside its layer. The layer is unchanged: a forward hook adds the output of
 the adapter.
@@ -42,7 +42,7 @@ from gspo_megatron.models.experts import GroupedExperts, grouped_linear
 from gspo_megatron.models.norms import sum_gradients_over_tp
 from gspo_megatron.models.shards import Shard, parameter_shards
 
-COLUMN, ROW, COPIED = "column", "row", "copied"  # how a layer's weight is cut over TP
+COLUMN, ROW, COPIED = "column", "row", "copied"  # how a layer's weight is divided over TP ranks
 
 
 @dataclass
@@ -52,17 +52,17 @@ class Lora:
     rank: int
     scale: float
     adapted: Mapping[str, Adapted]
-    # Whether B was zero at the start. If so, RL began with the policy without adapters. If adapters
-    # were loaded, it did not.
+    # Whether B was zero at the start, so that the policy at the start was equal to its base. It is
+    # False if adapters were loaded.
     starts_as_base: bool = True
     base: Mapping[str, str] | None = None  # the frozen model's path and fingerprint
     enabled: bool = True
-    pairs: dict[str, Pair] = field(default_factory=dict)  # key: the matrix's name in HF files
+    pairs: dict[str, Pair] = field(default_factory=dict)  # by the matrix's name in HF files
 
     @contextlib.contextmanager
     def off(self) -> Generator[None]:
-        """Switch the adapters off while the context lasts. The policy is then its base, bit for
-        bit."""
+        """Switch the adapters off while the context lasts. Then the policy computes the same as its
+        base, bit for bit."""
         self.enabled = False
         try:
             yield
@@ -84,7 +84,8 @@ class Lora:
 
 
 class AdapterPart(torch.nn.Module):
-    """A and B of one matrix, or of that matrix in all local experts (with one more axis)."""
+    """A and B of one matrix. For experts, A and B have one more axis, and hold this matrix of all
+    local experts."""
 
     def __init__(self, a: torch.nn.Parameter, b: torch.nn.Parameter) -> None:
         super().__init__()
@@ -96,9 +97,9 @@ class Pair:
     """Where A and B of one matrix are on this rank."""
 
     part: AdapterPart
-    expert: int | None  # the expert's number on this rank; None: no expert
-    row: int  # the number, in the whole matrix, of B's first row on this rank
-    column: int  # the same for A's first column
+    expert: int | None  # the expert's number on this rank; None: not a matrix of an expert
+    row: int  # this rank's first row of B is this row of the whole B
+    column: int  # this rank's first column of A is this column of the whole A
 
     def matrix(self, name: str) -> Tensor:
         """Return A [rank, columns] if `name` is "a", B [rows, rank] if it is "b"."""
@@ -107,7 +108,7 @@ class Pair:
 
 
 class Adapter(torch.nn.Module):
-    """The adapters of one module. It records where its tensors are in the whole model."""
+    """The adapters of one module, with the place of their tensors in the whole model."""
 
     def __init__(self, lora: Lora) -> None:
         super().__init__()
@@ -115,8 +116,8 @@ class Adapter(torch.nn.Module):
         self._places: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {}
 
     def add_part(self, leaf: str, a: Tensor, b: Tensor, places: dict[str, Any]) -> AdapterPart:
-        """Add A and B of a matrix. places: for a and for b the global shape, the offset in it, and
-        the replica."""
+        """Add A and B of a matrix. places: for "a" and for "b" the shape of the whole tensor, the
+        offset of this rank's part in it, and the replica id."""
         part = AdapterPart(torch.nn.Parameter(a), torch.nn.Parameter(b))
         self.add_module(leaf, part)
         self._places |= {f"{leaf}.{name}": place for name, place in places.items()}
@@ -144,16 +145,16 @@ class Adapter(torch.nn.Module):
 
 
 def _in_order(up: Tensor, order: Tensor | None) -> Tensor:
-    """Return the rows of the joined B matrices [..., rows, rank] in the order of the layer's rows.
-    Rows of matrices without an adapter are zeros."""
+    """Return the rows of the joined B matrices, `up` [..., rows, rank], in the order of the layer's
+    rows. If a matrix has no adapter, its rows are zeros."""
     if order is None:
         return up
     return F.pad(up, (0, 0, 0, 1)).index_select(-2, order)
 
 
 def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """Join B matrices [..., out, rank] to one block-diagonal matrix. Its columns fit the rows of
-    the A matrices, one below the other."""
+    """Join B matrices [..., out, rank] to one block-diagonal matrix. Its columns have the same
+    order as the rows of the joined A matrices."""
     count, rank = len(parts), parts[0].shape[-1]
     if count == 1:
         return parts[0]
@@ -169,11 +170,12 @@ class LinearAdapter(Adapter):
 
     def __init__(self, lora: Lora, layer: torch.nn.Module, kind: str) -> None:
         super().__init__(lora)
-        # not registered: the layer is a module of the model already
+        # set without registering it as a submodule, because it is a module of the model already
         vars(self)["layer"] = layer
         self.kind = kind
         self.parts: list[AdapterPart] = []
-        # [local rows]: for each row of the layer's weight, its row in the joined B matrices
+        # [local rows]: for each row of the layer's weight, the number of its row in the joined B
+        # matrices
         self.register_buffer("order", None, persistent=False)
 
     def forward(self, states: Tensor, output: Tensor) -> Tensor:
@@ -210,7 +212,7 @@ class LinearAdapter(Adapter):
 
 def _normed(layer: Any, states: Tensor) -> Tensor:
     """Return the input of the layer's matrix. A layer of Transformer Engine may contain the norm
-    before its matrix. That norm is computed here a second time."""
+    before its matrix. Then this function computes the norm a second time."""
     weight = getattr(layer, "layer_norm_weight", None)
     if weight is None:
         return states
@@ -230,13 +232,13 @@ class HeadAdapter(Adapter):
 
     def __init__(self, lora: Lora, layer: torch.nn.Module, shard: Shard, matrix: Matrix) -> None:
         super().__init__(lora)
-        vars(self)["layer"] = layer  # not registered, as in LinearAdapter
+        vars(self)["layer"] = layer  # not registered as a submodule, as in LinearAdapter
         weight, group = shard.parameter, tensor_parallel_group(layer)
         replica, first = _replica(group), shard.offset[0]
         self.part = self.add_part(
             matrix.leaf,
             weight.new_zeros(lora.rank, matrix.columns),
-            weight.new_zeros(len(weight), lora.rank),  # with the padding of the vocabulary
+            weight.new_zeros(len(weight), lora.rank),  # rows for the padding of the vocabulary, too
             {
                 "a": ((lora.rank, matrix.columns), (0, 0), (0, *replica)),
                 "b": ((shard.global_shape[0], lora.rank), (first, 0), (0, 0, replica[1])),
@@ -247,15 +249,15 @@ class HeadAdapter(Adapter):
 
     def extended(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Append the adapter's columns to hidden [rows, in] and weight [vocabulary / TP, in], so
-        that their product is the logits with the adapter. Nothing is added to the weight, so B
-        loses nothing by rounding."""
+        that the product of the two results is the logits with the adapter. No product of B and A is
+        added to the weight, so no change by the adapter is lost in rounding."""
         return (
             torch.cat([hidden, self.down(hidden)], dim=1),
             torch.cat([weight, self.part.b.to(weight.dtype)], dim=1),
         )
 
     def down(self, hidden: Tensor) -> Tensor:
-        """A times hidden, [rows, rank], which B multiplies."""
+        """Return the product of A and `hidden`, [rows, rank], which is then multiplied by B."""
         a: Tensor = self.part.a
         group = tensor_parallel_group(self.layer)
         if group.size() > 1:  # sum the gradients from all parts of the vocabulary
@@ -264,13 +266,14 @@ class HeadAdapter(Adapter):
 
 
 class ExpertsAdapter(Adapter):
-    """The adapters of all experts of a rank. The adapters need no communication: the dispatcher
-    gives every expert-tensor-parallel rank the tokens of all these ranks, and sums the outputs."""
+    """The adapters of all experts of a rank. The adapters need no communication of their own: the
+    dispatcher gives every expert-tensor-parallel rank the tokens of all expert-tensor-parallel
+    ranks, and sums their outputs."""
 
     def __init__(self, lora: Lora) -> None:
         super().__init__(lora)
-        self.parts: dict[str, list[AdapterPart]] = {"1": [], "2": []}  # key: the weight's number
-        for number in self.parts:  # see LinearAdapter.order
+        self.parts: dict[str, list[AdapterPart]] = {"1": [], "2": []}  # by the number of the weight
+        for number in self.parts:  # buffers such as LinearAdapter.order
             self.register_buffer(f"order{number}", None, persistent=False)
 
     def add(
@@ -288,14 +291,14 @@ class ExpertsAdapter(Adapter):
 
 
 def tensor_parallel_group(layer: Any) -> dist.ProcessGroup:
-    """The group that a layer's weight is cut over."""
+    """The group of ranks over which a layer's weight is divided."""
     group = getattr(layer, "tp_group", None)
     return parallel_state.get_tensor_model_parallel_group() if group is None else group
 
 
 def kind_of_layer(module: torch.nn.Module) -> str | None:
-    """Return how a linear layer is cut over TP; None for other modules. It depends on the class, or
-    on `parallel_mode` for layers of Transformer Engine."""
+    """Return how a linear layer is divided over TP ranks; None for other modules. The class of the
+    layer decides this, or `parallel_mode` for layers of Transformer Engine."""
     kinds = {kind.__name__ for kind in type(module).__mro__}
     if "ColumnParallelLinear" in kinds:
         return COLUMN
@@ -359,8 +362,8 @@ def _attach(module: Any, adapter: LinearAdapter) -> None:
 
 
 def _start_graph(_module: Any, _inputs: Any, output: Tensor) -> None:
-    """Make the output of a frozen embedding require a gradient. Recomputed layers and pipeline
-    stages need such an input."""
+    """Make the output of a frozen embedding require a gradient, because recomputed layers and
+    pipeline stages need an input that requires one."""
     if torch.is_grad_enabled() and output.is_leaf:
         output.requires_grad_()
 
@@ -413,8 +416,8 @@ def _linear_adapter(
 
 
 def _set_order(adapter: Adapter, name: str, order: Tensor, used: int) -> None:
-    """Keep `order` in the adapter, unless it is the identity. order: see LinearAdapter, with -1 for
-    rows without an adapter; used: the number of rows of the joined B matrices."""
+    """Keep `order` in the adapter, unless it is the identity. order: see LinearAdapter, but with -1
+    for rows without an adapter; used: the number of rows of the joined B matrices."""
     order[order < 0] = used
     if not torch.equal(order, torch.arange(len(order))):
         setattr(adapter, name, order.to(torch.cuda.current_device()))
@@ -434,8 +437,8 @@ def _linear_part(
     columns: tuple[int, int],
     replica: tuple[int, int],
 ) -> AdapterPart:
-    """Add the part of one matrix. rows, columns: the first row or column on this rank, and their
-    number."""
+    """Add A and B of one matrix. rows: the first row of the matrix on this rank, and the number of
+    its rows on this rank; columns: the same for columns."""
     like: Tensor = adapter.layer.weight
     rank = adapter.lora.rank
     cut, whole = (0, 0, replica[1]), (0, *replica)
@@ -473,7 +476,7 @@ def _attach_to_experts(
             names = [found[number, index] for index in indices]
             _add_expert_parts(adapter, number, indices[0], names, weights, like)
     experts.lora = adapter
-    if not isinstance(experts, GroupedExperts):  # experts of Transformer Engine
+    if not isinstance(experts, GroupedExperts):  # the experts are those of Transformer Engine
         for number in adapter.parts:
             layer = getattr(experts, f"linear_fc{number}")
             layer.register_forward_hook(functools.partial(_add_to_grouped, adapter, number))
@@ -504,7 +507,7 @@ def _add_expert_parts(
     lora, rank, local = adapter.lora, adapter.lora.rank, len(names)
     total = sum(name.startswith(names[0].rpartition("[")[0] + "[") for name in weights.recipes)
     chosen = {matrix.leaf: matrix for matrix in lora.adapted[names[0]].matrices}
-    is_first = number == "1"  # the first weight is cut by rows, the second by columns
+    is_first = number == "1"  # ranks divide the first weight by rows, the second by columns
     order, used = [], 0
     for matrix in matrices_of(weights.recipes[names[0]]):
         rows, columns = matrix.rows, matrix.columns
@@ -537,7 +540,7 @@ def _add_expert_parts(
             set_tensor_model_parallel_attributes(tensor, is_parallel=True, dim=2, stride=1)
             if not is_cut:
                 vars(tensor)["sum_over_expert_tp"] = True
-                if etp.rank() > 0:  # a copy, which the norm must not count
+                if etp.rank() > 0:  # this rank has a copy, which the gradient norm must not count
                     vars(tensor)["shared"] = True
         adapter.parts[number].append(part)
         for expert, name in enumerate(names):
@@ -548,9 +551,9 @@ def _add_expert_parts(
 
 
 def sum_expert_gradients(chunks: Sequence[torch.nn.Module]) -> None:
-    """Sum gradients of the experts' adapters over the expert-tensor-parallel ranks. Matrices that
-    every such rank has whole need this, because each rank computes only a part of their gradient.
-    Call it after the data-parallel sums."""
+    """Sum gradients of the experts' adapters over the expert-tensor-parallel ranks. Only matrices
+    that are whole on each of these ranks need this sum, because each rank computes only a part of
+    their gradient. Call this function after the data-parallel sums."""
     group = parallel_state.get_expert_tensor_parallel_group()
     if group.size() == 1:
         return

@@ -1,4 +1,4 @@
-"""Megatron-Core's TransformerConfig from our configuration, and the precision it computes in."""
+"""Megatron-Core's TransformerConfig, made from our configuration, and rules about its precision."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ def transformer_config(config: AnyConfig, parallel: ResolvedParallel) -> Transfo
     recompute = config.training.recompute
     whole_layers = {"recompute_method": "uniform", "recompute_num_layers": 1}
     # The stages of an interleaved schedule send activations and gradients one by one, as in
-    # Megatron-LM. Batched messages fail in two ways. At pp=2, activations and gradients go between
-    # the same two ranks and are matched by their order alone, which differs at the two ends. And if
-    # all micro-batches of the first stage are in the warm-up, the exchange of their lengths
-    # deadlocks over gloo, where a send ends only when it is received.
+    # Megatron-LM. Batched messages fail in two ways. First, at pp=2 activations and gradients go
+    # between the same two ranks. Sends and receives are then matched by their order alone, and the
+    # two ranks have different orders. Second, all micro-batches of the first stage may be in the
+    # warm-up. Then the exchange of their lengths deadlocks over gloo, where a send ends only when
+    # it is received.
     one_by_one = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     values: dict[str, Any] = {
         **parallel.group_sizes(),
@@ -65,7 +66,8 @@ def transformer_config(config: AnyConfig, parallel: ResolvedParallel) -> Transfo
         # dispatcher needs equal lengths; for it they are padded.
         "variable_seq_lengths": shape.megatron.get("moe_token_dispatcher_type") != "allgather",
         "moe_token_dispatcher_type": "alltoall",
-        # These fusions need apex, Transformer Engine or torch.compile. TE's layers have their own.
+        # These fusions need apex, Transformer Engine or torch.compile. The layers of Transformer
+        # Engine have their own fusions.
         "gradient_accumulation_fusion": False,
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
@@ -76,7 +78,7 @@ def transformer_config(config: AnyConfig, parallel: ResolvedParallel) -> Transfo
         **(one_by_one if parallel.virtual_pipeline_model_parallel_size is not None else {}),
         **megatron_fields(precision),
         **shape.megatron,
-        # with adapters the model is frozen, and so are the routers' biases
+        # With adapters the model is frozen, including the routers' biases.
         **({"moe_router_bias_update_rate": 0.0} if config.model.lora.rank else {}),
         **({"moe_router_dtype": "fp64"} if dtype is torch.float64 else {}),
     }
@@ -90,14 +92,15 @@ def transformer_config(config: AnyConfig, parallel: ResolvedParallel) -> Transfo
     if values.get("window_size") is not None:
         values["window_size"] = tuple(values["window_size"])
     known = {field.name for field in dataclasses.fields(kind)}
-    # Megatron-Core has no softmax router with a bias and refuses it; models/router.py is one.
+    # Megatron-Core refuses a softmax router with a bias; models/router.py has such a router.
     score_function = values.get("moe_router_score_function", "softmax")
     if values.get("moe_router_enable_expert_bias"):
         values["moe_router_score_function"] = "sigmoid"
     made = kind(**{name: value for name, value in values.items() if name in known})
     made.moe_router_score_function = score_function
     for name, value in values.items():
-        if name.startswith(YARN_PREFIX):  # GPTModel reads these attributes; they are no fields
+        # attributes that GPTModel reads, but no fields of TransformerConfig
+        if name.startswith(YARN_PREFIX):
             setattr(made, name, value)
     return made
 
@@ -108,7 +111,8 @@ def has_biased_softmax(config: TransformerConfig) -> bool:
 
 
 def has_yarn(config: TransformerConfig) -> bool:
-    """Whether GPTModel extends the context by YaRN; layers of latent attention do so themselves."""
+    """Whether GPTModel extends the context by YaRN. It is False for latent attention, whose layers
+    extend the context themselves."""
     return hasattr(config, f"{YARN_PREFIX}rotary_scaling_factor")
 
 
@@ -152,11 +156,12 @@ def changed(changes: Sequence[tuple[Any, str, Any]]) -> Generator[None]:
 
 
 def without_fp8(models: Sequence[torch.nn.Module]) -> contextlib.AbstractContextManager[None]:
-    """Let a policy's chunks compute in bf16 while the context lasts.
+    """Return a context in which the chunks of a policy compute in bf16.
 
-    Decoding has one row per sequence, and FP8 matrix products need multiples of 16 or 32 rows; the
-    exported weights are bf16 anyway. Transformer Engine's scales stay unchanged. It is enough to
-    change the config, because Megatron-Core reads these fields in every forward pass.
+    Decoding has one row for each sequence, but FP8 matrix products need multiples of 16 or 32 rows.
+    For an export, the weights are converted to bf16 anyway. Transformer Engine's scales stay
+    unchanged. It is enough to change the config, because Megatron-Core reads these fields in every
+    forward pass.
     """
     found = (m.config for model in models for m in model.modules() if hasattr(m, "config"))
     configs = {id(config): config for config in found if getattr(config, "fp8", None)}.values()

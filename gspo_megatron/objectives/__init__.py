@@ -1,7 +1,7 @@
 """Policy objectives: pure functions from LossInputs to LossOutputs, made of small parts.
 
-Which parts make which objective, and their numbers: gspo_megatron/config/objectives.py.
-The names below are stable (docs/stability.md).
+gspo_megatron/config/objectives.py lists the parts and the numbers of each objective. The names
+below are stable (docs/stability.md).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Advantages of responses, or of their turns, relative to the other responses to the same prompt.
 
 `build_advantages` returns the estimator that a configuration asks for. The functions below it take
-`rewards` and `group_index`, both [num_sequences]. All responses of a group must be given, in any
-order and with any number as the group's index. The functions compute in float64 and return float32
-[num_sequences].
+`rewards` and `group_index`, both [num_sequences]. All responses of a group must be given. The order
+of responses and the numbers in `group_index` do not matter. The functions compute in float64 and
+return float32 [num_sequences].
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ class AdvantageEstimator:
     def of_turns(
         self, rewards: Tensor, turns: Tensor, tokens: Tensor, group_index: Tensor
     ) -> Tensor:
-        """Token advantages, [response tokens] float32, sequence after sequence.
+        """Return token advantages, [response tokens] float32, sequence after sequence.
 
         The advantage of a turn is its reward relative to all turns of all responses to the same
         prompt. Each token of the turn has this advantage.
 
         rewards, tokens: [turns of all sequences], sequence after sequence; the reward of each turn
         (float64) and the number of its response tokens (int64). turns [num_sequences] int64: the
-        number of turns of each sequence. group_index [num_sequences] int64: whole groups, in any
-        order.
+        number of turns of each sequence. group_index [num_sequences] int64: the group of each
+        sequence; groups must be complete.
 
-        Raises ConfigError with all reasons if the objective cannot use rewards of turns. A custom
-        objective is assumed to read `LossInputs.token_advantages`.
+        Raises ConfigError with all reasons if the objective cannot use rewards of turns. This
+        method assumes that a custom objective reads `LossInputs.token_advantages`.
         """
         problems = list(_turn_problems(self.section))
         if problems:
@@ -85,7 +85,7 @@ def build_advantages(section: ObjectiveSection) -> AdvantageEstimator:
 
 
 def custom_advantages(import_path: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """The custom function of (rewards, group_index), with a check of its results."""
+    """The custom function of (rewards, group_index), wrapped so that its results are checked."""
     name = f"objective.advantage_import_path = {import_path}"
     function = load_function("objective.advantage_import_path", import_path)
     try:
@@ -149,7 +149,7 @@ def group_mean_std(
     squares = segment_sum(centred.square(), groups, len(sizes))
     degrees = sizes - 1 if std == "sample" else sizes
     deviation = (squares / degrees.clamp_min(1)).sqrt()
-    # groups without spread are 0 already; 1 keeps the division free of 0/0
+    # `centred` is 0 already in groups without spread; dividing by 1 avoids 0/0 there
     return (centred / deviation.where(has_spread, 1.0)[groups]).float()
 
 
@@ -187,15 +187,15 @@ def max_rl(rewards: Tensor, group_index: Tensor) -> Tensor:
 
 
 def zero_spread_groups(rewards: Tensor, group_index: Tensor) -> Tensor:
-    """[2] float64: the number of groups without spread, which have no gradient, and of all
-    groups."""
+    """Return [2] float64: the number of groups without spread, which have no gradient, and the
+    number of all groups."""
     _, sizes, has_spread = _groups(rewards, group_index)
     return torch.stack([(~has_spread).sum().double(), sizes.new_tensor(len(sizes))])
 
 
 def _groups(rewards: Tensor, group_index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For each sequence, a group number from 0 on; for each group, its size and whether its rewards
-    have a spread."""
+    """Return for each sequence the number of its group, counted from 0; and for each group its
+    size, and whether its rewards have a spread."""
     assert rewards.dim() == 1 and rewards.shape == group_index.shape, (
         f"rewards {tuple(rewards.shape)}, group_index {tuple(group_index.shape)}"
     )

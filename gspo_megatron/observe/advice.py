@@ -1,7 +1,8 @@
 """Warnings about a run from its metrics, each with advice.
 
-Every rule has its thresholds here, with the reason. The rules about exploration are silent while
-the task is solved: a policy that is always right has no entropy, and its groups have equal rewards.
+The thresholds of every rule are below, with their reasons. The rules about exploration are silent
+while the task is solved: a policy that is always right has no entropy, and its groups have equal
+rewards.
 """
 
 from __future__ import annotations
@@ -18,22 +19,26 @@ from gspo_megatron.config.objectives import ObjectiveSection, resolve_objective
 from gspo_megatron.observe.metrics_files import RL, Record, series
 from gspo_megatron.observe.progress import number, percent
 
-WINDOW = 5  # rules use the mean over this many steps: single steps are noisy
+WINDOW = 5  # rules use means over this many steps, because single steps are noisy
 # Gradient norms of the demo vary by a factor of 4 from step to step. A bug that trained a row of
 # weights by mistake gave norms 60 to 400 times the usual one.
 SPIKE = 10.0  # times the running median
-MEDIAN_OF = 20  # the running median is taken over this many steps before a step
-# Share of the first window's entropy. The demo's entropy falls to a sixth while it is still
-# learning.
+MEDIAN_OF = 20  # the running median at a step is over this many steps before it
+# A share of the first window's entropy. The entropy of the demo falls to a sixth while the policy
+# is still learning.
 ENTROPY_LEFT = 0.1
-# Share of rollout.max_response_tokens: above this mean length, many responses are cut off.
+# A share of rollout.max_response_tokens. If the mean length is above it, many responses are cut
+# off.
 LENGTH_OF_CAP = 0.8
-LENGTH_GROWTH = 1.5  # times the first window, because answers may be long from the start
+# times the mean length of the first window, because answers may be long from the start
+LENGTH_GROWTH = 1.5
 REPEATED = 0.1  # share of repeated text
-REPEATED_GROWTH = 2.0  # times the first window, because lists and tables repeat words, too
-TRUNCATED = 0.25  # share of the responses; truncated ones have no answer
+# times the share in the first window, because lists and tables repeat words, too
+REPEATED_GROWTH = 2.0
+TRUNCATED = 0.25  # share of the responses that are truncated, and so have no answer
 TRUNCATED_GROWTH = 2.0
-# Share of groups without a gradient: three quarters of the rollout are then useless.
+# Share of groups with equal rewards. They have no gradient, so three quarters of the rollout are
+# useless.
 ZERO_SPREAD = 0.75
 ZERO_SPREAD_STEPS = 10  # warn after this many steps in a row; fewer may be chance
 NOISY_STEPS = 0.1  # share of steps above the clip range, because a single outlier is harmless
@@ -60,7 +65,8 @@ class Finding(NamedTuple):
 def advise(
     records: Sequence[Record], config: Config | None = None, phase: str = RL
 ) -> list[Finding]:
-    """Return the warnings about a run. `records` and `config` are those of its run folder.
+    """Return the warnings about a run. records, config: from metrics.jsonl and config.resolved.yaml
+    of the run folder.
 
     A rule is silent if the metrics or configuration keys that it needs are missing."""
     curves = _Curves(records, config or {}, phase)
@@ -91,7 +97,8 @@ class _Curves:
         return {s: v for s, v in zip(steps, values, strict=True) if s > 0 and math.isfinite(v)}
 
     def windows(self, key: str) -> dict[int, float]:
-        """Return the mean of each window, by its last step; empty for less than a window."""
+        """Return the mean of each window of WINDOW steps, by its last step. The result is empty if
+        there are fewer steps."""
         steps, values = list(self.of(key)), list(self.of(key).values())
         ends = range(WINDOW, len(steps) + 1)
         return {steps[end - 1]: statistics.fmean(values[end - WINDOW : end]) for end in ends}
@@ -113,11 +120,12 @@ def _gradient_spikes(curves: _Curves) -> Iterator[Finding]:
     every: list[float] = []  # sorted
     spikes = []
     for step, norm in norms.items():
-        # Also compare with the median of all steps. Late in a run the recent norms are small,
-        # because few groups still have different rewards.
+        # Also compare with the median of all earlier steps, because late in a run the recent norms
+        # are small: few groups still have different rewards.
         if len(every) >= WINDOW and norm > SPIKE * max(map(statistics.median, (recent, every))):
             spikes.append(step)
-        if equal.get(step, 0.0) < 1:  # otherwise the rewards give no gradient
+        # if all groups have equal rewards, the rewards give no gradient
+        if equal.get(step, 0.0) < 1:
             recent.append(norm)
             insort(every, norm)
     if spikes:
@@ -256,7 +264,8 @@ def _slow_rewards(curves: _Curves) -> Iterator[Finding]:
     scoring, whole = curves.windows("perf/reward_seconds"), curves.windows("perf/step_seconds")
     shares = {step: scoring[step] / whole[step] for step in scoring if whole.get(step)}
     slow = [step for step, share in shares.items() if share >= SLOW_REWARDS]
-    # vLLM servers generate during scoring: rewards are slow only if trainer and servers are idle.
+    # vLLM servers generate during scoring, so slow rewards cost time only if trainer and servers
+    # are idle.
     for key in ("perf/trainer_idle_share", "perf/engines_idle_share"):
         idle = curves.windows(key)
         slow = [step for step in slow if not idle or idle.get(step, 0.0) >= SLOW_REWARDS]

@@ -36,7 +36,8 @@ def describe_environment(vllm_python: str | None = None) -> dict[str, Any]:
     """Return versions, processors, commit, world size and Slurm job of this process.
 
     `vllm_python` is the interpreter of the vLLM servers, if it differs from this one. A value is
-    None if there is no GPU, git checkout, Slurm job or package with that name.
+    None if it does not exist: without a GPU, a git checkout or a Slurm job, or if a package is not
+    installed.
     """
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -79,7 +80,7 @@ def version_in(python: str, package: str) -> str | None:
 
 
 def _cpu_name() -> str | None:
-    cpuinfo = Path("/proc/cpuinfo")  # Linux only
+    cpuinfo = Path("/proc/cpuinfo")  # only Linux has this file
     text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
     found = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
     return found[1] if found else platform.processor() or None
@@ -119,8 +120,8 @@ def _torch_can_use_gpus() -> bool:
 
 def _git_state(source: Path) -> dict[str, Any] | None:
     """Return the commit of the checkout that holds `source`; None for an installed copy."""
-    # git must track the file itself: an installed copy may be in a virtual environment inside
-    # another repository, whose commit has nothing to do with this code.
+    # git must track the file `source` itself: an installed copy may be in a virtual environment
+    # inside another repository, and the commit of that repository does not describe this code.
     if _git(source, "ls-files", "--error-unmatch", source.name) is None:
         return None
     commit = _git(source, "rev-parse", "HEAD")

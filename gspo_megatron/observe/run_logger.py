@@ -37,9 +37,9 @@ class RunLogger:
     ) -> None:
         """Open the files. `resumed_at` is the phase and step at which the run resumes.
 
-        A resumed run drops later records. Without `resumed_at` the folder must hold no earlier run:
-        see `move_earlier_run`. Raises UserError if the folder or its files cannot be created, or if
-        the metrics of the resumed run are damaged.
+        If a run is resumed, its records of later steps are dropped. Without `resumed_at` the folder
+        must hold no earlier run: see `move_earlier_run`. Raises UserError if the folder or its
+        files cannot be created, or if the metrics of the resumed run are damaged.
         """
         self.is_main = is_main
         self.folder = Path(str(config.logging.dir))
@@ -78,18 +78,20 @@ class RunLogger:
     def begin_phase(
         self, step: int, changed: Sequence[str], run: AnyConfig, phase: AnyConfig
     ) -> None:
-        """Record that the run goes on after `step` with the configuration `phase`. It differs from
-        `run` in the keys of `changed`, one line for each. If `changed` is empty, the run was
-        resumed without changes."""
+        """Record that the run goes on after `step` with the configuration `phase`. `changed` has
+        one line for each key in which `phase` differs from `run`. If `changed` is empty, the run
+        was resumed without changes."""
         if not self.is_main:
             return
         self.write_config(run)
         with JsonLinesWriter(self.folder / CHANGES_FILE) as file:
-            file.truncate_after(step - 1 if changed else step)  # the run may repeat a change
+            # a resumed run may have recorded this change already
+            file.truncate_after(step - 1 if changed else step)
             if changed:
                 file.append({"phase": RL, "step": step, "changed": list(changed)})
         for path in self.folder.glob(f"{PHASE_CONFIG}*.yaml"):
-            if int(path.stem.removeprefix(PHASE_CONFIG)) > step + 1:  # the run has gone back
+            # a rollback or a resume went back to a step before this phase
+            if int(path.stem.removeprefix(PHASE_CONFIG)) > step + 1:
                 path.unlink()
         text = to_shown_yaml(phase, {})
         if changed or step == 0:
@@ -109,8 +111,8 @@ class RunLogger:
             print(text, file=sys.stderr, flush=True)
 
     def sync(self) -> None:
-        """Wait until all records are on the disk, because a checkpoint must not be newer than its
-        records.
+        """Wait until all records are on the disk, because a checkpoint must not be newer than the
+        records of its steps.
 
         Raises UserError on the main rank if the disk refuses; the launcher stops the other ranks.
         """
@@ -121,7 +123,7 @@ class RunLogger:
             self._evaluation.sync()
 
     def keep_metrics(self, name: str) -> None:
-        """Copy metrics.jsonl, as it is now, to another file of the run folder. Raises OSError."""
+        """Copy metrics.jsonl to the file `name` of the run folder. Raises OSError."""
         if self.is_main:
             shutil.copyfile(self.folder / METRICS_FILE, self.folder / name)
 
@@ -136,7 +138,7 @@ class RunLogger:
             self._trackers.log(step, {"phase": phase, **metrics})
 
     def write_draws(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Write what became of the prompts of a step: see `rl.rollouts.draw_records`."""
+        """Write the results of a step's prompts: see `rl.rollouts.draw_records`."""
         if self.is_main:
             for record in records:
                 self._draws.append(record)
@@ -164,7 +166,7 @@ class RunLogger:
         finish_run(self.folder, plots=self.plots)
 
     def close(self) -> None:
-        """Close the files; also after an error."""
+        """Close the files. Call it also after an error."""
         if self.is_main:
             self._metrics.close()
             self._draws.close()

@@ -49,7 +49,7 @@ def print_suites(run_dir: str | Path, console: Console | None = None) -> None:
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in _COLUMNS:
-        is_name = name == "suite"  # only long suite names may wrap, not figures
+        is_name = name == "suite"  # long suite names may wrap, but figures may not
         table.add_column(
             name, justify="left" if is_name else "right", no_wrap=not is_name, overflow="fold"
         )
@@ -83,7 +83,7 @@ def _row(figures: Mapping[str, float]) -> list[str]:
 def interval_text(figures: Mapping[str, float], between: str) -> str | None:
     """Return the 95% interval of a suite's mean; None if all problems have the same mean reward.
 
-    The bootstrap interval would then have no width, which would suggest certainty."""
+    In that case the bootstrap interval would have no width, which would suggest certainty."""
     low, high = figures["ci_low"], figures["ci_high"]
     return f"{low:.3f}{between}{high:.3f}" if low < high else None
 
@@ -103,7 +103,8 @@ def suite_text(figures: Mapping[str, float]) -> str:
 
 
 def failed_text(figures: Mapping[str, float]) -> str:
-    """Say how many calls of a suite's reward failed, and how their problems were counted."""
+    """Return a text: how many calls of a suite's reward failed, and how these problems were
+    counted."""
     calls = int(figures["failed"])
     told = f"{calls} call{'s' if calls > 1 else ''} of the reward failed"
     if "left_out" not in figures:  # recorded by an earlier version

@@ -1,8 +1,9 @@
 """Experiment trackers behind one small interface: TensorBoard, Weights & Biases, MLflow.
 
 Trackers hold copies of metrics.jsonl. A tracker that fails during a run is dropped with a warning.
-If a resumed run repeats a step, the step is not sent again: a tracker keeps the first metrics. A
-resumed run sends each tracker the records that it lacks; a new tracker gets all records.
+If a resumed run repeats a step, its metrics are not sent again: a tracker keeps the first metrics
+of a step. When a run is resumed, each tracker gets the records that it has not got yet. A tracker
+that is new to the run gets all records.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from gspo_megatron.observe.metrics_files import (
     read_metrics,
 )
 
-# In the run folder. One line for each tracker: phase and step of the last record sent to it.
+# A file in the run folder. It has one line for each tracker: phase and step of the last record that
+# was sent to it.
 SENT_FILE = "trackers.json"
 _AT_ONCE = 100  # MLflow's limit of parameters in one request
 _LONGEST_PARAMETER = 500  # characters; MLflow's limit in all supported versions
@@ -61,7 +63,8 @@ def _open_tensorboard(run_dir: Path, config: Mapping[str, Any]) -> Tracker:
 
 
 def _open_wandb(run_dir: Path, config: Mapping[str, Any]) -> Tracker:
-    """Open a Weights & Biases run. A resumed run continues the same one."""
+    """Open a Weights & Biases run. If our run is resumed, the same Weights & Biases run
+    continues."""
     wandb = _require("wandb", "wandb")
     remembered = run_dir / "wandb_run_id"
     run_id = remembered.read_text().strip() if remembered.exists() else None
@@ -69,7 +72,8 @@ def _open_wandb(run_dir: Path, config: Mapping[str, Any]) -> Tracker:
         dir=str(run_dir), name=run_dir.name, id=run_id, resume="allow", config=dict(config)
     )
     remembered.write_text(f"{run.id}\n")
-    # wandb's own step must grow with every call, so the run's step is a metric called "step".
+    # wandb's own step must grow with every call. So the step of our run is sent as a metric called
+    # "step".
     run.define_metric("*", step_metric="step")
 
     def log(step: int, metrics: Mapping[str, Any]) -> None:
@@ -79,7 +83,7 @@ def _open_wandb(run_dir: Path, config: Mapping[str, Any]) -> Tracker:
 
 
 def _open_mlflow(run_dir: Path, config: Mapping[str, Any]) -> Tracker:
-    """Open an MLflow run. A resumed run continues the same one."""
+    """Open an MLflow run. If our run is resumed, the same MLflow run continues."""
     mlflow = _require("mlflow", "mlflow")
     entities = importlib.import_module("mlflow.entities")
     remembered = run_dir / "mlflow_run_id"
@@ -89,8 +93,9 @@ def _open_mlflow(run_dir: Path, config: Mapping[str, Any]) -> Tracker:
         client.update_run(run_id, status="RUNNING")
     else:
         run_id = mlflow.start_run(run_name=run_dir.name).info.run_id
-        mlflow.end_run("RUNNING")  # close the global run: logging goes through the client
-        remembered.write_text(f"{run_id}\n")  # first, so that a failure below begins no second run
+        mlflow.end_run("RUNNING")  # close the global run, because we log by the client
+        # written first, so that after a failure below no second run is begun
+        remembered.write_text(f"{run_id}\n")
         pairs = flattened(config).items()
         params = [entities.Param(key, str(value)[:_LONGEST_PARAMETER]) for key, value in pairs]
         for start in range(0, len(params), _AT_ONCE):
@@ -129,7 +134,8 @@ _ADVICE = {
 
 
 class TrackerSet:
-    """Several trackers as one. A tracker that raises is dropped; the others go on."""
+    """Several trackers as one. A tracker that raises an error is dropped; the other trackers go
+    on."""
 
     def __init__(
         self,
@@ -138,7 +144,7 @@ class TrackerSet:
         sent: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Take open trackers. `sent` has phase and step of the last record that each tracker got in
-        earlier starts. SENT_FILE in `run_dir` stores it for the next start."""
+        earlier starts of the run. SENT_FILE in `run_dir` stores `sent` for the next start."""
         self._trackers = dict(trackers)
         self._run_dir = run_dir
         self._sent = {name: dict(record) for name, record in (sent or {}).items()}
@@ -149,7 +155,7 @@ class TrackerSet:
         self.note()
 
     def catch_up(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Send each tracker the records of earlier starts that it lacks."""
+        """Send each tracker the records of earlier starts that it has not got yet."""
         for record in sorted(records, key=position_of):
             self._send(record)
         self.note()
@@ -179,8 +185,8 @@ class TrackerSet:
     def note(self) -> None:
         """Write SENT_FILE for the next start.
 
-        Call it after sending. If the run is killed in between, a step is sent twice instead of
-        never."""
+        Call it after sending a record. If the run is killed between the two, the record is sent
+        twice, which is better than not at all."""
         if self._run_dir is None or not self._sent:
             return
         lines = [json.dumps({"tracker": name, **last}) for name, last in self._sent.items()]
@@ -230,7 +236,7 @@ def require_packages(names: Sequence[str]) -> None:
 def _open(name: str, run_dir: Path, config: Mapping[str, Any]) -> Tracker | None:
     try:
         return _TRACKERS[name](run_dir, config)
-    except UserError:  # its package is missing
+    except UserError:  # the tracker's package is missing
         raise
     except Exception as error:
         if (run_dir / METRICS_FILE).exists():
@@ -247,8 +253,8 @@ def _sent_before(names: Sequence[str], run_dir: Path) -> dict[str, Mapping[str, 
     """Return the last record that each tracker got in earlier starts.
 
     Call this before the trackers are opened. All of metrics.jsonl counts as sent if SENT_FILE is
-    damaged, or if an earlier version without this file opened the tracker. Raises DataError if
-    metrics.jsonl is needed and damaged.
+    damaged, or if a version of this program that wrote no SENT_FILE opened the tracker. Raises
+    DataError if metrics.jsonl is needed and damaged.
     """
     path = run_dir / SENT_FILE
     if path.exists():

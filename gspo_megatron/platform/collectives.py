@@ -13,7 +13,7 @@ from torch import Tensor
 from gspo_megatron.errors import DataError, UserError, error_of
 
 T = TypeVar("T")
-_LINES_SHOWN = 16  # of the list of all ranks' problems
+_LINES_SHOWN = 16  # the most problems in one message
 
 
 def on_main(work: Callable[[], T]) -> T:
@@ -75,7 +75,7 @@ def all_gather_numbers(numbers: Sequence[float]) -> Tensor:
 
 
 def any_rank(flags: Sequence[bool]) -> list[bool]:
-    """Return for each flag whether it is set on any rank."""
+    """Return for each flag whether it is true on at least one rank."""
     if dist.get_world_size() == 1:
         return list(flags)
     device = torch.device(torch.cuda.current_device())
@@ -89,8 +89,8 @@ def all_reduce_by_name(
     operation: dist.ReduceOp.RedOpType,
     group: dist.ProcessGroup,
 ) -> dict[tuple[str, str], Tensor]:
-    """Reduce the values (by kind and name) by one collective. All values have the same dtype. Every
-    rank of the group has the same names and shapes."""
+    """Reduce all values, which are sorted by kind and name, by one collective. All values must have
+    the same dtype, and every rank of the group must have the same names and shapes."""
     ordered = dict(sorted(values.items()))
     if group.size() == 1 or not ordered:
         return ordered
@@ -116,8 +116,8 @@ def all_gather_columns(values: Tensor, group: dist.ProcessGroup) -> list[Tensor]
 
 @contextmanager
 def raised_everywhere() -> Generator[None]:
-    """Raise DataError on all ranks, at the end of the context, if any rank raised one inside. It is
-    a collective."""
+    """Raise DataError on all ranks, at the end of the context, if any rank raised a DataError
+    inside the context. Every rank must call this."""
     error = None
     try:
         yield
@@ -127,7 +127,8 @@ def raised_everywhere() -> Generator[None]:
 
 
 def raise_everywhere(error: str | None) -> None:
-    """Raise DataError on all ranks if `error` is set on any of them. It is a collective."""
+    """Raise DataError on all ranks if `error` is not None on any rank. Every rank must call
+    this."""
     found = all_gather_objects(error)
     lines = list(dict.fromkeys(line for text in found if text for line in text.splitlines()))
     more = len(lines) - _LINES_SHOWN

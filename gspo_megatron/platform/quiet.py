@@ -1,5 +1,6 @@
-"""Quiet imports. On every rank, Megatron-Core and torch warn about each optional accelerator that
-is absent. These warnings would hide the first line that matters. `doctor` lists what is absent."""
+"""Quiet imports. On every rank, Megatron-Core and torch warn about each optional accelerator
+package that is not installed. These warnings would hide the first line that matters. `doctor` lists
+the packages that are not installed."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ _NOISE = (
 
 @contextlib.contextmanager
 def quiet_imports() -> Generator[None]:
-    """Ignore all warnings while Megatron-Core is imported. Afterwards ignore only known ones."""
+    """Ignore all warnings while Megatron-Core is imported. Afterwards ignore only the warnings that
+    are listed above."""
     for name in ("megatron", "torch.distributed.distributed_c10d", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings():

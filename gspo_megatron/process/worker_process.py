@@ -1,6 +1,7 @@
 """The process of a worker: loads the function of its job and calls it in its main thread.
 
-It exchanges frames with `process.workers` over a socket. A frame is a length and a pickled tuple.
+The process exchanges frames with `process.workers` over a socket. A frame is a length and a pickled
+tuple.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ VALUE, ERROR, REFUSED, TIMEOUT = "value", "error", "refused", "timeout"
 class Function:
     """The function that a job has loaded."""
 
-    call: Callable[[Any], Any]  # or a coroutine function
-    unsendable: Callable[[Any], UserError]  # makes the error about a value that cannot be pickled
+    call: Callable[[Any], Any]  # a plain function or a coroutine function
+    unsendable: Callable[[Any], UserError]  # makes the error for a result that cannot be pickled
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,13 @@ class Job:
     """The function that workers call, and the limits of a call. It is a worker's first frame."""
 
     name: str  # in messages, such as: reward 'exact'
-    load: Callable[..., Function]  # called in the worker: a function of a module
-    arguments: tuple[Any, ...]  # of `load`
+    load: Callable[..., Function]  # the worker calls it; it must be a function of a module
+    arguments: tuple[Any, ...]  # the arguments of `load`
     is_async: bool  # whether the loaded function is a coroutine function
     timeout_seconds: float
     memory_bytes: int
-    timed_out: str  # the message for a call that took too long: took longer than ...
-    memory_limit: str  # describes the limit in the message when memory is used up
+    timed_out: str  # the message for a call that took too long, such as: took longer than ...
+    memory_limit: str  # describes the limit in the message for a call that used too much memory
     error: type[UserError]  # raised if a worker cannot start
 
 
@@ -109,7 +110,8 @@ async def _serve_coroutines(connection: socket.socket, function: Function, timeo
 
     async def serve(number: int, given: Any) -> None:
         call = asyncio.ensure_future(function.call(given))
-        # wait_for is not used, because it would also wait for calls that ignore their cancellation.
+        # asyncio.wait_for is not used, because after the timeout it would still wait for a call
+        # that ignores its cancellation.
         if not (await asyncio.wait({call}, timeout=timeout))[0]:
             call.cancel()
             writer.write(frame((number, TIMEOUT, None)))

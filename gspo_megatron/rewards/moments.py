@@ -9,15 +9,17 @@ import numpy as np
 
 
 class RunningMoments:
-    """The moments of all scores so far. They are kept in a dictionary, which a checkpoint saves.
+    """The mean and standard deviation of all scores so far. They are computed from a dictionary,
+    which a checkpoint saves.
 
-    All numbers are 64-bit floats and added in a fixed order, so a resumed run has the same moments
-    to the last bit.
+    All numbers are 64-bit floats and are added in a fixed order, so a resumed run has the same
+    values, bit for bit.
     """
 
     def __init__(self, kept: dict[str, float]) -> None:
-        """kept: the dictionary, which is changed in place; {}: no scores yet. Its keys are count,
-        mean, and squares (the sum of the squared differences from the mean)."""
+        """kept: the dictionary, which is changed in place; an empty one means that there are no
+        scores yet. Its keys are count, mean, and squares (the sum of the squared differences from
+        the mean)."""
         self.kept = kept
 
     @property
@@ -35,8 +37,8 @@ class RunningMoments:
         return math.sqrt(self.kept["squares"] / self.count) if self.count else 0.0
 
     def add(self, scores: Sequence[float] | np.ndarray) -> None:
-        """Add scores, with Chan's rule for joining two sets. Their order must be the same on every
-        layout."""
+        """Add scores, with Chan's formula for joining two sets. The order of the scores must be the
+        same on every layout."""
         values = np.asarray(scores, np.float64)
         if not len(values):
             return
@@ -48,8 +50,8 @@ class RunningMoments:
         self.kept.update(count=count, mean=self.mean + difference * added / count, squares=squares)
 
     def normalize(self, scores: np.ndarray) -> np.ndarray:
-        """Return the scores minus the mean, divided by the standard deviation; 0 if there is no
-        deviation beyond rounding."""
+        """Return the scores minus the mean, divided by the standard deviation; zeros if the
+        standard deviation is not larger than rounding errors."""
         std = self.std
         if std <= abs(self.mean) * np.finfo(np.float32).eps:
             return np.where(np.isnan(scores), np.nan, 0.0)

@@ -1,4 +1,4 @@
-"""The reward `reward_model`: all of the reward is the score of `reward.model`.
+"""The reward `reward_model`: the reward is the score of `reward.model` and nothing else.
 
 The score comes from rollout/reward_model.py (a server) or rl/reward_model.py (the training ranks).
 With any other reward function, this score is one more part of the reward.
@@ -12,5 +12,5 @@ from gspo_megatron.types import Sample
 
 @register("reward_model", answers=None)
 def reward_model(sample: Sample) -> float:
-    """Return 0.0 for every response; the score of reward.model is added."""
+    """Return 0.0 for every response; the score of `reward.model` is added later."""
     return 0.0

@@ -1,7 +1,8 @@
-"""Calls a reward function for the responses of a rank: directly, as coroutines, or in workers.
-A function gets one response, the responses to one prompt, or all of them.
+"""Calls a reward function for the responses of a rank: directly, as coroutines, or in workers. A
+call of the function gets one response, all responses to one prompt, or all responses of the rank.
 
-Failed calls are repeated. The results must have the same form in the whole run."""
+Failed calls are repeated. All results in a run must have the same form: numbers, or the same named
+parts."""
 
 from __future__ import annotations
 
@@ -31,15 +32,15 @@ from gspo_megatron.types import Sample
 if TYPE_CHECKING:
     from gspo_megatron.environments.episode import Episode
 
-# Concurrent calls of an async function on a rank: enough to keep a judge's server busy, and below
-# the limit of open files.
+# The most concurrent calls of an async function on a rank. They keep the server of a judge busy,
+# and stay below the limit of open files.
 CONCURRENT_CALLS = 64
-FIRST_WAIT_SECONDS = 0.5  # before a call is repeated; doubles with each repetition
+FIRST_WAIT_SECONDS = 0.5  # the wait before a call is repeated; it doubles with each repetition
 
-PartNames = tuple[str, ...]  # sorted; () for a reward without parts
+PartNames = tuple[str, ...]  # sorted; () if the reward has no named parts
 
 
-FAILED = object()  # the value of a call or episode that failed and is not repeated
+FAILED = object()  # stands for the result of a call or episode that failed and is not repeated
 
 
 class FailedCalls(NamedTuple):
@@ -47,7 +48,7 @@ class FailedCalls(NamedTuple):
 
     errors: int = 0  # calls that raised an error or ended their worker
     timeouts: int = 0
-    episodes: int = 0  # episodes that failed, so that there was nothing to score
+    episodes: int = 0  # episodes that failed, and so were not scored
 
 
 @dataclass(frozen=True)
@@ -60,16 +61,18 @@ class Shaping:
 
     @property
     def is_on(self) -> bool:
-        """Whether any reward can change."""
+        """Whether the configuration can change any reward."""
         section = self.section
         changes = section.scale != 1.0 or section.clip is not None
         return changes or section.overlong_buffer is not None or section.repetition_penalty > 0
 
     def __call__(self, rewards: np.ndarray, sample: Sample) -> np.ndarray:
-        """Shape the rewards of one response. `rewards` and the result are [turns] float64, or [1].
+        """Shape the rewards of one response. `rewards` and the result are [turns] float64, or [1]
+        if the response has one reward.
 
-        Scales and clips each turn. The last turn gets the penalties, because its tokens exceed the
-        length, and a repetition is a property of the whole response.
+        The reward of each turn is scaled and clipped. The penalties are subtracted from the reward
+        of the last turn, because its tokens exceed the length, and because a repetition is a
+        property of the whole response.
         """
         rewards = rewards * self.section.scale
         if self.section.clip is not None:
@@ -89,8 +92,9 @@ class Shaping:
 
 
 def repeated_share(text: str, size: int) -> float:
-    """Return the share of the text's runs of `size` words that occur earlier in it; 0 if the text
-    has fewer words. Upper and lower case are equal (arXiv 2502.03373, appendix C.2)."""
+    """Return the share of repeated word sequences in a text (arXiv 2502.03373, appendix C.2): of
+    all sequences of `size` consecutive words, the share that occurs earlier in the text. Returns 0
+    if the text has fewer words. Upper and lower case count as equal."""
     words = text.lower().split()
     runs = [tuple(words[start : start + size]) for start in range(len(words) - size + 1)]
     return 1 - len({*runs}) / len(runs) if runs else 0.0
@@ -105,10 +109,11 @@ def sum_of_normalized_parts(
 ) -> np.ndarray:
     """Normalize each part of the rewards within its group, then add the parts up (GDPO).
 
-    Source: arXiv 2601.05242. A part minus its group's mean is divided by its group's standard
-    deviation. A part without spread in a group adds exactly 0.
+    Source: arXiv 2601.05242. The mean of the group is subtracted from a part, and the result is
+    divided by the standard deviation of the group. A part without spread in a group adds exactly 0.
 
-    parts: [parts, num_sequences] float64, already weighted; NaN in groups with failed calls.
+    parts: [parts, num_sequences] float64, already multiplied by their weights; NaN in groups with
+    failed calls.
     groups: [num_sequences].
     Returns [num_sequences] float64, NaN in groups with failed calls.
     """
@@ -133,10 +138,10 @@ class Scorer:
     ) -> None:
         """Prepare the calls. With `needs_parts`, a reward without named parts is an error."""
         self.reward, self.section, self.needs_parts = reward, section, needs_parts
-        # The same for the whole run. None until some rank has scored a response.
+        # The names are the same in the whole run. They are None until a rank has scored a response.
         self.part_names: PartNames | None = None
         self._seconds, self._since, self._under_way = 0.0, 0.0, 0
-        self._began, self._calls, self._done = 0.0, 0, 0  # for the current batches
+        self._began, self._calls, self._done = 0.0, 0, 0  # of the calls that are under way
         self._named: set[str] = set()  # kinds of failures that were printed
         self._loop: asyncio.AbstractEventLoop | None = None
         count = reward.workers if section.workers is None else section.workers
@@ -150,18 +155,20 @@ class Scorer:
 
         A reward is None if its call failed and `reward.on_failure` is drop_group.
 
-        given: for episodes, the environment's reward, None if the function must score the episode,
-        and FAILED if the episode failed.
+        given: only for episodes. It has, for each sample, the environment's reward, or None if the
+        function must score the episode, or FAILED if the episode failed.
 
-        Raises RewardError with the reward's name, prompt and response if the last call failed or
-        the result is not a reward. A UserError of the function is raised unchanged.
+        Raises RewardError with the reward's name, the prompt and the response if the last
+        repetition failed, or if the result is not a reward. A UserError of the function is raised
+        unchanged.
         """
         if self.workers is not None or self.reward.is_async:
             return self._run(self.score_async(samples, given))
         failures: list[Exception] = []
         arguments = self._arguments(_not_given(samples, given))
         with self._clock(len(arguments)):
-            # Stay in the main thread: a function may need signals, as `math` does for its limit.
+            # The function is called in the main thread, because it may need signals, as the reward
+            # `math` does for its time limit.
             values = [self._call(each, failures) for each in arguments]
         return self._checked(values, samples, given, failures)
 
@@ -170,8 +177,8 @@ class Scorer:
     ) -> tuple[list[Score | None], FailedCalls]:
         """Do the same as `score` in an event loop.
 
-        Always use the same loop, because workers and clients belong to it. A plain function without
-        workers blocks the loop."""
+        Call it always in the same loop, because workers and HTTP clients belong to this loop. A
+        plain function without workers blocks the loop."""
         failures: list[Exception] = []
         arguments = self._arguments(_not_given(samples, given))
         with self._clock(len(arguments)):
@@ -190,7 +197,7 @@ class Scorer:
         return [FAILED if episode.error is not None else episode.given for episode in ended]
 
     def take_seconds(self) -> float:
-        """Return the wall seconds of scoring since the last call.
+        """Return the wall-clock seconds of scoring since the last call of this method.
 
         If several batches are scored at the same time, each second counts once."""
         if self._under_way:
@@ -215,8 +222,8 @@ class Scorer:
     def adopt(self, names: PartNames) -> None:
         """Set the names of the parts for this run.
 
-        Raises RewardError if `reward.weights` do not fit them, or if there are no parts although
-        the advantage needs them."""
+        Raises RewardError if `reward.weights` does not fit these names, or if there are no parts
+        although the advantage needs parts."""
         weights, name = self.section.weights, self.reward.name
         self.part_names = names
         if self.needs_parts and not names:
@@ -306,8 +313,8 @@ class Scorer:
     ) -> float | None:
         """Return the seconds until a failed call is repeated.
 
-        Returns None if it is not repeated and its group is dropped. Raises the error if it must end
-        the run."""
+        Returns None if the call is not repeated and its group is dropped. Raises an error if the
+        failure must end the run."""
         if isinstance(error, UserError):
             raise error
         failures.append(error)
@@ -324,7 +331,7 @@ class Scorer:
         raise RewardError(text) from error
 
     def _name(self, error: Exception) -> None:
-        """Print the failure, if it is the first one of its kind."""
+        """Print the failure if it is the first failure of its kind."""
         kind = error.kind if isinstance(error, WorkerError) else type(error).__name__
         self._tell_once(kind, f"reward {self.reward.name!r} {_told(error)}")
 
@@ -345,7 +352,8 @@ class Scorer:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _run(self, work: Any) -> Any:
-        """Run a coroutine in the run's event loop. The function's clients belong to this loop."""
+        """Run a coroutine in the event loop of this scorer, to which the clients of the function
+        belong."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             weakref.finalize(self, self._loop.close)
@@ -437,7 +445,7 @@ class Scorer:
 
 
 def own_part(section: RewardSection) -> str:
-    """Return the name of the part for the number that a function returns, if there is also a reward
+    """Return the name of the part of a function that returns a number, if there is also a reward
     model."""
     return section.name if section.import_path is None else section.import_path.rpartition(":")[2]
 

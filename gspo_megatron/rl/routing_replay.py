@@ -1,15 +1,19 @@
-"""Routing Replay and volatility in the passes of a step: each pass records, replays or compares.
+"""Routing Replay and volatility in the passes of a step: a pass records routes, replays them or
+compares them.
 
 | pass | replay off | r2 | r3 |
 | --- | --- | --- | --- |
-| old log-probs | the routers choose | recorded | the rollout's experts |
-| first mini-batch | the routers choose | the routers choose, not yet updated | the rollout's |
-| further mini-batches | the routers choose | the recorded experts | the rollout's |
+| old log-probs | the routers choose | the routers choose, recorded | the rollout's experts |
+| first mini-batch | the routers choose | the routers choose | the rollout's experts |
+| further mini-batches | the routers choose | the recorded experts | the rollout's experts |
 
-The reference policy has its own mode, independent of the policy's: its pass uses its own routers,
-the choice of the old policy's routers (r2), or the rollout's experts (r3). If this mode is r2, the
-old policy's pass covers all mini-batches. It then records the choice of its own routers, even if it
-replays the rollout's experts.
+In the first mini-batch of r2 the routers have not been updated yet, so they choose as the old
+policy does.
+
+The reference policy has its own mode, independent of the policy's mode. Its pass uses its own
+routers (off), the choice of the old policy's routers (r2), or the rollout's experts (r3). If the
+mode of the reference policy is r2, the pass of the old policy covers all mini-batches. That pass
+then records the choice of the old policy's routers, even if it replays the rollout's experts.
 """
 
 from __future__ import annotations
@@ -39,7 +43,7 @@ class RoutingReplayOff:
     """No replay: in every pass the routers choose, and nothing is recorded."""
 
     records = False  # whether the old policy's pass must record its routes
-    records_all = False  # whether it must also cover the first mini-batch
+    records_all = False  # whether this pass must also cover the first mini-batch
 
     def start(self, mini_batches: Sequence[MicroBatches]) -> None:
         """Begin a new step."""
@@ -65,15 +69,16 @@ class RoutingReplayOff:
 class RecordedRoutes:
     """The routes of one micro-batch, for later passes of the step."""
 
-    in_first: bool  # in the first mini-batch, which needs no pass for old log-probs
+    in_first: bool  # whether it is in the first mini-batch, which needs no pass for old log-probs
     tables: dict[str, RouteTable] = field(default_factory=dict)  # by mode: r2, r3
-    waiting: dict[str, set[str]] = field(default_factory=dict)  # by mode: passes that still need it
+    # by mode: passes that still need the table
+    waiting: dict[str, set[str]] = field(default_factory=dict)
     # The choice of the old policy's routers, and their scores by layer, for volatility.
     natural: tuple[RouteTable, dict[int, Tensor]] | None = None
 
 
 class RoutingReplay(RoutingReplayOff):
-    """Records and replays routes; the micro-batches of the step carry them."""
+    """Records and replays routes. Each micro-batch of the step holds its own routes."""
 
     def __init__(self, policy: Policy, section: RoutingSection, device: torch.device) -> None:
         self.section, self.device, self.config = section, device, policy.config
@@ -196,7 +201,7 @@ class RoutingReplay(RoutingReplayOff):
             layers = recording.layers
             assert layers == self.layers, f"layers {layers} recorded of {self.layers}"
             table = recording.table()
-        else:  # this pipeline stage has no MoE layers, but must join the sums over all stages
+        else:  # a pipeline stage without MoE layers must also join the sums over all stages
             index = self._local(micro_batch.packed.token_index)
             assert index is not None
             nothing = no_routes(self.config, 0, len(index), device=self.device)
@@ -219,7 +224,8 @@ class RoutingReplay(RoutingReplayOff):
         return Replaying(table)
 
     def _end_of_pass(self, micro_batch: MicroBatch, name: str, mode: str) -> Routes | None:
-        """Remove and return the routes of a pass, and check that the pass used them."""
+        """Remove and return the routes of a pass. If they were replayed, check that the pass used
+        them."""
         routes, micro_batch.routes = micro_batch.routes, None
         inner = routes.inner if isinstance(routes, (Recording, Observing)) else routes
         if isinstance(inner, Replaying):
@@ -236,12 +242,13 @@ class RoutingReplay(RoutingReplayOff):
             del kept.tables[mode]
 
     def _of_rollout(self, micro_batch: MicroBatch) -> tuple[RouteTable, Tensor]:
-        """Return the rollout's routes of the local tokens, and a scalar bool that they are sound.
+        """Return the rollout's routes of the local tokens, and a scalar bool that says whether they
+        are sound.
 
-        Sound means that every token with routes has k different existing experts. The last token of
-        a branch never went through the rollout engine: it has no routes, and no log-prob depends
-        on its experts. Zeros in all layers mean that a server did not report the token's routes.
-        The routers then choose its experts.
+        Sound means that every token with routes has k different existing experts. The rollout
+        engine never computes the last token of a branch: this token has no routes, and no log-prob
+        depends on its experts. If a token has zeros in all layers, a server did not report its
+        routes. For tokens without routes the routers choose the experts.
         """
         assert micro_batch.rollout_routes is not None, "the rollout engine recorded no routes"
         pieces = micro_batch.rollout_routes
@@ -281,8 +288,8 @@ class RoutingReplay(RoutingReplayOff):
 def _are_sound(experts: Tensor, num_experts: int) -> Tensor:
     """Return a scalar bool: every row [..., k] has k different existing experts.
 
-    This detects engines that leave tokens out and fill their rows with zeros. Replaying an expert
-    twice for one token would also give wrong weights for the experts.
+    The check detects engines that leave tokens out and fill the rows of these tokens with zeros. It
+    also detects an expert that occurs twice for one token, whose replay would give wrong weights.
     """
     ranked = experts.sort(dim=-1).values
     differ = (ranked[..., 1:] != ranked[..., :-1]).all()

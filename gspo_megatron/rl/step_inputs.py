@@ -1,8 +1,9 @@
 """Saves and reads a step's Experience: all that a policy update needs besides the weights.
 
-It is saved so that a run can stop between a rollout and its update, and so that a bad step can be
-replayed. Each data-parallel rank writes its share as a `RolloutGroup`; each pipeline stage writes
-the routes of its layers. A rank of another layout reads its own groups from all files.
+Saved Experience has two uses: a run can stop between a rollout and its update, and a bad step can
+be computed again. Each data-parallel rank writes its share as a `RolloutGroup`; each pipeline stage
+writes the routes of its layers. If the layout has changed, each rank reads its groups from all
+files.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ _NAME = re.compile(r"step_(\d{8,})")
 def write_rollouts(experience: Experience, folder: Path) -> None:
     """Write this rank's share below `folder`; every rank calls it. Raises OSError."""
     if parallel_state.get_tensor_model_parallel_rank() > 0:
-        return  # the first tensor-parallel rank writes the same
+        return  # the first tensor-parallel rank writes the same data
     stage = parallel_state.get_pipeline_model_parallel_rank()
     if stage > 0 and experience.group.routes is None:
         return
@@ -76,7 +77,7 @@ def write_rollouts(experience: Experience, folder: Path) -> None:
 
 
 def read_experience(folder: Path, description: dict[str, Any], policy: Policy) -> Experience:
-    """Read the files of `write_rollouts`: this rank's share in the current layout.
+    """Read this rank's share, in the current layout, from the files of `write_rollouts`.
 
     description: the value of `Experience.describe`. Every rank calls it. Raises the same DataError
     on all ranks.
@@ -101,11 +102,12 @@ def read_experience(folder: Path, description: dict[str, Any], policy: Policy) -
 def read_share(
     folder: Path, rank: int, size: int, layers: Callable[[], Sequence[int]]
 ) -> RolloutGroup:
-    """Read the groups whose number modulo `size` is `rank`, the same split as in rollouts.
+    """Read the groups whose number modulo `size` is `rank`. Rollouts divide the groups in the same
+    way.
 
-    layers: returns the numbers of the layers whose routes to read, if there are routes. Only one
-    data-parallel rank's file is in memory at a time. Raises OSError, SafetensorError, DataError or
-    KeyError if a file is missing or damaged.
+    layers: a function that returns the numbers of the layers whose routes are read; it is called
+    only if there are routes. Only one data-parallel rank's file is in memory at a time. Raises
+    OSError, SafetensorError, DataError or KeyError if a file is missing or damaged.
     """
     shares: list[RolloutGroup] = []
     for path in sorted(folder.glob("*_stage_000.safetensors"), key=_data_rank):
@@ -121,7 +123,8 @@ def read_share(
 
 
 def _with_routes(share: RolloutGroup, first_stage: Path, wanted: Sequence[int]) -> RolloutGroup:
-    """Return the share with the routes of the wanted layers, from the files of all stages."""
+    """Return the share with the routes of the wanted layers, which are read from the files of all
+    stages."""
     assert share.routes is not None
     routes, layers = [share.routes[:, :0]], []
     for path in sorted(first_stage.parent.glob(f"*_data_{_data_rank(first_stage):05d}_*")):
@@ -163,10 +166,11 @@ class KeptSteps:
         publication = on_main(lambda: Publication(self.folder, _name(step)))
         refusal = on_main(lambda: _refusal(publication.begin))
         if refusal is None:
-            files: Files = {}  # this rank's files with checksums
+            files: Files = {}  # the files of this rank, with checksums
             mine = _refusal(lambda: files.update(self._write_share(publication, step, experience)))
             everyones = gather_objects((files, mine))
-            if everyones is not None:  # the main rank publishes all files or none
+            # the main rank publishes the step only if all ranks have written their files
+            if everyones is not None:
                 whole = {name: record for own, _ in everyones for name, record in own.items()}
                 refusal = next((text for _, text in everyones if text is not None), None)
                 refusal = refusal or _refusal(lambda: self._publish(publication, step, whole))
@@ -191,7 +195,8 @@ class KeptSteps:
         return {name: record_of(folder / name) for name in names}
 
     def _publish(self, publication: Publication, step: int, files: Files) -> None:
-        """Publish a step. Delete older surplus steps, and later steps from before a resume."""
+        """Publish a step. Delete the oldest steps if there are too many, and steps after this one,
+        which the run saved before it was resumed."""
         publication.publish(files)
         steps = kept_steps(self.folder)
         kept = [each for each in steps if each <= step][-self.keep :]
@@ -213,10 +218,10 @@ class StepInputs:
 
     run: Path
     step: int
-    precision: str  # precision of the step's computation
+    precision: str  # training.precision of the step
     vocab_size: int
     has_routes: bool
-    rollouts: dict[str, Any]  # Experience.describe
+    rollouts: dict[str, Any]  # the value of Experience.describe
 
     @property
     def folder(self) -> Path:
@@ -268,8 +273,9 @@ class StepWeights:
     """The source of the weights for a saved step."""
 
     checkpoint: Path | None  # None: the weights with which the run began
-    is_start: bool  # the step began with these weights, so the loss can equal the run's
-    optimizer: bool  # the checkpoint has the optimizer's state
+    # whether the step began with these weights, so that the loss can equal the logged one
+    is_start: bool
+    optimizer: bool  # whether the optimizer's state of the checkpoint is used
     notes: tuple[str, ...] = ()
 
     @property
@@ -283,16 +289,17 @@ class StepWeights:
 def find_weights(step: StepInputs, config: Config, given: str | None) -> StepWeights:
     """Find the weights for a saved step, and check the checksums of all files to be read.
 
-    given: a checkpoint; None: the newest undamaged checkpoint of the run from before the step, or
-    else the run's first weights. Also checks the reference if the objective needs one. Raises
-    DataError.
+    given: a checkpoint; None: the newest undamaged checkpoint from before the step, or else the
+    weights with which the run began. If the objective needs a reference policy, its checkpoint is
+    checked, too. Raises DataError.
     """
     notes = []
     if given is not None:
         checkpoint = Path(given)
         _check_whole(checkpoint)
     else:
-        # the state after the previous step, with the rollouts of this step
+        # the position after the previous step, when the responses of this step are already
+        # generated
         start = Position(RL, step.step - 1, True)
         for position in positions(step.run / CHECKPOINTS):
             if position.order > start.order:
@@ -309,10 +316,10 @@ def find_weights(step: StepInputs, config: Config, given: str | None) -> StepWei
         objective.needs_reference
         and (reference := reference_of(checkpoint, config, step.step)) is not None
     ):
-        # if the folder is missing, the run's first weights are used: they are the same
+        # Without the folder, the run's first weights are used, which are the same.
         way = "replace it by an undamaged copy, or move it away: the first weights are the same"
         _check_whole(reference, f"damaged, and needed; {way}")
-    if not (checkpoint / STATE_FILE).is_file():  # weights alone
+    if not (checkpoint / STATE_FILE).is_file():  # a checkpoint of weights alone
         return StepWeights(checkpoint, False, False, tuple(notes))
     state = RunState.read(checkpoint)
     is_start = state.step == step.step - 1
@@ -320,14 +327,14 @@ def find_weights(step: StepInputs, config: Config, given: str | None) -> StepWei
 
 
 def reference_of(checkpoint: Path, config: Config, step: int) -> Path | None:
-    """Return the folder beside a checkpoint with the reference policy's weights at a step. Returns
-    None if there is none."""
+    """Return the folder, beside a checkpoint, that has the weights of the reference policy at
+    `step`. Returns None if there is no such folder."""
     reference = checkpoint.parent / reference_name(reference_step(config, step))
     return reference if (reference / MANIFEST).is_file() else None
 
 
 def _check_whole(folder: Path, *advice: str, contents: bool = True) -> None:
-    """Raise DataError if a folder is damaged; it lists the damage and the advice."""
+    """Raise DataError if a folder is damaged. The error lists the damage, then `advice`."""
     damage = find_damage(folder, contents=contents)
     if damage:
         raise DataError("\n".join(f"{folder}: {line}" for line in (*some_of(damage), *advice)))

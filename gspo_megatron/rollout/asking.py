@@ -29,7 +29,7 @@ class Asker:
     def __init__(self, name: str, reward: RewardSection) -> None:
         """name: configuration key and URL of the server, for messages."""
         self.name, self.reward = name, reward
-        self._told = False  # whether a message about failed calls was printed
+        self._told = False  # whether a message about failed calls has been printed
 
     async def repeated(self, call: Callable[[], Awaitable[_T]]) -> tuple[_T | None, int]:
         """Repeat a call until it succeeds. Returns its result and the number of failed calls.
@@ -74,12 +74,12 @@ class Asker:
             return json.loads(text)
 
     def advice(self, status: int, text: str) -> str | None:
-        """Return what the user should do if an answer shows a mistake of the user; else None."""
+        """Return an advice if the server's answer shows a mistake of the user; else None."""
         return None
 
 
 class BusySeconds:
-    """Counts the seconds in which at least one call is under way."""
+    """Counts the seconds in which at least one call is running."""
 
     def __init__(self) -> None:
         self._seconds, self._since, self._calls = 0.0, 0.0, 0

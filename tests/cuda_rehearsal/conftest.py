@@ -1,4 +1,4 @@
-"""Hosts with rehearsed devices, and the same ranks on CPUs for comparison."""
+"""Fixtures for ranks on rehearsed CUDA devices, and for the same ranks on CPUs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ours = [item for item in items if item.path.is_relative_to(folder)]
     if ours and (reason := missing()):
         for item in ours:
-            # There is no compiler, or torch has CUDA kernels.
+            # `reason`: there is no compiler, or torch has CUDA kernels.
             item.add_marker(pytest.mark.skip(reason=reason))
 
 

@@ -39,7 +39,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config_file(toy: Path, tmp_path: Path) -> Path:
-    """The file that write_config makes, in a folder of its own."""
+    """A configuration from `write_config`, in a new folder."""
     return write_config(toy, tmp_path)
 
 

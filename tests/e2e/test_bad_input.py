@@ -25,7 +25,7 @@ def refused(config_file: Path, *words: str, **environ: str) -> str:
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        # All mistakes are reported at once, each with the most similar right name.
+        # All mistakes are reported at once, and each message names the most similar right name.
         (
             ("objective.clip_lo=0.1", "rollout.group_size=eight", "model.megatron.hiden_size=64"),
             ("objective.clip_lo .*clip_low", "rollout.group_size .*eight", "hiden_size .*hidden_"),

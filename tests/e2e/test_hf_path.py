@@ -25,10 +25,10 @@ from tests.unit.hf.policies import logits_of
 from tests.unit.hf.published import assert_same_bits, read_folder, write_model
 from tests.unit.models.one_rank import one_rank_groups
 
-VOCABULARY = 53  # of the published model; larger than the number of the tokenizer's pieces
+VOCABULARY = 53  # of the published model; larger than the tokenizer's vocabulary
 LAYOUT = "tp=2,ep=2"
 LAST = "rl_00000002"
-# For fp32 logits of size 1 from four layers, with sums in another order.
+# The tolerance for fp32 logits of size 1 after four layers, if sums have another order.
 TOLERANCE = 1e-5
 
 

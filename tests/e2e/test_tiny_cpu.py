@@ -17,7 +17,7 @@ from tests.programs import ROOT, gspo, run_program
 FOLDER = ROOT / "examples" / "tiny_cpu"
 START = Path("runs/tiny_cpu_start/seed_2")
 
-# There are enough steps for some right answers. Each stage has one process.
+# Overrides for short stages, each in one process. The steps are enough for some right answers.
 SMALL = "parallel.layout=tp=1 logging.plots=false training.evaluation_interval=0"
 PRETRAIN = f"{SMALL} training.steps=20"
 SFT = f"{SMALL} training.steps=120 training.batch_size=128 optimizer.learning_rate=2e-3"
@@ -40,8 +40,7 @@ def evaluations(run: Path, key: str) -> list[float]:
 
 
 def accuracies(run: Path) -> list[float]:
-    """The accuracies of the models of all stages, after a check of their answers in
-    answers.json."""
+    """Check the answers in answers.json. Returns the accuracy of the model of each stage."""
     answers = json.loads((run / "answers.json").read_text())
     rows = answers["prompts"]
     assert len(rows) == 256
@@ -59,7 +58,7 @@ def table(folder: Path, expect: int) -> str:
 
 
 def test_a_short_life(tmp_path: Path) -> None:
-    """All stages run, each from the result of the stage before."""
+    """All stages run, and each stage begins with the model of the stage before."""
     result = life(tmp_path, *RL, PRETRAIN=PRETRAIN, SFT=SFT)
 
     rl = tmp_path / RUN
@@ -89,7 +88,7 @@ def test_a_short_life(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["tp=1", "tp=2,pp=2,ep=2"])
 def test_a_whole_life(tmp_path: Path, layout: str) -> None:
-    """The results are those in the example's README. The test takes minutes."""
+    """The results are equal to those in the example's README. The test takes minutes."""
     life(tmp_path, "training.seed=2", f"parallel.layout={layout}")
     _, tuned, trained = accuracies(tmp_path / f"runs/tiny_cpu-seed=2-layout={layout}")
     assert tuned < 0.45 and trained > 0.85

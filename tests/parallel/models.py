@@ -1,5 +1,5 @@
-"""The models of these tests. They are tiny. No two of their sizes are equal, and none is round,
-because such sizes can hide mistakes."""
+"""The models of these tests. They are tiny. Where possible, their sizes differ from each other and
+are not round, because equal or round sizes can hide mistakes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ ODD_MOE: dict[str, Any] = {
     "moe_layer_freq": [0, 1, 1, 1],
     "moe_aux_loss_coeff": 0.01,
     "moe_z_loss_coeff": 0.001,
-    # Larger than usual: mistakes hardly change the routes, log-probs and gradients of an untrained
-    # model.
+    # Larger than usual, so that mistakes show. They hardly change routes, log-probs and gradients
+    # of an untrained model.
     "init_method_std": 0.15,
 }
 

@@ -32,9 +32,9 @@ from tests.parallel.models import VOCAB_SIZE
 from tests.parallel.pool import Pool
 
 SAVED_ON = "tp=2,pp=2,ep=2"
-# The difference after an update of size 1e-3 from equal states. Between layouts, gradients in fp32
-# differ by 1e-6 relatively. A lost state differs itself, and leads to differences of 1e-4 and more
-# here.
+# The largest difference between weights after an update of size 1e-3 from equal states. Between
+# layouts, gradients in fp32 differ by a relative 1e-6. If a part of the state is lost, weights
+# differ by 1e-4 and more.
 UPDATE_TOLERANCE = 1e-5
 TIED = {"tie_embeddings": True}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -144,7 +144,7 @@ def test_sixteen_bits_overlap_and_tied_embeddings(
     expected = on(pool, layout, train_and_save, options=options, folder=tmp_path)
     assert_same(on(pool, layout, resume, options=options, folder=tmp_path), expected)
     elsewhere = on(pool, other, resume, options=options, folder=tmp_path)
-    # In bf16, rounded gradients may change the last bit of a weight of size 1.
+    # In bf16, the rounding of gradients may change the last bit of a weight of size 1.
     bf16 = options.get("precision") == "bf16"
     assert_same(elsewhere, expected, 2**-7 if bf16 else UPDATE_TOLERANCE)
 

@@ -12,7 +12,7 @@ from tests.parallel.pool import Pool
 
 
 class UnknownError(UserError):
-    """An error of a class that other processes may not know."""
+    """An error whose class other processes may not know."""
 
 
 def failure(kind: str) -> tuple[str, str, list[str]]:

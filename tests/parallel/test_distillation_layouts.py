@@ -33,8 +33,8 @@ WIDE = "tp=2,pp=2,cp=2,ep=2"
 
 
 def distant_teacher(folder: str, policy: Policy, *, offload: bool) -> DistantReference:
-    """A teacher without a folder. Its weights are a function of the policy's weights, so they are
-    the same on every layout."""
+    """A teacher that needs no folder. Its weights are computed from the policy's weights, so they
+    are the same on every layout."""
     return DistantReference(policy, offload=offload)
 
 
@@ -170,8 +170,8 @@ def test_each_response_learns_from_its_own_teacher_on_every_layout(pool: Pool, f
 
 
 def of_a_server(**columns: Any) -> RolloutBatch:
-    """Data as a server might send it: a function of each token, with fewer than k entries filled
-    up."""
+    """Log-probs as the server of a teacher might send them, computed from each token. Positions
+    with fewer than k entries are filled up."""
     batch = RolloutBatch(**columns)
     said = columns["rollout_logprobs"].double()  # [response tokens], all different
     places = torch.arange(4, device=said.device)

@@ -21,8 +21,8 @@ cp "$(readlink -f "$base/bin/$name")" "$image$base/bin/$name"
 tar -C "$base/lib" --exclude test --exclude site-packages --exclude 'config-*' \
     --exclude __pycache__ -c "$name" | tar -x -C "$image$base/lib"
 
-# The libraries that the dynamic loader would load. torch also loads some parts of the C library by
-# name.
+# Copies the libraries that the dynamic loader would load, and the parts of the C library that torch
+# loads by name.
 {
     # ldd fails on scripts
     { find "$image" -type f \( -perm /111 -o -name '*.so*' \) -exec ldd {} + 2>/dev/null || true; } |
@@ -40,7 +40,7 @@ echo 'root:x:0:0:root:/root:/bin/bash' >"$image/etc/passwd"
 echo 'root:x:0:' >"$image/etc/group"
 echo '127.0.0.1 localhost' >"$image/etc/hosts"
 : >"$image/etc/gspo-test-image"
-# The image has its own values for variables that the job sets.
+# In the image, variables that the job also sets have other values.
 mkdir -p "$image/.singularity.d/env"
 echo 'export PYTHONPATH=/of/the/image OMP_NUM_THREADS=77' >"$image/.singularity.d/env/90-environment.sh"
 # Each image that apptainer builds has this file. Variables from outside are set after it.

@@ -28,7 +28,7 @@ SECTIONS = {name.partition(".")[0] for name in KEYS}
 ROOTS = ("gspo_megatron/", "tests/", "tools/", "docs/", "examples/", "slurm/", "requirements/")
 ROOTS += ("pretrain_scripts/",)
 PATH = re.compile(rf"(?<![\w./<-])((?:{'|'.join(ROOTS)})[\w./-]+\.\w+)")
-# a file that the user writes; a script of Megatron-LM
+# Allowed, although not in the repository: a file that the user writes, and a script of Megatron-LM.
 ELSEWHERE = {"slurm/site.sh", "tools/preprocess_data.py"}
 BLOCK = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 

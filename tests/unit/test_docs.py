@@ -31,7 +31,7 @@ from tests.unit.objectives.batches import make_inputs
 PAGE = ROOT / "docs" / "objectives.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 OWN = ROOT / "examples" / "objectives" / "custom_objective.py"
-MAX_CODE_LINES = 25  # the page promises an own loss in a screenful
+MAX_CODE_LINES = 25  # the page promises that a custom loss fits on a screen
 
 
 def table(first_header: str) -> list[dict[str, str]]:
@@ -104,7 +104,7 @@ def test_every_rule_stands_there_with_its_ratios_and_numbers() -> None:
         row = rows[name]
         assert tuple(code(row["on ratios"])) == rule.ratios
         assert [each.partition("=")[0] for each in code(row["reads"])] == list(rule.defaults)
-        # The numbers of this rule in an objective that normally has another rule.
+        # An objective that normally has another rule, to see the defaults of this rule's numbers.
         foreign = "grpo" if name != "min_clip" else "sapo"
         ratio = "token" if "token" in rule.ratios else rule.ratios[0]
         resolved = resolve_objective(ObjectiveSection(name=foreign, rule=name, ratio=ratio))

@@ -74,8 +74,8 @@ def refusal(text: str, *, weights: bool = False, kind: hub.Kind = "model") -> st
 def test_what_is_a_name(
     text: str, expected: HubName | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """These are not names: a path of several folders, a file by its ending, and something in an
-    existing folder."""
+    """These are not names of the Hub: a path of several folders, a path with the ending of a file,
+    and a path in an existing folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
     assert parse_name(text, "model") == expected

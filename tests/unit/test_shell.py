@@ -1,4 +1,4 @@
-"""Every shell file of the repository is checked by shellcheck. All batch files follow some common
+"""shellcheck accepts every shell file of the repository, and all batch files follow some common
 rules."""
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ from tests.unit.hf.published import VOCABULARY, read_folder, write_model
 from tests.unit.hf.transformers_side import ask, transformers_process
 from tools.upcycle import MOE_OF, Plan, upcycle
 
-# For fp32 logits of size 3 to 5 from four layers. The sums over experts have another order.
+# The tolerance for fp32 logits of size 3 to 5 after four layers, because sums over experts have
+# another order.
 TOLERANCE = 2e-5
 WHOLE = Plan(experts=4, top_k=2)
 # transformers needs experts whose width is a multiple of 16 bytes.

@@ -40,8 +40,8 @@ ENVIRONMENT = common_environment(token="") | cpu_environment()
 
 @dataclass(frozen=True)
 class Sample:
-    """A response: the ids and log-probs of its tokens, and the experts of all tokens that were
-    inputs."""
+    """A response: the ids and log-probs of its tokens, and the experts of all tokens that the model
+    computed (all except the last one)."""
 
     prompt: list[int]
     tokens: list[int]

@@ -27,7 +27,7 @@ from tests.vllm.runs import Run, is_alive, make_run, wait_for
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 FILE, PROMPTS, GROUP, SEED = 64, 6, 4, 1
 STALENESS = 2
-# With "server and service", both are killed at the same moment, so nobody is left to end the
+# With "server and service", both are killed at the same moment, so no process is left that ends the
 # server's engine.
 VICTIMS = ["trainer", "service", "server", "all", "server and service"]
 
@@ -103,8 +103,8 @@ class Killer:
         if victim in ("trainer", "all"):
             self.process.communicate()
             wait_for(lambda: not any(map(is_alive, self.seen)), seconds=120)
-            # The service ends by itself when the trainer dies. It may just have begun; then it had
-            # no server yet, and the next start clears its folder.
+            # The service ends by itself when the trainer dies. If the service has only just begun,
+            # it has no server yet, and the next start clears its folder.
             if victim == "trainer" and had_server:
                 assert not weights_folders(load_config(run.folder / "config.yaml"))
             self.process = run.start()

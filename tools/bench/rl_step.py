@@ -6,10 +6,11 @@ Both sides run the workloads of peers/workload.py on the same cores: a random Qw
 model, GSPO loss, old log-probs, 4 optimizer steps, 2 threads. Sizes small and mid have 128
 responses of 32 tokens; long has 64 with log-normal lengths up to 512, a larger vocabulary and 64
 experts. smollm2 has the shape of examples/smollm2_moe, 64 responses of 64 tokens and 2 optimizer
-steps. The lengths are planned, the same for both. The sides take turns, round after round, each
-in its own process. Each round has a ratio, and the share of our step that its matrix products take
-alone on this machine (the limit); the last line has the medians. With --busy another program keeps
-one core busy all the time. TRL has its own environment, .venv-bench, made on first use from
+steps. The lengths are planned, so they are the same on both sides. The sides take turns, round
+after round, each in its own process. The output has two figures for each round: the ratio, and the
+limit. The limit is the share of our step that the matrix products of the step take if they run
+alone on this machine. The last line has the medians. With --busy another program keeps one core
+busy all the time. TRL has its own environment, .venv-bench, made on first use from
 peers/requirements.txt.
 """
 
@@ -47,7 +48,8 @@ def peer_python(environment: Path) -> Path:
     print(f"making {environment} (a few minutes) ...", file=sys.stderr)
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(environment)], check=True)
     pip = [str(python), "-m", "pip", "install", "--quiet"]
-    # torch first and alone: later packages must not install another build of it
+    # torch is installed first and alone, because later packages must not install another build of
+    # it
     torch = next(
         line for line in requirements.read_text().splitlines() if line.startswith("torch=")
     )

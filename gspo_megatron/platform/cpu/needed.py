@@ -1,9 +1,9 @@
 """Substitutes that stock Megatron-Core needs to run without CUDA. Nothing here is about speed.
 
 Megatron-Core allocates on 'cuda', synchronises streams and compares tensor type names in a few
-dozen places. With the substitutes below the unchanged package runs over gloo on CPU tensors, by the
-same code as on GPUs. Tensor factories are wrapped; all other operations are unchanged. With CUDA
-`install` does nothing. tests/unit/platform/test_cpu_needed.py fails when an upgrade of
+dozen places. With the substitutes below, the unchanged package runs on CPU tensors and over gloo,
+with the same code as on GPUs. Tensor factories are wrapped; all other operations are unchanged.
+With CUDA `install` does nothing. tests/unit/platform/test_cpu_needed.py fails when an upgrade of
 Megatron-Core makes a substitution superfluous. Code that only saves time is in `faster`.
 """
 
@@ -24,13 +24,14 @@ CPU = torch.device("cpu")
 FACTORIES = ("empty", "zeros", "ones", "tensor", "empty_like")
 
 # Megatron-Core uses the kernels of these packages whenever it can import them. The packages may be
-# installed on a machine without a GPU, or with a GPU that is hidden for a dry run. There the
-# kernels cannot compute.
+# installed on a machine without a GPU, or on one whose GPU is hidden for a dry run. There the
+# kernels cannot compute, so importing these packages must fail.
 GPU_PACKAGES = ("transformer_engine", "apex", "amp_C")
 
 
 class InertStream:
-    """Replaces a CUDA stream or event: on a CPU the work is done when a call returns."""
+    """Replaces a CUDA stream or event. Its methods do nothing, because on a CPU the work is done
+    when a call returns."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         pass
@@ -48,7 +49,7 @@ class InertStream:
 
 
 class Splits(list):
-    """Split sizes as ints, for callers that expect a numpy array of them."""
+    """A list of split sizes, for callers that expect a numpy array of split sizes."""
 
     def tolist(self) -> list:
         return list(self)
@@ -68,8 +69,8 @@ def install() -> None:
     _replace_cuda_runtime()
     modules: dict[str, Any] = sys.modules
     modules.update(dict.fromkeys(GPU_PACKAGES))  # None: an import raises ImportError
-    # Megatron-Core compiles its small fused functions. Here that would need a C++ compiler, gain
-    # nothing, and take 2 s per rank: the decorator alone imports dynamo.
+    # Megatron-Core compiles its small fused functions by torch.compile. On a CPU this would need a
+    # C++ compiler, save no time, and take 2 s per rank, because the decorator alone imports dynamo.
     native = torch.compile
     _substitute(torch, compile=lambda model=None, **_named: model or (lambda function: function))
     try:
@@ -107,9 +108,10 @@ def _on_cpu(factory: Any) -> Any:
 
 
 def _redirect_factories() -> None:
-    # `with torch.device(...)` lists the factories at its first use. The list must be made before
-    # they are replaced. Otherwise it would lack the native ones, and models of transformers, which
-    # are built on "meta" and filled later, would keep uninitialised buffers.
+    # `with torch.device(...)` makes a list of the factories at its first use. This list must be
+    # made before the factories are replaced. Otherwise the list would lack the native factories,
+    # and models of transformers, which are built on "meta" and filled later, would keep
+    # uninitialised buffers.
     torch.utils._device._device_constructors()
     _substitute(torch, **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES})
 
@@ -133,13 +135,14 @@ def _redirect_tensor_methods() -> None:
 
 
 def _do_nothing() -> Callable[..., None]:
-    """Return a new function that does nothing: dynamo has rules by function and refuses two rules
-    for the same one."""
+    """Return a function that does nothing. Every call returns a new function, because dynamo has
+    one rule for each function and refuses a second rule for the same function."""
     return lambda *_args, **_kwargs: None
 
 
 def _replace_cuda_runtime() -> None:
-    # Megatron's RNG tracker forks the CUDA generator, which is here the CPU's default generator.
+    # Megatron's RNG tracker forks the CUDA generator. On a CPU, the default generator takes its
+    # place.
     def get_rng_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:
         return torch.get_rng_state()
 
@@ -190,8 +193,8 @@ def _adapt_megatron() -> None:
 
 
 def _uneven(native: Any, substitute: Any) -> Any:
-    """Use `substitute` for unequal shares, which expert tensor parallelism has. Gloo gathers and
-    scatters only equal shares."""
+    """Use `substitute` if the shares of the ranks are unequal, as they are with expert tensor
+    parallelism. Gloo can gather and scatter only equal shares."""
 
     @functools.wraps(native)
     def collective(

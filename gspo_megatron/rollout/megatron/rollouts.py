@@ -1,8 +1,8 @@
 """The RolloutSource of the in-process engine: runs episodes, generates and scores on the ranks.
 
-One rank of each model replica, its leader, runs the environments and the reward. The other ranks
-join the leader's forward passes: the leader sends them the tokens before each turn, and at the end
-the responses. Each rank adds the routes of its own layers.
+One rank of each model replica, the leader, runs the environments and the reward. The other ranks of
+the replica take part in the forward passes: before each turn the leader sends them the tokens, and
+at the end it sends them the responses. Each rank adds the routes of its own layers.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ from gspo_megatron.types import Prompt, RolloutBatch
 
 T = TypeVar("T")
 
-# A turn, or all single turns of a prompt, with the numbers of its samples. All calls of a round
-# have the same number of samples.
+# One call of the engine for one turn of an episode, or for all single turns of a prompt; with the
+# numbers of the samples. All calls of a round have the same number of samples.
 _Call = tuple[TurnRequest, Sequence[int]]
 
-_SEED_OF_TURN = 1 << 56  # gives each turn of a sample different random numbers
+# The seeds of two turns differ by this, so each turn of a sample has its own random numbers.
+_SEED_OF_TURN = 1 << 56
 
 
 @dataclass
@@ -57,7 +58,7 @@ class Generated:
 
     # only on the leader of the replica:
     group: RolloutGroup | None
-    episodes: list[Episode]  # in the order of the group; empty for single turns
+    episodes: list[Episode]  # in the order of `group`; empty for single turns
     places: Places
     # on all ranks:
     rounds: list[RolloutBatch]  # the engine's output in each round
@@ -73,14 +74,15 @@ class MegatronRollouts:
         device: torch.device,
         layers: Sequence[int] = (),
     ) -> None:
-        """episodes: None for single turns; layers: numbers, from 1, of this rank's layers whose
-        routes the engine returns; empty if it returns none."""
+        """episodes: None for single turns; layers: the numbers (counted from 1) of this rank's
+        layers whose routes the engine returns; empty if the engine returns no routes."""
         self.engine, self.episodes = engine, episodes
         self.device, self.layers = device, layers
         self.replica, _ = model_replica()
         self.leader = dist.get_process_group_ranks(self.replica)[0]
         self.is_leader = dist.get_rank() == self.leader
-        # One loop for the whole run, because a client that the environment keeps is bound to it.
+        # The whole run uses one loop, because a client that the environment keeps is bound to its
+        # loop.
         self.loop = asyncio.new_event_loop()
         weakref.finalize(self, _end, self.loop)
         self.report: Callable[[str], None] = lambda text: None
@@ -141,12 +143,13 @@ class MegatronRollouts:
     ) -> Generated:
         """Generate `per_prompt` responses to each prompt.
 
-        prompts: by their numbers in the step; router_noise: see RolloutSource.take. Raises
-        UnplayableError on all ranks if the environment of any rank raises it.
+        prompts: the prompts by their numbers in the step; router_noise: see RolloutSource.take.
+        Raises UnplayableError on all ranks if the environment of any rank raises it.
         """
         samples = [range(number * per_prompt, (number + 1) * per_prompt) for number in prompts]
         barrier, running = Barrier(), {}
-        # Without an environment all ranks of a replica make the same calls, without messages.
+        # Without an environment, every rank of a replica finds out the calls by itself, so the
+        # leader sends none.
         if self.is_leader or self.episodes is None:
             running = self._start(barrier, [*prompts.values()], samples, sampling.max_tokens)
         rounds: list[RolloutBatch] = []
@@ -208,7 +211,7 @@ class MegatronRollouts:
         has_news = problem is not None or names != scorer.part_names
         known = all_gather_numbers([has_news, *failed, scorer.scorer.take_seconds()])
         has_any, *counts = known[:, :-1].sum(0).long().tolist()
-        agreed = FailedCalls(*counts), float(known[:, -1].max())  # each rank waits for the last
+        agreed = FailedCalls(*counts), float(known[:, -1].max())  # each rank waits for the slowest
         if not has_any:
             return agreed
         mine = None if problem is None else (type(problem).__name__, str(problem))
@@ -217,7 +220,7 @@ class MegatronRollouts:
         if problems:
             others = f" (and on {len(problems) - 1} more ranks)" if len(problems) > 1 else ""
             error = error_of(problems[0][0], problems[0][1] + others)
-            if not isinstance(error, EpisodeError):  # a reward may raise any UserError
+            if not isinstance(error, EpisodeError):  # the error of a reward may be any UserError
                 error = RewardError(str(error))
             raise error from problem
         parts = list(dict.fromkeys(names for _, names in told if names is not None))
@@ -227,7 +230,7 @@ class MegatronRollouts:
                 f"{' and '.join(map(describe, parts))} on different ranks; the same names are "
                 "wanted in every call"
             )
-        if parts:  # empty if all calls failed
+        if parts:  # no names are known if all calls failed
             scorer.part_names = scorer.scorer.part_names = parts[0]
         return agreed
 
@@ -252,7 +255,7 @@ class MegatronRollouts:
         samples: Sequence[Sequence[int]],
         max_tokens: int,
     ) -> dict[int, asyncio.Task[list[Played]]]:
-        """Start the tasks of this rank. Returns each by the number of its first sample."""
+        """Start the tasks of this rank. Returns the tasks, by the number of their first sample."""
         running = {}
         for prompt, numbers in zip(prompts, samples, strict=True):
             works = players(
@@ -271,7 +274,8 @@ class MegatronRollouts:
     def _calls(
         self, barrier: Barrier, running: Mapping[int, asyncio.Task[Any]]
     ) -> list[_Call] | None:
-        """Return this replica's calls of the engine; None: no rank has calls any more.
+        """Return this replica's next calls of the engine. Returns None if no rank has calls any
+        more.
 
         Raises UnplayableError on all ranks, with the problem of the first rank that has one.
         """
@@ -292,7 +296,7 @@ class MegatronRollouts:
         return calls if count else None
 
     def _told(self, value: T) -> T:
-        """Return the leader's value on all ranks of the replica."""
+        """Return, on all ranks of the replica, the `value` of the leader."""
         if self.replica.size() == 1:
             return value
         told = [value]
@@ -316,6 +320,6 @@ def _end(loop: asyncio.AbstractEventLoop) -> None:
     left = asyncio.all_tasks(loop)
     for task in left:
         task.cancel()
-    if left:  # gather() without tasks would use another loop
+    if left:  # without tasks, gather() would use another loop
         loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
     loop.close()

@@ -2,12 +2,13 @@
 them.
 
     RUN/rollouts/servers/NODE.wanted.json    service -> agent: the servers that should run there
-    RUN/rollouts/servers/NODE.json           agent -> service: running servers, and how others ended
+    RUN/rollouts/servers/NODE.json           agent -> service: running servers, and how servers
+    ended
 
-The nodes of a job share the run folder and need no other connection to find each other. Each side
-rewrites its file every two seconds, as a heartbeat. The clocks of nodes differ, so a reader notes
-by its own clock when a file last changed. The service makes all decisions; an agent (`agent.py`)
-only starts and ends the listed servers.
+The nodes of a job share the run folder, and find each other only by these files. Each side rewrites
+its file every two seconds, as a heartbeat. The clocks of nodes differ, so a reader notes by its own
+clock when a file last changed. The service makes all decisions; an agent (`agent.py`) only starts
+and ends the listed servers.
 """
 
 from __future__ import annotations
@@ -29,17 +30,18 @@ from gspo_megatron.rollout.vllm.process import END_SECONDS, errors_of
 
 FOLDER = "servers"  # in the folder of the store
 BEAT_SECONDS = 2.0
-SILENT_SECONDS = 30.0  # without a heartbeat a node counts as lost
+SILENT_SECONDS = 30.0  # a node counts as lost if its heartbeat is absent for so long
 _LOOK_SECONDS = 0.5
 
 
 def wanted_file(folder: Path, node: str) -> Path:
-    """Return the path of the service's file: servers that a node should run, with their tokens."""
+    """Return the path of the service's file, which lists the servers that a node should run, with
+    their access tokens."""
     return folder / f"{node}.wanted.json"
 
 
 def report_file(folder: Path, node: str) -> Path:
-    """Return the path of the agent's file."""
+    """Return the path of the agent's file, which lists the servers that the node runs."""
     return folder / f"{node}.json"
 
 
@@ -48,8 +50,9 @@ class HeartbeatFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.servers: dict[str, Any] = {}  # from the newest content; by number
-        self.heard: float | None = None  # when the file last changed; None: no change seen yet
+        self.servers: dict[str, Any] = {}  # as read last, by the number of the server
+        # when a reader saw the file change last; None: no change seen yet
+        self.heard: float | None = None
         self.address: str | None = None  # the writer's address; None for an agent
         self._beat: float | None = None
         self._written, self._written_at = {}, -math.inf
@@ -57,7 +60,8 @@ class HeartbeatFile:
     def write(self, servers: Mapping[str, Any], address: str | None = None) -> None:
         """Write the file if the content has changed or a heartbeat is due.
 
-        Only this user may read it. address: the service's address. Raises DataError.
+        The file can be read only by the user who runs this process. address: the service's address.
+        Raises DataError.
         """
         content = {"servers": dict(servers), "address": address}
         if content != self._written or time.monotonic() - self._written_at > BEAT_SECONDS:
@@ -72,7 +76,8 @@ class HeartbeatFile:
         except FileNotFoundError:
             self.servers = {}
             return
-        except (OSError, *WRONG_VALUES):  # on NFS during a replacement: read it again later
+        # on NFS while the file is being replaced; it is read again later
+        except (OSError, *WRONG_VALUES):
             return
         if self._beat not in (None, beat):
             self.heard = time.monotonic()
@@ -83,17 +88,18 @@ class Node:
     """The service's view of a node with an agent."""
 
     def __init__(self, folder: Path, name: str, address: str | None = None) -> None:
-        """address: the service's; the node's servers listen on the interface towards it."""
+        """address: the service's address. The node's servers listen on the network interface
+        towards it."""
         self.name, self.folder, self.address = name, folder, address
         self._wanted: dict[str, dict[str, Any]] = {}
         self._lock = threading.Lock()
         self.wanted = HeartbeatFile(wanted_file(folder, name))
         self.report = HeartbeatFile(report_file(folder, name))
-        for file in (self.report, self.wanted):  # left by an earlier start
+        for file in (self.report, self.wanted):  # an earlier start may have left them
             file.path.unlink(missing_ok=True)
 
     def want(self, number: str, server: dict[str, Any]) -> None:
-        """Add a server to the list; it replaces another one with the same number."""
+        """Add a server to the list of wanted servers. It replaces a server with the same number."""
         with self._lock:
             self._wanted[number] = server
 
@@ -128,7 +134,8 @@ class Nodes:
 
     @staticmethod
     async def _exchange(node: Node) -> None:
-        # With a full disk the agents get no heartbeat and end their servers. The store reports it.
+        # If the disk is full, the agents get no heartbeat and end their servers. The store reports
+        # the full disk.
         with contextlib.suppress(DataError, OSError):
             await asyncio.to_thread(node.exchange)
 
@@ -161,7 +168,8 @@ class RemoteProcess:
     def has_ended(self) -> str | None:
         """Return in words how the server ended; None while it runs or has not started yet."""
         heard = self.node.report.heard
-        if heard is not None:  # the server's deadline limits the wait for a late agent
+        # without a heartbeat yet, the server's deadline limits the wait for the agent
+        if heard is not None:
             silent = time.monotonic() - max(heard, self._since)
             if silent > SILENT_SECONDS:
                 return f"there is no sign of life from {self.node.name} for {silent:.0f} s"
@@ -185,7 +193,7 @@ class RemoteProcess:
         self.node.drop(self.number, self.boot)
 
     def errors(self) -> str:
-        """Return the last errors in its log, as text to append to a message."""
+        """Return the last errors in the server's log, as text to append to a message."""
         if self.node.report.heard is None:
             return f"; no agent answers from {self.node.name} (gspo-megatron serve --join)"
         return f"; {errors_of(self.log)}"

@@ -1,6 +1,7 @@
-"""Builds the modules of the stand-in from a table of signatures and the implementations.
+"""Builds the modules of the stand-in for Transformer Engine from a table of signatures and from
+implementations.
 
-A name that the table lacks does not exist. A function without an implementation raises an error
+A name that is not in the table does not exist. A function without an implementation raises an error
 when it is called. The arguments of every call are bound to the parameters in the table, checked by
 the contract, and recorded.
 """
@@ -20,7 +21,7 @@ from tests.cuda_rehearsal.engine.tables import Table, Unknown, with_defaults
 
 VERSION = "CUDA_REHEARSAL_ENGINE"  # the version of Transformer Engine whose table is used
 ROOT = "transformer_engine"
-ANYTHING = "(*args, **kwargs)"  # the signature of classes that are torch's own
+ANYTHING = "(*args, **kwargs)"  # the signature of torch's own classes
 reached: set[str] = set()  # names in the table that this process has called
 
 
@@ -37,9 +38,9 @@ def fill() -> None:
         path = f"{ROOT}.{path}"
         names = [name for name in known if name == path or name.startswith(f"{path}.")]
         if not names and path.removeprefix(f"{ROOT}.") not in COMPILED:
-            continue  # this version lacks the name
+            continue  # this version does not have the name
         if isinstance(implementation, types.FunctionType):
-            text = known.get(path, "value")  # "value": it is not a function in Python
+            text = known.get(path, "value")  # "value": not a Python function
             own = inspect.signature(implementation)
             signature = with_defaults(text) if text.startswith("(") else own
             implementation = _call(path, signature, implementation)
@@ -56,7 +57,7 @@ def fill() -> None:
 
 
 def _wrap(path: str, text: str, implementation: type, member: str) -> None:
-    """Wrap the method of a class to which this name refers."""
+    """Wrap the method `member` of the class `implementation`, which the table calls `path`."""
     if not text.startswith("(") or text == ANYTHING:
         return
     member, signature = member or "__init__", with_defaults(text)
@@ -64,7 +65,7 @@ def _wrap(path: str, text: str, implementation: type, member: str) -> None:
     if isinstance(function, staticmethod):
         setattr(implementation, member, staticmethod(_call(path, signature, function.__func__)))
     elif isinstance(function, types.FunctionType):
-        # the method of a base class may already be wrapped
+        # the method may belong to a base class and be wrapped already
         function = getattr(function, "__wrapped__", function)
         setattr(implementation, member, _call(path, signature, function, is_method=True))
 

@@ -48,6 +48,7 @@ class CudaRNGStatesTracker:
 
 
 def get_cpu_offload_context(enabled: bool) -> tuple[Any, Any]:
-    """Megatron-Core always calls this, but uses the result only if `enabled`."""
+    """Return placeholders. Megatron-Core always calls this, but uses the result only if
+    `enabled`."""
     assert not enabled, "the stand-in does not offload"
     return contextlib.nullcontext(), lambda tensor: tensor

@@ -62,7 +62,7 @@ MISSED = "warning: checkpoint.best_metric = 'evaluation/accuracy': step 9 has no
 
 @pytest.mark.parametrize(
     ("section", "ends", "warning"),
-    # For each step: its metrics, and the number of warnings up to then. Step 1 is not saved.
+    # For each step: its metrics, and the number of warnings up to this step. Step 1 is not saved.
     [
         ({"best_metric": "reward/maen"}, {1: (REWARDED, 0), 2: (REWARDED, 1), 4: (REWARDED, 1)},
          MISTYPED),
@@ -148,6 +148,6 @@ def test_room_that_a_removal_is_making_is_waited_for(
     assert refusal is None and writer.finish() is None
     assert published == [tmp_path / "new"]
 
-    surplus.mkdir()  # nobody removes it
+    surplus.mkdir()  # nothing removes this one
     refusal = writer.begin("newer", None, lambda _: None, published.append, asynchronous=False)
     assert refusal is not None and "0 are free" in refusal

@@ -20,7 +20,7 @@ from tests.unit.models.one_rank import tiny_config
 def restart(
     folder: Path, number: int, step: int | None, *, job: str = "7", allowed: int = 2
 ) -> None:
-    """Start the job after `number` restarts. Its newest checkpoint is that of `step`."""
+    """Start the job after `number` restarts. The newest checkpoint is the one of `step`."""
     training = SimpleNamespace(max_restarts_without_progress=allowed)
     config = SimpleNamespace(training=training, logging=SimpleNamespace(dir=str(folder)))
     state = None if step is None else SimpleNamespace(position=Position("rl", step))

@@ -241,7 +241,7 @@ def test_given_weights_are_looked_at(config: Config) -> None:
     path = add(config, Position("rl", 4))
     new = changed(config, f"model.checkpoint_path={path}", "model.max_sequence_length=64")
     check_given(new, 48)
-    (path / STATE_FILE).unlink()  # only the weights are needed
+    (path / STATE_FILE).unlink()  # a checkpoint of weights alone is enough
     check_given(new, 48)
     with pytest.raises(ConfigError, match="model.vocab_size = 64: .* has 48"):
         check_given(new, 64)
@@ -281,7 +281,7 @@ def test_a_run_folder_that_cannot_be_one_is_refused(
 def test_a_run_folder_that_may_not_be_written_is_refused(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # root may write everywhere
+    # os.access is replaced, because root may write everywhere
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     with pytest.raises(UserError, match=f"logging.dir = .*: {tmp_path} may not be written"):
         preview(config, fresh=False)

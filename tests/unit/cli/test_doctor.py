@@ -40,7 +40,7 @@ def described(gpu: object = None, **versions: str | None) -> dict[str, object]:
 def table(
     gpu: object = None, trouble: str | None = None, **versions: str | None
 ) -> dict[str, tuple[str, str]]:
-    """The lines of the table by name. Each has the text about what was found, and the advice."""
+    """The lines of the table by name. A line has a text about what was found, and the advice."""
     rows = doctor.findings(described(gpu, **versions), trouble)
     return {name: (text, remedy) for name, text, remedy in rows}
 
@@ -72,7 +72,7 @@ def test_processors_are_summed_up(
 
 def test_transformer_engine(modules: set[str]) -> None:
     assert "no FP8" in table()["transformer-engine"][0]
-    assert table()["transformer-engine"][1] == ""  # it is of no use without a GPU
+    assert table()["transformer-engine"][1] == ""  # no advice: without a GPU it is of no use
     assert table(GPU)["transformer-engine"][1].startswith("pip install 'gspo-megatron[gpu]'")
     assert "damaged" in table(transformer_engine="2.9")["transformer-engine"][0]
     modules.add("transformer_engine")

@@ -67,7 +67,7 @@ def test_what_is_told(gspo: Command, run: Path) -> None:
     }
     names = {title: [line[-1] for line in lines[1:]] for title, lines in found.items()}
     assert names["hardest of those ever solved"] == ["prompts.jsonl:3", "prompts.jsonl:4"]
-    assert names["dead"] == ["prompts.jsonl:2"]  # the second of two files with one name
+    assert names["dead"] == ["prompts.jsonl:2"]  # the folder has two files of this name
     assert "dead: never solved: 1 prompts" in out and "dead: always solved: 1 prompts" in out
     last = found["hardest of those ever solved"][-1]
     assert last == ["2", "50.0%", "75%", "0.500", "3.0", "2", "prompts.jsonl:4"]
@@ -77,8 +77,8 @@ def test_what_is_told(gspo: Command, run: Path) -> None:
 
 
 def test_how_many_responses_are_saved(gspo: Command, run: Path) -> None:
-    """In a group with a spread, the rewards differ. Two of the ten groups that were drawn uniformly
-    have a spread, and all groups that the selection chose."""
+    """A group has a spread if its rewards differ. Two of the ten groups that were drawn uniformly
+    have a spread. All groups that the selection chose have one."""
     known = json.loads((run / "draws.jsonl").read_text().splitlines()[0])
     records = [known | {"step": 1, "spread": True}] * 7  # before the selection began
     records += [known | {"step": 2, "spread": n < 2, "explored": True} for n in range(10)]
@@ -87,7 +87,7 @@ def test_how_many_responses_are_saved(gspo: Command, run: Path) -> None:
     _, out, _ = gspo("prompts", run)
     assert "from step 2: rewards differ in 80.0% of 40 groups, and in 20.0% of the 10 chosen" in out
     assert "uniform draws would take about 160 groups, so 75% of the responses are saved" in out
-    # With equal rates for all prompts, the selection saves nothing.
+    # If uniform draws have the same share of spreads, the selection saves nothing.
     records = [each | {"spread": True} for each in records]
     (run / "draws.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
     _, out, _ = gspo("prompts", run)
@@ -115,7 +115,7 @@ def test_rows_are_kept_by_their_last_pass_rate(
         in told
     )
     assert [prompt.text for prompt in load_prompts(out)] == [PROMPTS[row] for row in kept]
-    # The identity of a prompt is unchanged, so a next run knows it again.
+    # The identity of a prompt does not change, so the next run recognises the prompt.
     before = [*map(identity, load_prompts(tmp_path / "prompts.jsonl"))]
     assert [*map(identity, load_prompts(out))] == [before[row] for row in kept]
 

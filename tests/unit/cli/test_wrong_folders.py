@@ -120,8 +120,8 @@ def test_convert_names_the_other_direction(
 
 
 def test_vllm_is_looked_for_before_a_checkpoint_is_converted(gspo: Command, tmp_path: Path) -> None:
-    """Converting a large model takes minutes. Here there is no model to convert, and the missing
-    vLLM is reported first."""
+    """The missing vLLM is reported first, because converting a large model takes minutes. In this
+    test there is not even a model to convert."""
     code, _, err = gspo("serve", tmp_path, "--python", tmp_path / "python")
     assert code == 2 and err.startswith(f"--python {tmp_path / 'python'}: ")
     code, _, err = gspo("serve", tmp_path / "none", "--python", tmp_path / "python")

@@ -1,5 +1,5 @@
-"""Names of the Hub in a configuration. Loading replaces them by folders; a written configuration
-has the names with commits."""
+"""Names of the Hub in a configuration. When a configuration is loaded, folders take the place of
+the names. A written configuration has the names, with their commits."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_loaded_are_folders_and_written_are_names_with_commits(server: SmallHub)
     model, rows = add_both(server)
     config = parse_config(values())
     assert Path(str(config.model.hf_path), "config.json").is_file()
-    # for a sentencepiece model, the path is the file and not its folder
+    # for a sentencepiece model, the path is that of the file, not of its folder
     assert Path(config.data.tokenizer).read_bytes() == b"pieces"
     texts = [next(Path(path).glob("*.jsonl")).read_text() for path in config.data.prompts or ()]
     assert texts == ['{"prompt": "a"}', '{"prompt": "b"}']

@@ -27,7 +27,7 @@ def test_defaults_pass_on_any_world_size(world_size: int) -> None:
         (8, ["parallel.layout=tp=2,pp=2,ep=2"]),
         (4, ["parallel.layout=tp=2,pp=2,ep=2"]),
         (2, ["parallel.layout=pp=2,vpp=2"]),
-        (4, ["parallel.layout=tp=4"]),  # two query groups on four ranks: two ranks hold each
+        (4, ["parallel.layout=tp=4"]),  # two query groups on four ranks: each is on two ranks
         (4, ["parallel.layout=ep=2,etp=2"]),
         (8, ["parallel.layout=cp=2,dp=4"]),
         (1024, ["model.preset=qwen3-235b-a22b", "parallel.layout=tp=4,pp=2,ep=16,cp=2"]),

@@ -100,7 +100,7 @@ def test_steps_and_epochs(steps: int | None, epochs: int | None, examples: int) 
     assert config.num_examples(100) == examples
     known = config.with_steps(100)
     assert known.training.steps == -(-examples // 8)
-    if epochs is not None:  # the result means the same when it is written and read again
+    if epochs is not None:  # written and read again, the result is the same
         assert known.with_steps(100) == known and known.num_examples(100) == examples
 
 

@@ -55,7 +55,7 @@ def make_tokenizer(
     byte_fallback: bool = True,
     user_symbols: Sequence[str] = ("<sep>", "\n\n", "||"),
 ) -> Path:
-    """A tokenizer folder, char or bpe, with ChatML and a few symbols."""
+    """The folder of a tokenizer of the kind char or bpe, with ChatML and a few symbols."""
     texts = make_texts(300, seed=5)
     symbols = {**CHATML_SYMBOLS, "control_symbols": ("<|doc|>", "<|im_start|>")}
     model = write_character_tokenizer(

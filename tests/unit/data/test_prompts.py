@@ -62,7 +62,7 @@ def test_fields_can_be_named(tmp_path: Path) -> None:
     ("line", "expected"),
     [
         (b'{"prompt": "a" "answer": "b"}', "not JSON: Expecting ',' delimiter at column 16"),
-        # a line that ends too early
+        # the line ends too early
         (b'{"prompt": "a"', "not JSON: Expecting ',' delimiter at column 15"),
         (b'  {"prompt": ', "not JSON: Expecting value at column 13"),
         (b'{"prompt": "a', "not JSON: Unterminated string starting at column 12"),
@@ -179,7 +179,7 @@ CONVERSATION = [SYSTEM, ASKED, {"role": "assistant", "content": "c"}, {**ASKED, 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_a_prompt_may_be_a_conversation(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"p.{suffix}"
-    named = {**ASKED, "name": "Ann"}  # Parquet gives the other messages name = None
+    named = {**ASKED, "name": "Ann"}  # in Parquet, the other messages then have name = None
     prompts, answers = [CONVERSATION, [SYSTEM, named]], ["1", "2"]
     if suffix == "parquet":
         write_parquet(path, {"prompt": prompts, "answer": answers})
@@ -225,7 +225,7 @@ def test_a_row_is_known_by_its_id_or_by_file_and_line(tmp_path: Path) -> None:
     assert [p.row_id for p in load_prompts(path)] == ["x", "7", "p.jsonl:3", "p.jsonl:4"]
     assert load_prompts(path)[0].fields == {"id": "x"}
     assert load_prompts(path, FieldMap(id=None))[0].row_id == "p.jsonl:1"
-    # a field that the configuration names must exist
+    # if the configuration names a field, every row must have it
     lines = problems_of(path, id="uid")
     fields = "the fields are: 'prompt', 'answer', 'id' (data.id_field chooses one)"
     assert lines[0] == f"{path}:1: no field 'uid'; {fields}"
@@ -318,7 +318,7 @@ def test_published_rows_are_read_by_name(tmp_path: Path, name: str) -> None:
     path = write_rows(tmp_path / "p.jsonl", [row])
     (prompt,) = load_prompts(path, FORMATS[name])
     assert (prompt.text, prompt.answer) == expected
-    # the field that contained the answer is kept, too
+    # `fields` includes the field that contains the answer
     assert {*row} - {*prompt.fields} == {FORMATS[name].prompt}
 
 
@@ -505,8 +505,8 @@ def test_unknown_characters_of_prompts(tmp_path: Path, letters: Path) -> None:
 
 
 def test_texts_that_spell_control_tokens_are_told(tmp_path: Path) -> None:
-    """The control tokens come from text that was rendered beforehand, or from its BOS. Prompts,
-    prompts of evaluations and examples are searched."""
+    """The texts spell control tokens because a template has rendered them already, or because they
+    begin with a BOS token. The check covers prompts, evaluation prompts and examples."""
     folder = byte_level(tmp_path / "t")
     once = encode_text("hello", load_tokenizer(folder))
     texts = ("<s>hello", "a|b", "<s>[INST] hi [/INST]", "hello")

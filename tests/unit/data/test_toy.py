@@ -28,7 +28,8 @@ ENDINGS = {"reversal": ">", "copy": "=", "sort": "<"}
 
 
 def solve(prompt: str) -> str:
-    """The right answer, computed from the prompt alone, in a different way than the generator's."""
+    """The right answer, computed from the prompt alone, by other code than that of the
+    generator."""
     if match := re.fullmatch(r"(\d\d)\+(\d\d)=", prompt):
         assert min(map(int, match.groups())) >= 10
         return str(int(match[1]) + int(match[2]))
@@ -83,10 +84,10 @@ def test_lengths_are_even_as_long_as_strings_last() -> None:
     train, test = generate("copy", 100, 100, seed=3)
     assert Counter(len(row["answer"]) for row in train + test) == dict.fromkeys((3, 4), 100)
     train, test = generate("copy", 3900, 100, seed=3)
-    # There are only 8^3 = 512 strings of three letters. The other rows are of the other lengths.
+    # There are only 8^3 = 512 strings of three letters. All other rows have longer strings.
     counts = Counter(len(row["answer"]) for row in train + test)
     assert counts == {3: 512, 4: 3488}
-    train, test = generate("addition", 1500, 100, seed=1)  # together as many as there are problems
+    train, test = generate("addition", 1500, 100, seed=1)  # all possible problems
     assert len({row["prompt"] for row in train + test}) == 40 * 40
 
 

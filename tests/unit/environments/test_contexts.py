@@ -124,6 +124,7 @@ def test_the_token_that_ended_a_turn_is_not_written_twice(tmp_path: Path) -> Non
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "ok"}]
     history = [*messages, {"role": "user", "content": "more"}]
     assert texts(tokenizer, asked)[1] == tokenizer.render(history, open_answer=True).text
-    # If the turn ended with a different token, that token stays, and the template adds its own.
+    # If a turn ended with a different token, this token stays, and the template adds its own end
+    # token.
     _, asked = play(tokenizer, ["ok"] * 2, [{"role": "user", "content": "more"}])
     assert "ok</s><|eot_id|><|start_header_id|>user" in texts(tokenizer, asked)[1]

@@ -1,4 +1,4 @@
-"""The weight map: its recipes are compared with torch's operations on whole tensors, and cover
+"""The weight map: its recipes give the same as torch's operations on whole tensors, and they cover
 every element once."""
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _experts(flat: bool) -> tuple[TensorRecipe, Parts, Callable[[Parts], Tensor]
 
 
 def _interleaved() -> tuple[TensorRecipe, Parts, Callable[[Parts], Tensor]]:
-    """Two of the experts in the first layer of gpt-oss."""
+    """The recipe of two experts in the first layer of gpt-oss."""
     config = model_config("gpt_oss")
     recipes = _map("gpt_oss", tied=False).recipes
     hidden, width = config["hidden_size"], config["intermediate_size"]

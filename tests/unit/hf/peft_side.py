@@ -1,8 +1,8 @@
 """The results of PEFT with adapters on a model of transformers, computed in a separate process.
 
 transformers keeps the gate and up projections of all experts as one tensor. For this tensor PEFT
-has one pair of matrices of twice the rank. The pair computes the same as a pair for each
-projection, if its B is zero where it would mix gate and up.
+has one pair of matrices of twice the rank. If the elements of B that would mix gate and up are
+zero, this pair computes the same as one pair for gate and one for up.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Taught:
 
     logits: Tensor  # [length, vocabulary]
     loss: float
-    gradients: dict[str, Tensor]  # by the names of a PEFT file
+    gradients: dict[str, Tensor]  # by their names in a PEFT file
     norm: float
     after: dict[int, dict[str, Tensor]]  # by the number of updates
 
@@ -61,7 +61,8 @@ def _pairs(model: Any) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _of_file(stem: str, letter: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Split an adapter into the tensors of a PEFT file: one for each matrix of each expert."""
+    """Split A or B of an adapter into the tensors of a PEFT file, one for each matrix of each
+    expert."""
     if not stem.endswith(("experts", "experts.base_layer")):
         yield f"{stem}.lora_{letter}.weight", value
         return

@@ -34,7 +34,7 @@ from tests.unit.hf.published import (
 )
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-# The rows and columns of a block. No size of the model is a multiple of either.
+# The rows and columns of a block. No size of the model is a multiple of ROWS or COLUMNS.
 ROWS, COLUMNS = 16, 12
 QUANTIZED = {
     "quant_method": "fp8",
@@ -45,7 +45,8 @@ QUANTIZED = {
 
 
 def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """An FP8 matrix, the scales of its blocks, and the values that the two represent."""
+    """Quantize a matrix. Returns the FP8 matrix, the scales of its blocks, and the values that the
+    two represent."""
     scales = torch.empty(math.ceil(len(weight) / ROWS), math.ceil(weight.shape[1] / COLUMNS))
     small, values = torch.empty_like(weight, dtype=torch.float8_e4m3fn), torch.empty_like(weight)
     for i in range(scales.shape[0]):
@@ -60,8 +61,8 @@ def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def fp8_model(
     seed: int, family: str = "deepseek_v3"
 ) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
-    """A model in the form in which DeepSeek publishes it. Returns config, tensors, and the plain
-    values of the tensors."""
+    """A model in the form in which DeepSeek publishes models. Returns config, tensors, and the
+    tensors without quantization."""
     named = {"fmt": "float8_e4m3fn"} if family == "minimax_m2" else {}
     config = model_config(family, quantization_config=QUANTIZED | named)
     tensors, plain = {}, {}
@@ -92,8 +93,8 @@ def test_any_part_of_an_fp8_matrix_is_read_with_its_scales(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("family", [name for name in CONFIGS if name != "gpt_oss"])
 def test_an_fp8_folder_is_the_model_of_its_values(tmp_path: Path, family: str) -> None:
-    """One matrix contains queries, keys and values. In Ling, the keys and the values begin in the
-    middle of a block. In Qwen3-Next, those of each head do."""
+    """One matrix contains queries, keys and values. In Ling, keys and values begin in the middle of
+    a block. In Qwen3-Next, the keys and values of each head do."""
     config, tensors, plain = fp8_model(seed=6, family=family)
     source = write_folder(tmp_path / "fp8", config, tensors)
     policy = policy_of(config_of(source))
@@ -136,8 +137,8 @@ def test_scales_that_do_not_fit_are_named(tmp_path: Path, change: Any, named: st
 
 
 def mxfp4_model(seed: int) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
-    """A model in the form in which OpenAI publishes it, with square matrices of experts. Returns
-    config, tensors, and the tensors of a bf16 export by transformers."""
+    """A model in the form in which OpenAI publishes models, with square matrices of experts.
+    Returns config, tensors, and the tensors that transformers would export in bf16."""
     sizes = {"hidden_size": 64, "intermediate_size": 64}
     method = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
     config = model_config("gpt_oss", "bfloat16", **sizes, quantization_config=method)
@@ -264,8 +265,8 @@ def test_ernies_further_layer_has_names_of_its_own(tmp_path: Path) -> None:
 
 
 def with_vision(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict, dict]:
-    """A language model in the form in which Qwen3.5 is published. It has a vision model, a layer
-    that predicts further tokens, and one tensor for all experts of a layer."""
+    """A language model in the form in which Qwen3.5 is published: with a vision model, a layer that
+    predicts further tokens, and one tensor for all experts of a layer."""
     outer = {
         "architectures": ["Qwen3_5MoeForConditionalGeneration"],
         "model_type": "qwen3_5_moe",

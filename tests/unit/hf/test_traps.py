@@ -1,5 +1,5 @@
-"""Easy mistakes in a family, one at a time. Each mistake changes the logits by far more than the
-right model differs from transformers."""
+"""Easy mistakes in the description of a family, one at a time. The logits of the right model differ
+from those of transformers by at most RIGHT; each mistake changes them by far more."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from tests.unit.hf.test_hf_models import YARN
 from tests.unit.hf.transformers_side import ask, transformers_process
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-# longer than the windows and than a chunk of a delta net
+# the text is longer than the windows and than a chunk of a delta net
 IDS = random.Random(7).choices(range(VOCABULARY), k=80)
 RIGHT, WRONG = 5e-5, 1e-3  # for logits of size 3 to 5
 
 
 def _plus_one(policy: Policy) -> None:
-    """Mistake: this norm of delta nets is published unchanged, but 1 is added as to all other
-    norms."""
+    """Mistake: 1 is added to the norm of delta nets. This is right for all other norms, but the
+    files have this norm unchanged."""
     for name, parameter in policy.models[0].named_parameters():
         if name.endswith("out_norm.weight"):
             parameter += 1.0
@@ -75,8 +75,8 @@ def _heads_of_keys_not_apart(rows: Tensor) -> Tensor:
 
 
 def _keys_in_halves(rows: Tensor) -> Tensor:
-    """Mistake: the two halves of the channels are rotated together. In files of latent attention,
-    neighbouring channels are."""
+    """Mistake: channel i is rotated together with channel i + n / 2. In files of latent attention,
+    neighbouring channels are rotated together."""
     latent, rotated = rows.split([LATENT["kv_lora_rank"], LATENT["qk_rope_head_dim"]])
     return torch.cat((latent, rotated.view(2, -1, rows.shape[1]).transpose(0, 1).flatten(0, 1)))
 
@@ -86,7 +86,7 @@ class Trap:
     family: str
     changes: dict[str, Any] = field(default_factory=dict)  # changes of the model's config.json
     fields: dict[str, Any] = field(default_factory=dict)  # wrong fields of TransformerConfig
-    rope: dict[str, Any] = field(default_factory=dict)  # the same, in the form of rope_scaling
+    rope: dict[str, Any] = field(default_factory=dict)  # wrong fields, as keys of rope_scaling
     positions: dict[str, Any] = field(default_factory=dict)  # wrong fields of Rope
     constants: tuple[tuple[Any, str, float], ...] = ()  # wrong constants of modules
     # misread tensors by the end of their names

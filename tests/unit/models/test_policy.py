@@ -55,7 +55,7 @@ def test_packed_logprobs_are_those_of_each_sequence_alone(
             expected_logprobs.append(rows.gather(1, torch.tensor(response)[:, None])[:, 0])
             expected_entropies.append(-(rows.exp() * rows).sum(-1))
     assert logprobs.dtype == torch.float32
-    # fp32 sums of 64 terms of size 1, in two layers
+    # tolerance for fp32 sums of 64 terms of size 1, in two layers
     kind = {"atol": 2e-5, "rtol": 1e-5}
     torch.testing.assert_close(logprobs.double(), torch.cat(expected_logprobs), **kind)
     torch.testing.assert_close(entropies.double(), torch.cat(expected_entropies), **kind)
@@ -79,7 +79,8 @@ def test_logits_of_a_bf16_policy_are_not_rounded_to_bf16(tied: bool) -> None:
     expected = hidden[:, 0].double() @ weight[:VOCABULARY].double().t()
     assert logits.dtype == torch.float32 and float(expected.std()) > 3
     rows = torch.log_softmax(expected, dim=-1)
-    # For sums of 64 terms in fp32. Rounding to bf16 would change them by up to 0.03.
+    # The tolerance for sums of 64 terms in fp32. Rounding to bf16 would change the sums by up to
+    # 0.03.
     kind = {"atol": 2e-5, "rtol": 2e-6}
     torch.testing.assert_close(logits.double(), expected, **kind)
     torch.testing.assert_close(logprobs.double(), rows.gather(1, targets[:, None])[:, 0], **kind)
@@ -132,8 +133,8 @@ def test_fp8_pads_micro_batches_to_what_its_matrix_products_take(
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_all_that_decides_the_output_changes_places(offload: bool) -> None:
-    """The routers' biases are exchanged, too. They balance without an auxiliary loss and are not
-    parameters."""
+    """The routers' biases, which balance the experts without an auxiliary loss, are exchanged, too,
+    although they are not parameters."""
     balancing = {
         "moe_router_enable_expert_bias": True,
         "moe_router_score_function": "sigmoid",

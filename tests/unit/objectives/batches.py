@@ -20,7 +20,8 @@ from tests.unit.objectives.papers import LONGEST, PAPERS
 EVERY_OBJECTIVE = pytest.mark.parametrize("name", list(PAPERS))
 # Both sides compute in float64, so only the order of additions differs.
 EXACT = {"rtol": 1e-10, "atol": 1e-13}
-# The vectors with a value for each token. The number is the sign of values outside the mask.
+# The vectors with a value for each token. The number is the sign that their values outside the mask
+# have.
 OF_TOKENS = {"logprobs": 1, "old_logprobs": -1, "mask": 0, "sequence_index": 0, "entropy": 1,
              "token_advantages": 1, "rollout_logprobs": 1, "reference_logprobs": -1}  # fmt: skip
 
@@ -116,8 +117,8 @@ def poisoned(inputs: LossInputs, value: float) -> LossInputs:
 
 
 def choose(inputs: LossInputs, which: Tensor, **others: Any) -> LossInputs:
-    """The same inputs with only the tokens of `which` (a mask or an order), as leaves of a new
-    graph."""
+    """The same inputs, but only the tokens that `which` selects (a mask, or indices in another
+    order). The tensors are leaves of a new graph."""
     tensors = {name: getattr(inputs, name) for name in OF_TOKENS}
     cut = {name: t[which].detach().clone() for name, t in tensors.items() if t is not None}
     return _leaves(dataclasses.replace(inputs, **(cut | others)))
@@ -144,7 +145,7 @@ def micro_batch(inputs: LossInputs, first: int, last: int) -> LossInputs:
 
 def owners(kind: str, tokens: int, num_shards: int) -> Tensor:
     """The shard of each token."""
-    # Context parallelism gives chunks i and 2n-1-i of a sequence to rank i.
+    # Context parallelism with n ranks gives chunks i and 2n-1-i of a sequence to rank i.
     if kind == "zigzag":
         chunk = torch.arange(tokens) * 2 * num_shards // tokens
         return torch.minimum(chunk, 2 * num_shards - 1 - chunk)

@@ -170,7 +170,8 @@ def test_k3_of_tiny_differences_keeps_its_digits_in_float32():
         inputs.old_logprobs.fill_(0.0)
         inputs.logprobs.fill_(1e-3)
     numerator, tokens = make_objective("gspo")(inputs).means["kl/k3"].tolist()
-    # x^2/2 = 5e-7 is only a few float32 units of 1. So exp(x) - 1 - x would have no correct digit.
+    # The result is about x^2/2 = 5e-7, and float32 numbers near 1 have a distance of 1e-7. So
+    # exp(x) - 1 - x would have no correct digit.
     assert numerator / tokens == pytest.approx(math.expm1(1e-3) - 1e-3, rel=1e-3)
 
 
@@ -287,7 +288,7 @@ def test_bytes_a_sequence_whatever_its_length_and_the_additions(name, correction
     inputs = make_inputs(1, lengths=(50, 3, 20), dtype=torch.float32, with_reference=True)
     additions = {"kl": "k3", "kl_coefficient": 0.1, "entropy_coefficient": 0.1}
     objective = make_objective(name, correction=correction, off_policy_mask=0.1, **additions)
-    sums += name == "gmpo"  # its mean of the ratio needs the sum of the limited log-ratios
+    sums += name == "gmpo"  # also the sum of the limited log-ratios
     # The first message has all sums. If tokens have clip flags, a second message has three sums of
     # flags.
     expected = [sums * 4] if name in CLIP_SEQUENCES else [sums * 4, 12]

@@ -41,7 +41,7 @@ OF_TOKENS = [
 
 
 class Case(NamedTuple):
-    """An objective with keys of its section, and options of the batch."""
+    """A case: the name of an objective, keys of its section, and options of the batch."""
 
     name: str
     keys: Mapping[str, Any] = MappingProxyType({})
@@ -199,7 +199,7 @@ def differences(expected: Expected, parts: list[Part]) -> Iterator[str]:
     entropy_gradient = torch.zeros_like(expected.gradient)
     for rows, inputs, outputs in parts:
         assert torch.isfinite(outputs.loss)
-        outputs.loss.backward()  # a shard without tokens does this, too
+        outputs.loss.backward()  # must also work for a shard without tokens
         gradient[rows] = inputs.logprobs.grad
         if inputs.entropy.grad is not None:
             entropy_gradient[rows] = inputs.entropy.grad

@@ -18,7 +18,7 @@ from gspo_megatron.observe.metrics_files import MetricsWriter, Run
 
 
 def run_of(rewards: Sequence[float | None], **others: Sequence[float | None]) -> Run:
-    """A run in memory. None is a value that was not finite."""
+    """A run in memory. None stands for a value that was not finite."""
     records = [
         {"step": step, "reward/mean": reward, "loss": 0.0, "grad_norm": 1.0}
         for step, reward in enumerate(rewards, start=1)
@@ -114,7 +114,7 @@ RISING = [0.2 + 0.01 * n for n in range(50)]
         (RISING[:45] + [0.0] * 5, True),
         ([0.6] * 45 + [0.31] * 5, False),  # just above half
         ([0.6] * 45 + [0.29] * 5, True),
-        ([-0.5] * 40 + [-2.0] * 10, False),  # half of a negative reward has no meaning
+        ([-0.5] * 40 + [-2.0] * 10, False),  # negative rewards have no half to fall below
         ([0.0] * 50, False),
         ([0.9] * 5 + [0.1] * 4, False),  # shorter than two windows
         ([0.9] * 5 + [0.1] * 5, True),
@@ -245,7 +245,8 @@ def test_it_is_said_what_differs() -> None:
 
 
 def with_metrics(name: str, key: str, values: Sequence[float], **more: float) -> VariantRuns:
-    """One run for each seed from 1 on. The metric has this value at both steps of the run."""
+    """One run for each seed from 1 on, with one of `values`. The metric has this value at both
+    steps of the run."""
     others = {name: [value] * 2 for name, value in more.items()}
     runs = {
         seed: run_of([0.5] * 2, **{key: [value] * 2}, **others)

@@ -28,7 +28,7 @@ def test_the_world_size_is_that_of_the_launcher(monkeypatch: pytest.MonkeyPatch)
     assert describe_environment()["world_size"] == 1
     monkeypatch.setenv("SLURM_NTASKS", "16")
     assert describe_environment()["world_size"] == 16
-    monkeypatch.setenv("WORLD_SIZE", "8")  # torchrun inside a Slurm job
+    monkeypatch.setenv("WORLD_SIZE", "8")  # as torchrun does inside a Slurm job
     assert describe_environment()["world_size"] == 8
 
 

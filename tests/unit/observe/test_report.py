@@ -37,7 +37,7 @@ def _pictures_are_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cells(path: Path) -> list[str]:
-    """The cells of all tables in a page, as they are in the HTML source, where text is escaped."""
+    """The cells of all tables in a page, as the HTML source has them (with escaped text)."""
     return re.findall(r"<td>(.*?)</td>", path.read_text(), re.DOTALL)
 
 
@@ -177,7 +177,7 @@ def test_runs_of_several_stages_are_compared_stage_by_stage(
     assert found[rl + 1 : rl + 3] == ["6", "0.600"]
     assert found[corpus + 1 : corpus + 5] == ["2", "4.50", "4.50", "4.00"]
     assert len(sources(path)) == 2 and "Over seeds" not in text
-    # the settings that differ are last
+    # settings that differ come last
     assert found[-3:] == ["optimizer.learning_rate", "1e-05", "0.001"]
 
 
@@ -299,7 +299,7 @@ def test_a_long_run_is_told_by_means_and_not_by_its_first_and_last_step(tmp_path
     assert reward.steps == 5
     assert (reward.first, reward.last) == pytest.approx((0.34, 0.66))
     assert reward.best == pytest.approx(0.74) and reward.best_step == 19
-    # An evaluation is already a mean over prompts, so no window is needed.
+    # An evaluation is already a mean over prompts, so no mean over steps is taken.
     assert (accuracy.first, accuracy.last, accuracy.steps) == (0.9, 0.1, 1)
     page = write_report([tmp_path], tmp_path).read_text()
     assert "reward, first to last 5 of 20 steps</span><b>0.340 → 0.660" in page
@@ -402,7 +402,7 @@ def test_settings_that_differ_are_whole_words_one_key_each(
 def test_every_table_says_from_which_reward_a_response_is_correct(
     make_run: RunMaker, tmp_path: Path
 ) -> None:
-    # the configuration of `whole` is older than the key
+    # the configuration of `whole` does not have the key yet
     half, whole = make_run("half"), make_run("whole")
     (half / "config.resolved.yaml").write_text("evaluation: {correct_at: 0.5}\n")
     rows = [line.split() for line in printed_at_the_end(half).splitlines()]

@@ -34,6 +34,6 @@ def test_it_says_how_many_rewards_failed_and_what_became_of_them(
     assert f"\na[red]: 1 call of the reward failed: {told}\n" in out
     assert out.count("failed") == 1
     row = next(line.split() for line in out.splitlines() if line.split()[:1] == ["a[red]"])
-    # no interval, because there is one problem, or all problems have the same mean
+    # no interval: there is only one problem, or all problems have the same mean
     assert "–" in row
     assert row[1:4] == (["2", "2", "0.500"] if is_wrong else ["1", "2", "0.500"])

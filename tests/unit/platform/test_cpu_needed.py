@@ -149,8 +149,7 @@ def test_the_rng_tracker_forks_the_cpus_generator() -> None:
         assert not torch.equal(torch.rand(5), expected_inside)
 
 
-# Gloo refuses shares of different sizes. The substitutes are also run by tests with several
-# processes.
+# Gloo refuses shares of different sizes. Tests with several processes run the substitutes, too.
 GATHER, SCATTER = "_gather_along_first_dim", "_reduce_scatter_along_first_dim"
 MAPPINGS = "tensor_parallel/mappings.py"
 RANDOM, MOE_UTILS = "tensor_parallel/random.py", "transformer/moe/moe_utils.py"

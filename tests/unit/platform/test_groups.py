@@ -41,7 +41,7 @@ def test_alone_without_a_rendezvous() -> None:
 
 
 def test_a_collective_waits_longer_than_the_heartbeat() -> None:
-    assert patience_minutes(1200) == 30  # torch's default, which is longer than the heartbeat
+    assert patience_minutes(1200) == 30  # torch's default, because it is longer than the heartbeat
     assert patience_minutes(7200) == 180
     assert patience_minutes(0) > 7 * 24 * 60  # a heartbeat of 0 means no limit
 

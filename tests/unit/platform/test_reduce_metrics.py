@@ -77,14 +77,14 @@ def test_quantiles_of_sequences_are_exact(count: int) -> None:
     assert [metrics[f"ratio/sequence/{label}"] for label in QUANTILES] == expected
 
 
-# A decade has 64 bins, so a bin covers a factor of 10^(1/64). Its middle is at most half of this
-# factor away.
+# A decade has 64 bins, so a bin covers a factor of 10^(1/64). A value differs from the middle of
+# its bin by at most the square root of this factor.
 HALF_BIN = 10.0 ** (0.5 / 64) * (1 + 1e-9)
 SMALLEST = 1e-9  # a smaller difference counts as a ratio of 1
 
 
 def quantile_of_logs(logs: Tensor, share: float) -> float:
-    """The smallest logarithm for which at least this share of all logarithms is not larger."""
+    """The smallest of `logs` that at least `share` of all logarithms do not exceed."""
     ordered = logs.sort().values
     return float(ordered[max(math.ceil(share * len(ordered)) - 1, 0)])
 

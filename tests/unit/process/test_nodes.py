@@ -62,7 +62,7 @@ SLURM_TASK = {  # SkyPilot on a Slurm cluster
 def test_the_place_of_a_machine(environ: dict[str, str], node: Node | None) -> None:
     assert node_of_job(environ) == node
     if node is not None:
-        # this process is not a rank, whatever RANK says
+        # RANK is set, but this process is not a rank
         assert world_size_of_rank(dict(environ)) is None
 
 

@@ -17,7 +17,7 @@ from gspo_megatron.process.sandbox_memory import Cgroup, Place
 from tests.unit.process.ordinary_user import User
 
 LIMITS = Limits(seconds=10.0, memory_mb=128, processes=32, disk_mb=8)
-# Each process stays below the limit, but all of them together use four times as much.
+# Each process stays below the limit, but all processes together use four times the limit.
 TOGETHER = """
 import os, time
 ours, theirs = os.pipe()
@@ -50,7 +50,8 @@ def test_all_processes_together_have_a_limit(place: Place) -> None:
     found = sandbox.run(TOGETHER.encode(), b"", LIMITS)
     assert found.failure == "memory limit of 128 MB"
     assert sandbox.run(b"print(len(bytes(64 << 20)))", b"", LIMITS).failure is None
-    # The kernel may still keep the ended processes. A later cgroup then removes the folder.
+    # The kernel may keep the ended processes for a while. Then the folder of the cgroup is removed
+    # when a later cgroup is made.
     deadline = time.monotonic() + 60.0
     while set(place.folder.glob(ours)) - before:
         assert time.monotonic() < deadline, "a folder stays"

@@ -99,8 +99,8 @@ def test_rows_of_published_data_sets(name: str) -> None:
 
 
 def test_a_checker_accepts_all_right_outputs() -> None:
-    """The task is to print a factor of a number. The expected output of a test is only one of the
-    right ones."""
+    """The task is to print a factor of a number. The expected output of a test is only one of
+    several right outputs."""
     checker = (
         "import sys\n"
         "number, known, found = (int(open(path).read()) for path in sys.argv[1:])\n"
@@ -180,7 +180,7 @@ def test_the_last_whole_block_is_the_program() -> None:
         ("1 2 3", "1 2\n3", False),
         ("", "", True),
         ("", "1", False),
-        ("1", "1 2", False),  # the line begins right but continues
+        ("1", "1 2", False),  # a right line with a further word
         ("1 2", "1", False),
         ("1 2\n3", "1 2\n3 4", False),
         ("1", "1\n2", False),

@@ -25,7 +25,7 @@ CODEFORCES = FOLDER / "codeforces.py"
 
 
 def read(name: str, *overrides: str) -> tuple[SuiteSection, list[Prompt]]:
-    """A recipe, and its prompts from the rows in the example's own folder."""
+    """A recipe of the example, and its prompts, which are read from the example's folder `rows`."""
     suites: dict[str, Any] = suites_of_file(str(FOLDER / f"{name}.yaml"))
     rows = FOLDER / "rows" / f"{name}.jsonl"
     words = [f"evaluation.suites.{name}.prompts={rows}", *overrides]

@@ -77,7 +77,7 @@ def make_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             training={"steps": STEPS, "seed": SEED},
             checkpoint={"interval": 0},
         )
-        # Without a spread of rewards, every possible refill is requested.
+        # All rewards are equal, so every possible refill is requested.
         reward = Reward("always the same", lambda _: 1.0)
         run = assemble(config, read_inputs(config), reward, build_objective(config.objective, 2))
         loggers.append(run.logger)
@@ -173,5 +173,5 @@ def test_draws_chosen_by_pass_rates_are_the_same_when_resumed(
     record = json.loads(lines[0][0])
     assert (record["responses"], record["solved"], record["spread"]) == (2, 2, False)
     explored = [json.loads(line).get("explored", False) for line in lines[0][9:12]]
-    # the second step has floor(6 * 0.3) - floor(3 * 0.3) such prompts
+    # step 2 explores floor(6 * 0.3) - floor(3 * 0.3) = 1 prompt
     assert explored == [True, False, False]

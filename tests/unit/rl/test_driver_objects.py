@@ -46,7 +46,7 @@ def assert_none_for_each_token(run: Callable[[int], object]) -> None:
     """Check that no object is made for each token. `run` is called with the number of tokens of a
     response."""
     for length in (SHORT, LONG):
-        run(length)  # the first call makes the objects that stay
+        run(length)  # the first call makes objects that are kept
     short, long = (peak_bytes(partial(run, length)) for length in (SHORT, LONG))
     extra = SEQUENCES * (LONG - SHORT)
     assert long - short < 0.5 * LEAST_BYTES * extra

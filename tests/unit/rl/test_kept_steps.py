@@ -253,7 +253,7 @@ def test_the_weights_are_the_newest_that_are_not_later(tmp_path: Path) -> None:
     assert find_weights(dataclasses.replace(kept, step=1), run.config, None).is_start
 
     older = run.checkpoint(Position("rl", 2))
-    run.checkpoint(Position("rl", 4))  # from after the step
+    run.checkpoint(Position("rl", 4))  # a checkpoint after the step
     run.checkpoint(Position("rl", 4, rolled_out=True))
     found = find_weights(kept, run.config, None)
     assert (found.checkpoint, found.is_start, found.optimizer) == (older, False, False)

@@ -62,7 +62,7 @@ def test_a_draw_may_be_of_weights_as_old_as_is_configured(ahead: int, versions: 
 
 
 class HasEndedError(Exception):
-    """Raised in place of the end of a run that was saved."""
+    """Raised where a real run would be saved and end."""
 
 
 class Unwritable:
@@ -185,8 +185,9 @@ class Saved:
 
 
 def ended(step: int, unevaluated: dict[str, float] | None) -> tuple[list[tuple[int, bool]], Any]:
-    """End this step of nine, and the next one. Returns each step that the checkpoints heard of,
-    with whether it must be saved; and the unevaluated metrics."""
+    """End `step` (of nine) and the step after it. Returns a pair for each step that was reported to
+    the checkpoints: the step, and whether it must be saved. Also returns the unevaluated
+    metrics."""
 
     def nothing(*_: Any) -> None: ...
 
@@ -262,8 +263,8 @@ def test_gdpo_learns_from_each_part_by_its_weight_and_from_the_penalty() -> None
     def parts(sample: Sample) -> dict[str, float]:
         return {"a": 1e6 * (sample.response == "r0"), "b": float(sample.response == "r1")}
 
-    # The first response is better in both parts, but too long. The parts count equally, whatever
-    # their size. The third response is alone in its group.
+    # The first response is better in both parts, but too long. Both parts have the same weight,
+    # whatever their size. The third response is alone in its group.
     assert scored_by(config, parts, [8, 2, 2]) == pytest.approx([1 + 1 - 1, -1 - 1 + 1, 0])
     assert scored_by(config, parts, [2, 2, 8]) == pytest.approx([2, -2, 0])
 

@@ -234,9 +234,7 @@ def test_groups_without_spread_make_room_for_further_prompts() -> None:
     found = collector(rollout=DYNAMIC)
     experience = drawn_by(found, draw)
     assert draw.drawn == 2 * PROMPTS
-    assert found.source.engine.samples == list(
-        range(12)
-    )  # each sample has its own random numbers, so none comes twice
+    assert found.source.engine.samples == list(range(12))  # each sample has its own random numbers
     batch = experience.batch
     assert batch.group_index.tolist() == [1, 1, 3, 3, 5, 5]
     assert batch.sample_index.tolist() == [2, 3, 6, 7, 10, 11]
@@ -301,8 +299,8 @@ def test_a_spread_that_clipping_takes_away_is_none() -> None:
 
 
 def in_turns(sample: Sample) -> TurnRewards:
-    """A turn has two tokens, and its number is its reward. Prompts in `flat` have turns of reward
-    0."""
+    """The reward of each turn of two tokens is the number of the turn. For prompts in `flat`, every
+    turn has the reward 0."""
     ends = [*range(2, sample.num_tokens, 2), sample.num_tokens]
     worth = 0.0 if sample.answer == "flat" else 1.0
     return TurnRewards([worth * (n + 1) for n in range(len(ends))], ends)
@@ -335,7 +333,7 @@ def test_the_sum_of_its_turns_is_a_responses_reward(scale: float) -> None:
         ([0.5, 3, 0.5, 5], [1, 2, 1, 3]),
         ([2, 0.5, 3], [1, 1, 1]),
     ):
-        # the scale does not change this
+        # `scale` is not needed here, because scaled rewards have the same advantages
         mean, std = statistics.mean(turns), statistics.stdev(turns)
         expected += [(r - mean) / std for r, n in zip(turns, tokens, strict=True) for _ in range(n)]
     found = token_advantages(experience, objective=TOKENS)
@@ -344,8 +342,8 @@ def test_the_sum_of_its_turns_is_a_responses_reward(scale: float) -> None:
 
 
 def test_advantages_of_tokens_go_with_the_groups_that_are_kept() -> None:
-    """Responses to even prompts have one turn of reward 1. Those to odd prompts have two such
-    turns."""
+    """Responses to even prompts have one turn of reward 1. Responses to odd prompts have two turns
+    of reward 1."""
 
     def reward(sample: Sample) -> TurnRewards:
         halves = in_turns(sample)

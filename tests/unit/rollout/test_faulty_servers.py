@@ -69,13 +69,14 @@ SAMPLING = {"temperature": 1.0, "max_tokens": 6}
 
 @pytest.fixture(params=[False, True], ids=["json", "parts"])
 def gives_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the stand-ins have the package's middleware."""
+    """Whether the servers that stand in for vLLM have this package's middleware."""
     monkeypatch.setattr(Double, "gives_parts", request.param)
     return request.param
 
 
 async def draw(fleet: ScheduledFleet, version: int, count: int, at_once: bool) -> list[Response]:
-    """Generate this number of responses, each by a request of its own or all as a group."""
+    """Generate `count` responses: all as one group if `at_once`, otherwise each by its own
+    request."""
     if at_once:
         return await fleet.scheduler.generate_all(
             PROMPT, SAMPLING, [(1, n) for n in range(count)], version
@@ -157,7 +158,7 @@ def test_a_wrong_answer_costs_the_server_and_no_response(
         for each in await draw(fleet, 0, 8, gives_parts):
             assert_is_right(each, 0)
         assert fleet.scheduler.resubmitted == 4  # the first server had every second request
-        # one part of its own, and the part of the first server
+        # its own part, and the part that server 0 did not finish
         assert doubles[1].calls[PARTS] == 2 * gives_parts
         assert fleet.servers[0].bringing is not None
         await fleet.servers[0].bringing
@@ -207,7 +208,7 @@ WRONG_CHOICES: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", WRONG_CHOICES)
 def test_a_choice_that_is_not_as_vllm_gives_it_is_refused(name: str) -> None:
-    """This function reads the JSON in the client and in the middleware."""
+    """Client and middleware read the JSON with this function."""
     changes, why = WRONG_CHOICES[name]
     [choice] = Double()._generate(PROMPT, 6)["choices"]
     changed = {k: v(choice[k]) if callable(v) else v for k, v in changes.items()}
@@ -239,7 +240,7 @@ def test_useless_experts_of_a_token_are_missing_and_counted(
         tokens = [*PROMPT, *greedy(PROMPT, 6)]
         right, useless = experts(tokens[:-1]), change(experts(tokens[:-1]))
         wanted = rows
-        # The message counts the tokens for which a layer names no expert of the model.
+        # None stands for the tokens whose routes name an expert that the model does not have.
         if wanted is None:
             wanted = [n for n in range(8) if (useless[n, 1:] >= EXPERTS).any()]
             assert 0 < len(wanted) < 8

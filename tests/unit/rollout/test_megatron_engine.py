@@ -77,7 +77,7 @@ def generate(
     top_k: int = 0,
     **options: Any,
 ) -> RolloutBatch:
-    """Generate responses. `options` are for the engine."""
+    """Generate responses. `options` are arguments of the engine."""
     engine = MegatronEngine(policy, pad_id=PAD, **{"eos_id": NEVER, "decode": letters} | options)
     requests = Requests(prompts, groups or range(len(prompts)), per_prompt)
     sampling = Sampling(max_tokens, temperature, top_k=top_k, stop=tuple(stop))
@@ -251,7 +251,7 @@ def test_an_end_token_ends_a_response_and_is_part_of_it(
         assert cut.logprobs == pytest.approx(whole.logprobs[:length], abs=1e-5)
         assert cut.truncated is not bool(found)
     lengths = {len(r.tokens) for r in ending}
-    assert len(lengths) > 3 and 23 in lengths  # the case is not trivial
+    assert len(lengths) > 3 and 23 in lengths  # some responses end early, some at the limit
 
 
 def test_an_end_at_the_last_position_is_no_truncation(policy: Policy) -> None:
@@ -307,7 +307,7 @@ def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(
         ("a終🙂以上就是最终答案", "以上就是最终答案"),
         ("a終\x01終\x01\n", "終<end>\n"),
         ("\x01\x01b\x01", "b<end>"),
-        ("a\x01終b", "終b"),  # a special token that is not in the stop string does not matter
+        ("a\x01終b", "終b"),  # the special token before the stop string has no effect
     ],
 )
 def test_a_stop_string_of_many_bytes_or_with_special_tokens_ends_a_response(

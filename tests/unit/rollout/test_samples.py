@@ -86,7 +86,8 @@ def test_of_an_episode_the_last_turn_is_scored() -> None:
             return "".join(map(chr, token_ids))
 
     prompts = [Prompt("p", "a", "s")]
-    # Capitals are written by the policy. Digits are not part of the response.
+    # Capitals are tokens of the policy; small letters are tokens between the turns; digits are
+    # tokens of prompts.
     texts = ["12AB", "12ABcdEF", "1AB234CdEF", "1AB23CD", "1A"]
     kinds = [np.array([not each.isdigit() for each in text]) for text in texts]
     found = samples_of(

@@ -26,7 +26,7 @@ Answer = Callable[[dict[str, Any]], Any]
 
 
 def logprob(tokens: list[int], number: int) -> float:
-    """A made-up log-prob that depends on all tokens before."""
+    """A made-up log-prob of token `number`, which depends on all earlier tokens."""
     return -0.01 * (1 + sum(tokens[: number + 1]))
 
 
@@ -66,7 +66,7 @@ def served(answer: Answer, tokens: list[int], keys: list[str | None]) -> Generat
         except TimeoutError:
             await asyncio.sleep(3600)
             raise
-        except ConnectionAbortedError:  # as if the server was killed
+        except ConnectionAbortedError:  # as if the server were killed
             assert request.transport is not None
             request.transport.abort()
             raise

@@ -115,7 +115,7 @@ def generate(policy: Policy, std: float, **options: Any) -> RolloutBatch:
 def test_noise_depends_on_seed_sample_and_position_alone(policy: Policy) -> None:
     whole, again = generate(policy, 0.5), generate(policy, 0.5)
     assert torch.equal(whole.routes, again.routes) and torch.equal(whole.tokens, again.tokens)
-    # with 4 rows, a group of 3 cannot always start as a whole; with 6 rows it can
+    # with 4 rows, the 3 responses of a group cannot always start together; with 6 rows they can
     for rows in (4, 6):
         parts = generate(policy, 0.5, batch_size=rows)
         assert torch.equal(whole.tokens, parts.tokens)

@@ -129,7 +129,8 @@ def build_model(size: str) -> Qwen3MoeForCausalLM:
         attn_implementation="eager" if work.longest <= 128 else "sdpa",
         experts_implementation="grouped_mm",
     )
-    # All of TRL's side is in BF16 then, Adam's moments too. We keep weights and moments in FP32.
+    # With bf16, everything on TRL's side is in BF16, also Adam's moments. Our side keeps weights
+    # and moments in FP32.
     dtype = torch.bfloat16 if work.precision == "bf16" else torch.float32
     return Qwen3MoeForCausalLM(config).to(dtype)
 
@@ -147,7 +148,7 @@ def even_share_of(work: Workload) -> Callable[..., list[float]]:
 
 
 def plan_lengths(trainer: GRPOTrainer, work: Workload) -> None:
-    """Make the responses of each rollout have their planned lengths."""
+    """Change generation so that the responses of each rollout have their planned lengths."""
     import torch
     from transformers import StoppingCriteria, StoppingCriteriaList
 
