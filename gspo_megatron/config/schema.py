@@ -571,7 +571,7 @@ class Config(RunConfig):
         return {**super().input_files(), **named}
 
     def evaluated_every(self, metric: str) -> tuple[str, int]:
-        """Return the key and its value; suites have an interval of their own."""
+        """Return the key and its value; the key of a suite's metric is evaluation.interval."""
         if metric.split("/")[1] in self.evaluation.suites:
             return "evaluation.interval", self.evaluation.interval
         return super().evaluated_every(metric)
