@@ -396,7 +396,7 @@ class TrainingSection(RunSection, CollapseKeys):
 
 
 class WindowSection(Section):
-    """The rows of a suite that are problems: rows with a date in a window."""
+    """A window of dates: only rows of a suite's file with a date in it are problems."""
 
     field: Text | None = harmless(None, "the field with the date, as 2025-01-31…; null: all rows")
     first: Date | None = harmless(None, "the first day, month or year, as 2025-01; null: any")
