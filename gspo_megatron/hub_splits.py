@@ -22,7 +22,7 @@ _WORDS = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-_COVERS = ("data", "")  # names of folders that are not configurations
+_COVERS = ("data", "")  # names of folders that are not names of configurations
 
 
 def splits_of(wanted: str | None, files: Sequence[str], card: str | None) -> list[str]:

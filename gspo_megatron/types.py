@@ -48,8 +48,8 @@ class Sample:
     """The input of a reward function: one response with its prompt, answer and fields."""
 
     prompt: str  # the prompt's text; for messages, the text of the last user message
-    # The value of data.answer_field: a string for the built-in rewards (`math`: or a number), any
-    # JSON value of the row for a reward of your own; None with data.answer_field: null.
+    # The value of data.answer_field. Built-in rewards need a string (for `math`, a number is also
+    # possible); a reward of your own may use any JSON value. None with data.answer_field: null.
     answer: Any
     # Decoded without the end-of-sequence token; for an episode, only the last turn.
     response: str
@@ -96,7 +96,7 @@ class TurnRewards:
     """
 
     rewards: Sequence[float] | np.ndarray  # [turns]
-    # [turns], the response token after each turn; the last is `num_tokens`
+    # [turns], the index of the response token after each turn; the last index is `num_tokens`
     ends: Sequence[int] | np.ndarray
 
 

@@ -3,7 +3,7 @@
     python examples/evidence/quick.py [--without-vllm]
 
 The exit code is 1 if a result is outside its kept interval. The responses use the same random
-numbers as the kept line; the responses for the true gradient use others.
+numbers as the kept line, except the responses for the true gradient.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from gspo_megatron.errors import UserError
 from gspo_megatron.files import WRONG_VALUES, make_folder, parse_json
 
 LOCK_FILE = ".lock"
-# Environment variables that a scheduler sets to the same value in all starts of a job. The value in
-# this table has the name of such a job in messages, and the variable that counts its starts, or
-# None.
+# Environment variables that a scheduler sets to the same value in all starts of a job. Each has a
+# pair: the name of such a job in messages, and the variable that counts the starts of the job, or
+# None if no variable counts them.
 _JOBS = {
     "SLURM_JOB_ID": ("Slurm job", "SLURM_RESTART_COUNT"),
     "GSPO_JOB": ("job", None),  # set in deploy/kubernetes

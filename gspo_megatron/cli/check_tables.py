@@ -261,9 +261,12 @@ def _of_pretraining(config: Any, inputs: Any) -> Rows:
 
 def count_parameters(shape: ModelShape, vocab_size: int) -> tuple[int, int] | None:
     """Count all parameters, and the parameters that are active for one token. Rows that pad the
-    vocabulary are not counted. The numbers come from the tensors of the model's family, or for
-    other models without special parts from a formula. Returns None if the model has no family and
-    has special parts."""
+    vocabulary are not counted.
+
+    If the model belongs to a family, the numbers come from the family's tensors. Otherwise a
+    formula gives the numbers. Returns None for a model without a family that has parts which the
+    formula leaves out.
+    """
     with contextlib.suppress(ConfigError):
         tensors = weight_map(family_of_shape(shape), shape, vocab_size).recipes
         sizes = {name: math.prod(tensor.shape) for name, tensor in tensors.items()}

@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     from gspo_megatron.checkpoint.convert_adapters import any_to_hf
 
     if arguments.source.exists():
-        device_of(_python(arguments))  # a missing vLLM, too, is reported before
+        device_of(_python(arguments))  # reports a missing vLLM before the conversion
     with tempfile.TemporaryDirectory(prefix="gspo-megatron-serve-") as folder:
         taken, notes = any_to_hf(arguments.source, Path(folder) / "hf")
         for note in [*notes, f"serving {taken}"]:

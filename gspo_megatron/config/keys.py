@@ -28,7 +28,7 @@ class Key:
     default: str
     meaning: str
     legal: str  # limits beyond the type; may be empty
-    resume: str  # whether it may change when a run is resumed
+    resume: str  # whether the key may change when a run is resumed
 
     def __str__(self) -> str:
         legal = f"; allowed: {self.legal}" if self.legal else ""

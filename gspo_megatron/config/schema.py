@@ -396,7 +396,7 @@ class TrainingSection(RunSection, CollapseKeys):
 
 
 class WindowSection(Section):
-    """The rows of a suite that are problems: rows with a date in a window."""
+    """A window of dates: only rows of a suite's file with a date in it are problems."""
 
     field: Text | None = harmless(None, "the field with the date, as 2025-01-31…; null: all rows")
     first: Date | None = harmless(None, "the first day, month or year, as 2025-01; null: any")
@@ -571,7 +571,7 @@ class Config(RunConfig):
         return {**super().input_files(), **named}
 
     def evaluated_every(self, metric: str) -> tuple[str, int]:
-        """Return the key and its value; suites have an interval of their own."""
+        """Return the key and its value; the key of a suite's metric is evaluation.interval."""
         if metric.split("/")[1] in self.evaluation.suites:
             return "evaluation.interval", self.evaluation.interval
         return super().evaluated_every(metric)

@@ -45,8 +45,8 @@ MIXTURES: dict[str, dict[str, int]] = {"mixed": {"reversal": 3, "addition": 1}}
 # A tiny model learns to reverse long before it learns to add. The first constant is the share of
 # additions in the supervised rows of `mixed`. With this share, 30 to 40% of the answers to both
 # tasks are right at the start of RL. The second constant is the share for models that were
-# pre-trained on text about these rows. Such models can add already. If the rows have few letter
-# strings, such models know few of them by heart.
+# pre-trained on text about these rows. Such models can add already. The fewer letter strings the
+# rows have, the fewer strings such models know by heart.
 SUPERVISED_ADDITION_SHARE = 0.85
 TEXT_ADDITION_SHARE = 0.89
 TASKS = (*LETTER_TASKS, "addition", *MIXTURES)

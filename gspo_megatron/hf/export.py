@@ -52,8 +52,8 @@ def export_hf(
     call this function. The main rank writes the tensors one after the other. The folder appears
     under its name when it is complete.
 
-    hf_config: the config.json that the weights were loaded with. It decides the family, and its
-    other keys are kept.
+    hf_config: the config.json that the weights were loaded with. It decides the family. Those
+    of its keys that do not describe a model are kept.
     tokenizer: a folder, whose settings and tokenizer files are copied, or one file.
     dtype: the dtype of the written weights (default: the model's).
     durable: wait until everything is on the disk, so that a crash of the machine loses nothing.

@@ -227,14 +227,14 @@ def _equal_rewards(curves: _Curves) -> Iterator[Finding]:
 def _mismatch(curves: _Curves) -> Iterator[Finding]:
     try:
         section = ObjectiveSection(**curves.section("objective"))
-    except ValueError:  # the configuration is from another version
+    except ValueError:  # another release wrote the configuration
         return
     if section.import_path is not None or not curves.section("objective"):
         return
     recipe = resolve_objective(section)
     bounds = [recipe.parameters[k] for k in ("clip_low", "clip_high") if k in recipe.parameters]
     key = "ratio/noise_floor" if recipe.clips_sequences else "mismatch/abs_mean"
-    stale = curves.of("staleness/max")  # stale responses differ for another reason
+    stale = curves.of("staleness/max")  # older weights explain the mismatch of stale responses
     floors = {step: floor for step, floor in curves.of(key).items() if not stale.get(step)}
     above = [step for step, floor in floors.items() if bounds and floor > min(bounds)]
     if above and len(above) >= NOISY_STEPS * len(floors):

@@ -132,7 +132,7 @@ def _count_real_tokens_of_experts() -> None:
 def _count_tokens_of_experts_exactly() -> None:
     """Let a router's buffers keep their precision, whatever the weights become. A router stores its
     counts (tokens of each expert, steps) and its bias in float32. Float16Module turns them into
-    bfloat16, in which a count stops growing at 256 ones. The biases then move the wrong way."""
+    bfloat16, in which 256 + 1 is 256, so counts stop growing. Then biases move the wrong way."""
     native_init, native_apply = TopKRouter.__init__, TopKRouter._apply
 
     @functools.wraps(native_init)

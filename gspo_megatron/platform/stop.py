@@ -67,7 +67,8 @@ class SlurmJob:
 
 
 def parse_time_left(text: str) -> float | None:
-    """Convert squeue's `days-hours:minutes:seconds` to seconds; None for UNLIMITED and the like."""
+    """Convert squeue's `days-hours:minutes:seconds` to seconds. Returns None for texts that are no
+    time, such as UNLIMITED."""
     found = _TIME.fullmatch(text)
     if found is None:
         return None

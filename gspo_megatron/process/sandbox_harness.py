@@ -260,7 +260,7 @@ def _judge(channel: socket.socket, request: dict[str, Any]) -> None:
     names = _Names(ask, request["candidates"])
     for text in request["setup"]:
         exec(compile(text, "<setup>", "exec"), names)
-    for name in request["candidates"]:  # even if the setup defines the name
+    for name in request["candidates"]:  # use the solution's name, even if the setup defines it
         names.pop(name, None)
     for text in request["tests"]:
         exec(compile(text, "<test>", "exec"), names)

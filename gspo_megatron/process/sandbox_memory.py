@@ -113,7 +113,7 @@ def _candidates() -> Iterator[Place]:
             continue
         try:
             folder = Path(mount) / Path(own[name]).relative_to(root)
-        except ValueError:  # this mount shows another part of the cgroup tree
+        except ValueError:  # this mount does not show this process's cgroup
             continue
         yield Place(2 if kind == "cgroup2" else 1, folder)
         # In version 2 only leaves hold processes, so the new cgroup may have to be a sibling.

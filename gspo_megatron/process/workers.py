@@ -187,8 +187,8 @@ class _Process:
         return WorkerError("time-out", self._job.timed_out, timed_out=True)
 
     async def _listen(self) -> None:
-        """Receive answers until the keeper is gone, which is the last process that holds the other
-        socket."""
+        """Receive answers until the keeper is gone. The keeper is the last process that holds the
+        other end of the socket pair."""
         reader, self._writer = await asyncio.open_connection(sock=self._socket)
         self._connected.set()
         try:

@@ -148,8 +148,8 @@ def _parse_answer(answer: str) -> list[Any]:
     r"""Return the forms to which math-verify parses an answer. Returns an empty list if it cannot
     read the answer.
 
-    LaTeX that math-verify cannot evaluate (A \cup B) is compared as text. Text without LaTeX that
-    it cannot evaluate is not an expression.
+    LaTeX that math-verify cannot evaluate (A \cup B) is compared as text. If an answer has no
+    LaTeX and math-verify cannot evaluate it, the answer is not an expression.
     """
     from math_verify import parse
 

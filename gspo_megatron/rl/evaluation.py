@@ -40,8 +40,8 @@ class Suites:
 
         The metrics are evaluation/SUITE/FIGURE, see `suite_figures`. version: the number of steps
         that the policy has been trained for. Raises, on all ranks, the errors of
-        `Collector.sample`; also EpisodeError or RewardError if a suite has no problem with all
-        rewards.
+        `Collector.sample`; also EpisodeError or RewardError if no problem of a suite has the
+        rewards of all its responses.
         """
         metrics: dict[str, float] = {}
         everything: list[Record] = []
@@ -87,8 +87,8 @@ class Suites:
         ]
 
     def _figures(self, name: str, records: Sequence[Record]) -> dict[str, float] | None:
-        """Compute the figures of a suite. Returns None if the suite has no problem with all
-        rewards."""
+        """Compute the figures of a suite. Returns None if no problem of the suite has the rewards
+        of all its responses."""
         suite, seed = self.config.evaluation.suites[name], self.config.training.seed
         try:
             return figures_of_records(records, suite, seed)

@@ -126,6 +126,7 @@ def where_not_finite(value: Tensor, reference: Tensor) -> str | None:
 
 
 def _both_finite(value: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two masks [...] bool: finite on both sides; equal, where NaN equals NaN."""
+    """Return two masks [...] bool of elements: those that are finite on both sides, and those that
+    are equal (NaN equals NaN)."""
     finite = value.isfinite() & reference.isfinite()
     return finite, (value == reference) | (value.isnan() & reference.isnan())

@@ -19,7 +19,7 @@ LIBRARY = "CUDA_REHEARSAL_LIBRARY"  # the path of the shared object
 DEVICES = "CUDA_REHEARSAL_DEVICES"
 # A folder with a file for each process, which lists the waits of the host.
 WAITS = "CUDA_REHEARSAL_WAITS"
-MEMORY = 80 << 30  # the size of its memory that a device reports, in bytes
+MEMORY = 80 << 30  # bytes; the memory size that each device reports
 
 _device: Any = None
 _Tell = ctypes.CFUNCTYPE(None, ctypes.c_char_p)

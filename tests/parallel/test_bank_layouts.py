@@ -214,7 +214,7 @@ def test_every_layout_computes_the_same_from_the_bank(
         name, error = compare(on_one[1].gradients, result.gradients)[0]
         assert error <= TOLERANCE, f"{layout}: {name} is off by {error:.1e}"
     last = on_one[0][-1]
-    assert last["old"] > 0  # some tokens are older than one version
+    assert last["old"] > 0  # some tokens are more than one version old
     groups = written(tmp_path, STEPS)
     tokens = sum(group.response_lengths.sum() for group in groups)
     if bound is None:

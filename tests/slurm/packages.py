@@ -28,7 +28,7 @@ _TIMEOUT_SECONDS = 240
 _APPTAINER_PACKAGES = ("apptainer", "libc6", "libseccomp2", "libsqlite3-0", "patchelf")
 _APPTAINER_LIBRARIES = ("libgcc-s1", "libstdc++6", "zlib1g", "libzstd1")
 _RELEASE = Path("/etc/os-release")
-_VERSION = 1  # increase it when this file changes the packages in another way
+_VERSION = 1  # increase this number when this file changes how it prepares packages
 
 
 class Unavailable(Exception):  # noqa: N818 (a reason to skip)

@@ -145,7 +145,8 @@ def test_reward_counts_the_numbers_that_follow_from_the_one_before() -> None:
     assert graded("") == 0.0
     assert graded(right[:30]) == pytest.approx(10 / NUMBERS)
     assert graded(right + "a") == pytest.approx(NUMBERS / (NUMBERS + 1))
-    assert graded("9" + right[1:]) == pytest.approx((NUMBERS - 2) / NUMBERS)  # this is no number
+    # A group of characters that is no number makes itself and the next number wrong.
+    assert graded("9" + right[1:]) == pytest.approx((NUMBERS - 2) / NUMBERS)
     # A wrong carry makes only its own number wrong, because the next number depends on units and
     # tens.
     assert graded(right[:1] + "+" + right[2:]) == pytest.approx((NUMBERS - 1) / NUMBERS)

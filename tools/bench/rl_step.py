@@ -7,10 +7,10 @@ model, GSPO loss, old log-probs, 4 optimizer steps, 2 threads. Sizes small and m
 responses of 32 tokens; long has 64 with log-normal lengths up to 512, a larger vocabulary and 64
 experts. smollm2 has the shape of examples/smollm2_moe, 64 responses of 64 tokens and 2 optimizer
 steps. The lengths are planned, so they are the same on both sides. The sides take turns, round
-after round, each in its own process. The output has two figures for each round: the ratio, and the
-limit. The limit is the share of our step that the matrix products of the step take if they run
-alone on this machine. The last line has the medians. With --busy another program keeps one core
-busy all the time. TRL has its own environment, .venv-bench, made on first use from
+after round, each in its own process. The output has two figures for each round: our rate /
+TRL's rate, and the limit. The limit is the share of our step that the matrix products of the step
+take if they run alone on this machine. The last line has the medians. With --busy another program
+keeps one core busy all the time. TRL has its own environment, .venv-bench, made on first use from
 peers/requirements.txt.
 """
 
@@ -35,7 +35,7 @@ SIZES = {
     "long": 0.1,
     "smollm2": 0.1,
     "smollm2_bf16": 0.1,
-}  # share of --steps that is measured: one step of the last three takes many seconds
+}  # share of --steps that is measured; a step of long or smollm2 takes many seconds
 
 
 def peer_python(environment: Path) -> Path:

@@ -28,7 +28,7 @@ class AdapterLoader(WeightLoader):
     """Loads the newest adapters on single servers. `Weights.folder` is a PEFT folder."""
 
     async def first_weights(self, server: Server, started_with: Weights, deadline: float) -> None:
-        server.adapters.clear()  # the server has just started and holds none
+        server.adapters.clear()  # the server has just started and holds no adapter
         weights = started_with
         await self._load(server, weights, deadline)
         while not await self._check(server, weights, at_start=True):

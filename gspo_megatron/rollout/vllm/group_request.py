@@ -90,7 +90,8 @@ class GroupRequest:
         ]
 
     def newest_version(self) -> int:
-        """Return the newest weights version of the responses that have arrived; -1: none has."""
+        """Return the newest weights version of the responses that have arrived, or -1 if no
+        response has arrived."""
         arrived = (each.version for each in self.responses if each.answer is not None)
         return max(arrived, default=-1)
 

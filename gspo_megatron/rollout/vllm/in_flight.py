@@ -84,10 +84,10 @@ def split_at_update(
     """Record in the responses that the paused server will continue with the weights `version`.
 
     counts: for each response that the server has begun, by name, the number of its tokens. These
-    responses continue. ended: names of responses that are known to have ended. A response that is
-    in neither and has no answer may have no token yet, or the old weights may have completed it and
-    its answer is on its way. These two cases cannot be distinguished, so such a response is taken
-    back.
+    responses continue. ended: names of responses that are known to have ended. If a response is
+    neither in `counts` nor in `ended` and has no answer, there are two cases: it has no token yet,
+    or the old weights have completed it and its answer is on its way. The two cases cannot be
+    distinguished, so such a response is taken back.
     """
     for each in responses:
         if each.answer is not None or each.is_taken_back or each.name in ended:

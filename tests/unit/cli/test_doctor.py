@@ -72,7 +72,7 @@ def test_processors_are_summed_up(
 
 def test_transformer_engine(modules: set[str]) -> None:
     assert "no FP8" in table()["transformer-engine"][0]
-    assert table()["transformer-engine"][1] == ""  # no advice: without a GPU it is of no use
+    assert table()["transformer-engine"][1] == ""  # no advice to install a package that needs a GPU
     assert table(GPU)["transformer-engine"][1].startswith("pip install 'gspo-megatron[gpu]'")
     assert "damaged" in table(transformer_engine="2.9")["transformer-engine"][0]
     modules.add("transformer_engine")
@@ -127,7 +127,7 @@ def test_the_command_tries_the_import(
     code, out, _ = gspo("doctor")
     assert code == 0 and "import fails: ImportError: undefined_symbol" in out
     [python] = [line.split() for line in out.splitlines() if line.startswith(" python")]
-    assert python[1:] == ["3.12.1", "nothing"]  # no advice
+    assert python[1:] == ["3.12.1", "nothing"]
 
 
 @pytest.mark.parametrize(

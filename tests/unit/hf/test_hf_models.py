@@ -29,11 +29,11 @@ from tests.unit.hf.transformers_side import ask, transformers_process
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-# For fp32 logits of size 3 to 5 from four layers, with sums in another order. The largest error
-# seen was 5e-6.
+# The tolerance for fp32 logits of size 3 to 5 from four layers. The package and transformers add up
+# in different orders. The largest error seen was 5e-6.
 TOLERANCE = 1e-5
-# For 150 tokens. The error of transformers against fp64 is as large, because norms amplify small
-# values.
+# The tolerance for delta nets and texts of 150 tokens. In comparison with fp64, the error of
+# transformers is as large, because norms amplify small values.
 DELTA_TOLERANCE = 5e-5
 
 YARN = {

@@ -5,8 +5,9 @@ it is called. Some names have another meaning in TRL, and tests show these diffe
 
 - CISPO: TRL's `epsilon_high` is the cap itself; here the cap is 1 + clip_high. TRL counts only
   tokens with a positive advantage as clipped, although the cap changes other weights, too.
-- Two-sided clip: TRL's `delta` is our dual_clip if it is at least 1 + clip_high. A smaller `delta`
-  also lowers the upper bound of positive advantages, and leaves negative ones to clip_high.
+- Two-sided clip: TRL's `delta` is our dual_clip if it is at least 1 + clip_high. With a
+  smaller `delta`, TRL also lowers the upper bound for positive advantages, and clip_high limits the
+  ratios of negative advantages.
 - Off-policy mask: TRL uses the rollout's log-probs if it has them, so the mismatch of the engines
   counts as drift. We use the log-probs of the trainer's old policy.
 - Sequence corrections: TRL's are products over all tokens. Ours are geometric means, except
@@ -293,7 +294,7 @@ def test_additions_are_those_of_trl(name, level, keys, settings, options):
         if keys.get("kl") == "k3":
             expected = pytest.approx(theirs.metrics["kl"], rel=1e-10)
             assert mean(ours.means["kl/reference_k3"]) == expected
-            # With an aggregation over tokens, the mean of the penalty is the same.
+            # With an aggregation over tokens, the penalty is the mean that TRL reports.
             if name in ("dapo", "cispo"):
                 assert mean(ours.means["kl/penalty"]) == expected
 
@@ -355,7 +356,8 @@ def test_off_policy_mask_of_trl_takes_the_mismatch_of_the_engines_for_drift():
     settings = {"off_policy_mask_threshold": 0.1, "rollout_for_mask": True}
     theirs = trl_loss("grpo", "token", inputs, **settings)
     assert theirs.loss != our_loss("grpo", inputs, off_policy_mask=0.1).loss
-    # The two agree if objective.old_logprobs = rollout makes the rollout's log-probs the old ones.
+    # Both sides agree with objective.old_logprobs = rollout, which uses the rollout's log-probs as
+    # the old log-probs.
     inputs.old_logprobs = inputs.rollout_logprobs
     theirs = trl_loss("grpo", "token", inputs, **settings)
     assert_same_loss(our_loss("grpo", inputs, off_policy_mask=0.1), theirs, inputs)

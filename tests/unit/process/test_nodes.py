@@ -106,7 +106,7 @@ def test_ranks_on_each_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     given, unsaid = Node(1, 2, 8, "a", 1, "PET_NNODES"), Node(1, 2, None, "a", 1, "PET_NNODES")
     assert world_size_on(given, None, 4) == 16
-    assert world_size_on(given, 3, 4) == 6  # --nproc
+    assert world_size_on(given, 3, 4) == 6
     assert world_size_on(unsaid, None, 4) == 4
     with pytest.raises(UserError, match="2 machines; the layout takes 3 ranks"):
         world_size_on(unsaid, None, 3)
