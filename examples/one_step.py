@@ -112,7 +112,7 @@ class GspoLoss:
 
     mini_batch: MiniBatch
     advantages: Tensor  # [B] float32
-    clipped: int = 0  # sequences
+    clipped: int = 0  # number of clipped sequences
 
     def __call__(
         self, micro_batch: MicroBatch, logprobs: Tensor, entropies: Tensor

@@ -30,7 +30,7 @@ CONTRASTS = (
     *((f"{arm}+{replay}", arm) for arm in ("gspo", "grpo") for replay in ("r2", "r3")),
 )
 ARMS = ("gspo", "grpo")
-SAFE_RATE = 5.7e-4  # the largest rate with which all seeds of these arms converge
+SAFE_RATE = 5.7e-4  # the largest rate at which all seeds of all ARMS converge
 OLD_AXIS = "old log-probs, vLLM in bf16"
 PASSES = {
     "converged": lambda line: line["outcome"] == "converged",

@@ -41,8 +41,8 @@ class MicroBatch:
     old_logprobs: Tensor | None = None  # None: use the log-probs of the training pass itself
     reference_logprobs: Tensor | None = None
     teacher_logprobs: Tensor | None = None  # from the teacher, in distillation
-    # The k most probable tokens of the teacher, and their log-probs. The last bucket is the
-    # log-prob of all other tokens together.
+    # The k most probable tokens of the teacher, and the log-prob of each in a bucket. The last
+    # bucket is the log-prob of all other tokens together.
     teacher_tokens: Tensor | None = None  # [response tokens, k] int64
     teacher_buckets: Tensor | None = None  # [response tokens, k + 1]
     # [response tokens] int64: the number of the teacher, if there are several; -1: no teacher

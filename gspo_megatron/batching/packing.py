@@ -41,11 +41,12 @@ class PackedBatch:
     input_ids: Tensor  # [rows, tokens / CP] int64
     position_ids: Tensor  # [rows, tokens / CP] int64
     boundaries: Tensor  # [branches + 1] int32, starts and end of padded branches before the CP cut
-    longest: int  # tokens of the longest padded branch
+    longest: int  # number of tokens of the longest branch, with its padding
     padding_mask: Tensor | None  # [rows, tokens / CP] bool, True on padding; None: no padding
     # [rows, tokens / CP] int64, index into the concatenated tokens of the members; -1: padding
     token_index: Tensor
-    token_rows: Tensor  # [response tokens] int64, index into flattened [tokens / CP, rows]
+    # [response tokens] int64, index into the hidden states, flattened from [tokens / CP, rows]
+    token_rows: Tensor
     targets: Tensor  # [response tokens] int64
     sequence_index: Tensor  # [response tokens] int64
     response_index: Tensor  # [response tokens] int64, index into the flat responses
@@ -206,9 +207,9 @@ def last_token_rows(packed: PackedBatch, lengths: Sequence[int]) -> tuple[Tensor
     """Find the last token of each branch among the tokens of this rank.
 
     lengths: the number of tokens of each branch of the members, in order. Returns two vectors: the
-    rows of these tokens in the flattened [tokens / CP, rows], and the numbers of their branches.
-    With context parallelism a rank has only some of the last tokens. Padding after a branch is not
-    part of the branch.
+    rows of these tokens in the hidden states, flattened from [tokens / CP, rows], and the numbers
+    of their branches. With context parallelism a rank has only some of the last tokens. Padding
+    after a branch is not part of the branch.
     """
     ends = torch.tensor(lengths, device=packed.token_index.device).cumsum(0) - 1
     held = packed.token_index.flatten()

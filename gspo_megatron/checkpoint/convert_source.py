@@ -34,7 +34,8 @@ class Source:
     shape: ModelShape
     vocab_size: int
     hf_config: Mapping[str, Any] | None  # the config.json that the weights were imported with
-    is_imported: bool  # whether from a Hugging Face folder; hf/ has its settings and tokenizer
+    # True: the weights come from a Hugging Face folder, whose settings and tokenizer are in hf/.
+    is_imported: bool
     side_files: list[Path]  # the files of the model's tokenizer
 
 

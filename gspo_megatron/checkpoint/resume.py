@@ -151,7 +151,7 @@ def finished_text(config: AnyConfig, state: RunState, command: Sequence[str] = (
     lines = [f"{folder}: finished, with {state.step} of {training.steps} steps"]
     if config.optimizer.decay == "constant":
         more = {"training.steps": 2 * state.step}
-        for name in ("epochs", "tokens"):  # other limits that a stage may have
+        for name in ("epochs", "tokens"):  # a stage may have these limits, too
             if limit := getattr(training, name, None):
                 more[f"training.{name}"] = 2 * limit
         words = _words(command, more | _new_export(config))

@@ -162,7 +162,7 @@ def _check(
 
 def _unfinished(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
     """Return the runs that are not finished. Raises UserError if the configuration of a finished
-    run differs from the planned one, because the report would use this run as if it did not."""
+    run differs from the planned configuration, because the report would use this run anyway."""
     from gspo_megatron.observe.ablation import is_finished
 
     todo, foreign = [], []

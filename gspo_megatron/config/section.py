@@ -88,7 +88,8 @@ RESUME = {
     # The key is a path. The contents of the file may change, too, because the policy does not learn
     # from them.
     "shown": "yes",
-    # The key may change, unless a learning-rate decay ends at this step.
+    # The key is the number of steps. It may change only if the learning rate does not decay,
+    # because a decay ends at the last step.
     "steps": "without decay",
     # The key names a function. The name may not change. Changed code of the function gives a
     # warning.

@@ -103,7 +103,7 @@ class Read:
 
     responses: list[Whole]  # the chosen response, then the rejected ones; or the rated one
     values: list[float]  # a margin for each rejected response; or the rating
-    source: str  # empty without data.source_field
+    source: str  # empty if data.source_field is not set
 
 
 def read_preference(

@@ -8,7 +8,8 @@
             return Trajectory(reward=float(turn.text == task.answer))
 
 `Client` asks the engine for turns, within the limits of the episode. Its `transcript` has the
-tokens, its `conversation` the messages. Training uses only the policy's tokens, each turn once.
+tokens, and its `conversation` has the messages. Training uses only the policy's tokens, each turn
+once.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Family:
     architecture: str
     fields: tuple[Field, ...]
     names: Mapping[str, str]
-    other_model_types: tuple[str, ...] = ()  # their models have the same architecture
+    other_model_types: tuple[str, ...] = ()  # values of model_type with this architecture
     always: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     spellings: Mapping[str, str] = field(default_factory=dict)
@@ -402,4 +402,5 @@ def _is_size(value: Any) -> bool:
     return value is None or (type(value) is int and 0 <= value <= _LARGEST_SIZE)
 
 
-_LARGEST_SIZE = 10_000_000  # the largest number of layers, width, ...
+# An upper limit for every size in config.json, such as the number of layers.
+_LARGEST_SIZE = 10_000_000

@@ -1,6 +1,6 @@
 """GptOssForCausalLM: gpt-oss-20b and 120b. These models have sliding windows in every second layer,
 attention sinks, biases in all linear layers, experts with a clamped activation and an offset, and
-YaRN. Published files have experts in MXFP4, other exports in bf16.
+YaRN. Published files have experts in MXFP4. Files that transformers writes have bf16 experts.
 """
 
 from __future__ import annotations

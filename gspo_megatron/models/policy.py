@@ -23,7 +23,8 @@ class HeadInputs:
     """Inputs of the log-prob head: the rows of the hidden states that predict a response token, and
     these tokens. Megatron-Core passes this object to the head as `labels`."""
 
-    rows: Tensor  # [rows] int64, into the flattened [sequence, batch] of this rank's shard
+    # [rows] int64, index into this rank's hidden states, flattened from [sequence, batch]
+    rows: Tensor
     targets: Tensor  # [rows] int64, ids in the whole vocabulary
     temperature: float = 1.0
     entropy_gradient: bool = False
@@ -141,7 +142,8 @@ class PolicyModel(GPTModel):
     def next_token_logits(self, hidden: Tensor) -> Tensor:
         """The logits [sequences, vocabulary] of hidden [sequences, hidden], in fp32 and gathered
         over TP. These logits take little memory, because decoding needs one position per sequence.
-        They are not rounded to the dtype of the weight; nor are those of the log-prob head."""
+        Neither these logits nor those that the log-prob head computes are rounded to the dtype of
+        the weight."""
         group = self.pg_collection.tp
         weight = self.head_weight
         size = (len(hidden), len(weight))

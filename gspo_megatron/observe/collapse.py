@@ -46,7 +46,8 @@ class Sign(NamedTuple):
 _SIGNS = {
     "policy/entropy": Sign("entropy", most=2.0, least=0.25),
     "grad_norm": Sign("gradient norm", most=4.0),
-    # floors: single tokens may have large ratios, and rounding gives some mismatch
+    # The next two figures have floors, because single tokens may have large ratios, and rounding
+    # gives some mismatch.
     "ratio/token/max": Sign("largest token ratio", most=10.0, floor=20.0),
     "mismatch/k3": Sign("mismatch of trainer and rollout", most=10.0, floor=1e-3),
     "response/length_mean": Sign("length of responses", most=2.0, least=0.5),
@@ -161,7 +162,7 @@ class CollapseWatch:
     def _noise(self) -> float:
         """Return the largest fall of the reward that noise alone explains in a run of this
         length."""
-        variance = self._squares / (self._steps - 1) / 2  # of one step's reward
+        variance = self._squares / (self._steps - 1) / 2  # variance of one step's reward
         error = math.sqrt(variance * (1 / WINDOW + 1 / self._best_size))
         return (CLEAR + math.sqrt(2 * math.log(self._steps / WINDOW))) * error
 

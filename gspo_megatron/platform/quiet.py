@@ -14,7 +14,7 @@ _NOISE = (
     r".*Transformer ?Engine.*not.*install.*",
     r".*CUDA initialization.*",
     r".*CUDA_DEVICE_MAX_CONNECTIONS.*",
-    r".*full scope is deprecated.*",  # of CUDA graphs, which are not used
+    r".*full scope is deprecated.*",  # about unused CUDA graphs
     r".*\.grad attribute of a Tensor that is not a leaf.*",  # the distributed optimizer's shards
     r".*torch\.distributed\.\w+ is deprecated.*|.*`torch\.distributed\.\w+` is deprecated.*",
     r".*GPTModel.*deprecated.*",

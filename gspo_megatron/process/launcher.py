@@ -309,7 +309,7 @@ class _Job:
         else:
             self.failed.append(rank)
             if rank.is_user_error():
-                self.end_by(signal.SIGTERM)  # no other rank can explain more
+                self.end_by(signal.SIGTERM)  # this is the cause: do not wait for other failures
             else:
                 self.deadline = min(self.deadline, time.monotonic() + self.settle_seconds)
 

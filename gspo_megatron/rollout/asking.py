@@ -74,7 +74,7 @@ class Asker:
             return json.loads(text)
 
     def advice(self, status: int, text: str) -> str | None:
-        """Return an advice if the server's answer shows a mistake of the user; else None."""
+        """Return advice if the server's answer shows a mistake of the user; else None."""
         return None
 
 

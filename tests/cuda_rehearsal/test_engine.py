@@ -78,8 +78,8 @@ RUNS = {
     # Both ranks have some projections completely. In attention, the size of the values differs from
     # the size of the keys.
     "latent attention on tp=2": Run("tp=2", "deepseek_v3"),
-    # The projection of a delta net contains its input norm. The weight of another norm is an offset
-    # to 1.
+    # The input projection of a delta net contains the norm before it. The weights of norms are
+    # offsets to 1, except the weight of the norm after a delta net's rule.
     "delta nets on tp=2": Run("tp=2", "qwen3_next"),
     "a fused router and shared experts": Run(
         "tp=1", "qwen2_moe", megatron={"moe_router_fusion": True, "moe_aux_loss_coeff": 0.01}

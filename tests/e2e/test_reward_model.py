@@ -112,9 +112,9 @@ def test_a_resumed_run_is_the_same_bit_for_bit(base: Path, tmp_path: Path) -> No
 
 
 def test_the_export_is_a_folder_of_transformers(base: Path, tmp_path: Path) -> None:
-    """With the export, transformers computes the same scores as the run. A conversion of the
-    checkpoint has the same bits as the export, and so has an import of the export that is exported
-    again."""
+    """With the export, transformers computes the same scores as the run. The export has the
+    same bits as a conversion of the checkpoint. An import of the export, exported again, has the
+    same bits, too."""
     config = json.loads((base / "hf" / "config.json").read_text())
     assert config["architectures"] == ["Qwen3MoeForSequenceClassification"]
     assert config["id2label"] == {"0": "score"} and config["problem_type"] == "regression"

@@ -133,7 +133,9 @@ class Server:
     working: Clock = field(default_factory=Clock)  # time with requests or new weights
     restarts: int = 0
     abilities: Abilities = field(default_factory=Abilities)
-    stream_key: str | None = None  # key of its group with rank 0, while it waits for weights
+    # Key of the process group in which rank 0 sends weights to the server. None: no weights are
+    # awaited.
+    stream_key: str | None = None
     stream_failed: bool = False  # if True, it gets weights only in folders from now on
     tokens: float = 0.0  # tokens generated so far, by its own count
     kv_usage: float = 0.0  # share of its KV cache in use

@@ -69,7 +69,7 @@ def test_only_delayed_scaling_keeps_anything() -> None:
         return SimpleNamespace(config=SimpleNamespace(fp8=fp8, fp8_recipe=recipe))
 
     assert keeps_scales(policy("hybrid", "delayed"))
-    assert not keeps_scales(policy(None, "delayed"))  # Megatron-Core's default for the field
+    assert not keeps_scales(policy(None, "delayed"))  # the default: no FP8
     assert not keeps_scales(policy("e4m3", "blockwise")) and not keeps_scales(
         policy("e4m3", "mxfp8")
     )

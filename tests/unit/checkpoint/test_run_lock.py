@@ -85,7 +85,7 @@ def test_a_run_may_hold_its_folder_twice_and_another_beside_it(tmp_path: Path) -
     lock = RunLock()
     lock.hold(tmp_path)
     lock.hold(tmp_path)
-    # as a new start moves an earlier run aside
+    # A new start moves an earlier run aside in this way.
     moved = tmp_path.rename(tmp_path.with_name("moved"))
     tmp_path.mkdir()
     lock.hold(tmp_path)

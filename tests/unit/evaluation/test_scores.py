@@ -46,7 +46,7 @@ def test_pass_at_k_is_the_product_form_of_the_codex_paper() -> None:
             wrong = np.arange(n - c + 1, n + 1)
             product = 1.0 if n - c < k else 1.0 - np.prod(1.0 - k / wrong)
             assert pass_at_k(c, n, k) == pytest.approx(product, rel=1e-12)
-    # 1 − (195·194·…·186)/(200·199·…·191), worked out by hand as (190·189·…·186)/(200·…·196)
+    # (195·194·…·186)/(200·199·…·191), reduced by hand to (190·189·…·186)/(200·…·196)
     odds = math.prod(range(186, 191)) / math.prod(range(196, 201))
     assert pass_at_k(5, 200, 10) == pytest.approx(1 - odds, rel=1e-12)
 

@@ -74,7 +74,8 @@ def fp8_model(
 
 
 def is_quantized(name: str) -> bool:
-    """Whether the tensor is quantized: all matrices of layers are, except those of routers."""
+    """Whether the tensor is quantized. All matrices of layers are quantized, except the matrices of
+    routers."""
     kinds = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight", "query_key_value.weight")
     nets = ("in_proj_qkvz.weight", "in_proj_qkv.weight", "in_proj_z.weight")
     return name.endswith((*kinds, *nets, "dense.weight", "proj_with_mqa.weight"))
@@ -94,7 +95,7 @@ def test_any_part_of_an_fp8_matrix_is_read_with_its_scales(tmp_path: Path) -> No
 @pytest.mark.parametrize("family", [name for name in CONFIGS if name != "gpt_oss"])
 def test_an_fp8_folder_is_the_model_of_its_values(tmp_path: Path, family: str) -> None:
     """One matrix contains queries, keys and values. In Ling, keys and values begin in the middle of
-    a block. In Qwen3-Next, the keys and values of each head do."""
+    a block. In Qwen3-Next, so do the keys and the values of each single head."""
     config, tensors, plain = fp8_model(seed=6, family=family)
     source = write_folder(tmp_path / "fp8", config, tensors)
     policy = policy_of(config_of(source))

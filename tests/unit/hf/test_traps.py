@@ -38,8 +38,8 @@ RIGHT, WRONG = 5e-5, 1e-3  # for logits of size 3 to 5
 
 
 def _plus_one(policy: Policy) -> None:
-    """Mistake: 1 is added to the norm of delta nets. This is right for all other norms, but the
-    files have this norm unchanged."""
+    """Mistake: 1 is added to the weight of the norm in delta nets. This is right for the weights of
+    all other norms, which the files have as offsets to 1."""
     for name, parameter in policy.models[0].named_parameters():
         if name.endswith("out_norm.weight"):
             parameter += 1.0

@@ -156,8 +156,8 @@ SHARED = SHARED.replace("ESCAPED", ESCAPED)
 @pytest.mark.parametrize("who", ["this user", "an ordinary user"])
 def test_shared_memory_is_its_own_and_small_and_ends_with_it(who: str, user: User) -> None:
     """Two programs run one after the other. No program sees the shared memory of the other program,
-    and the host sees no shared memory of either. The size of shared memory is limited without a
-    cgroup, because an ordinary user mostly cannot make a cgroup."""
+    and the host sees the shared memory of neither program. The size of shared memory is limited
+    without a cgroup, because an ordinary user mostly cannot make a cgroup."""
     is_other = who == "an ordinary user"
     own = user.run([SHARED] * 2, LIMITS) if is_other else [run(SHARED), run(SHARED)]
     for outcome in own:
@@ -295,8 +295,8 @@ def test_a_solution_cannot_tamper_with_its_tests(solution: str) -> None:
 
 
 def test_a_solution_at_its_limit_before_the_tests_begin_is_no_fault_of_the_sandbox() -> None:
-    """The sandbox of the solution starts before that of the tests. A fault of the sandbox itself
-    would end the run."""
+    """The sandbox of the solution starts before the sandbox of the tests. A fault of a sandbox
+    itself would end the run."""
     limits = replace(LIMITS, output_bytes=64)
     for _ in range(3):
         outcome = sandbox.judge(b"while True: print('x' * 99)", (), (), ("assert f(1)",), limits)

@@ -261,7 +261,8 @@ def test_a_value_that_vllm_refuses_is_named(tmp_path: Path) -> None:
 
 
 def test_a_killed_server_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Python's resource tracker must survive the server, because only it removes the semaphore."""
+    """Python's resource tracker must survive the server, because no other process removes the
+    semaphore."""
     script = tmp_path / "server.py"
     script.write_text(_MESSY)
     said = tmp_path / "said"
