@@ -165,7 +165,7 @@ class ReinforcementLoop:
         with contextlib.closing(self.suites), progress_of_run as progress:
             self.collector.source.report = progress.doing
             if self.unevaluated is not None:
-                # If no server had taken the weights of that step, the call above has sent them.
+                # `take_weights` above has sent the weights of this step, if no server had them.
                 sync = {name: value for name, value in sync.items() if name.startswith("sync/")}
                 self._end_step(self.done, sync | self.unevaluated, progress)
             elif self.restored is None and run.checkpoints.is_new(RL):
