@@ -241,8 +241,8 @@ class ReinforcementLoop:
             raise UserError(self.run_components.checkpoints.collapsed_text(step))
 
     def _goes_on_after(self, alarm: Alarm, step: int, progress: Progress) -> bool:
-        """Do what training.on_collapse says. Returns whether the run continues: from this step, or
-        after a rollback from the checkpoint `Checkpoints.back`."""
+        """Do what training.on_collapse says. Returns whether the run continues. If it does, it
+        continues from this step, or, after a rollback, from the checkpoint `Checkpoints.back`."""
         checkpoints, training = self.run_components.checkpoints, self.config.training
         if training.on_collapse == "warn":
             if COLLAPSE_WARNING not in checkpoints.warned:

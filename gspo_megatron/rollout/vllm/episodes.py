@@ -242,7 +242,7 @@ class ServedRequests:
         return self.folder / f"{name}{SUFFIX}"
 
     async def _run(self, running: RunningRequest) -> None:
-        """Run a request. Any exception becomes the request's `error`: rank 0 waits for its end."""
+        """Run a request. Any exception becomes the request's `error`, which ends rank 0's wait."""
         try:
             await self._request(running)
         except UserError as error:
