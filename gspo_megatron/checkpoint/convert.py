@@ -121,7 +121,7 @@ def hf_to_megatron(
     recipes, pieces = by_key(weights), []
     for key, recipe in recipes.items():
         dtypes = {folder.dtype_of(box.name) for box in recipe.boxes}
-        # holds the values of all boxes exactly
+        # the smallest dtype that holds the values of all boxes exactly
         kept = functools.reduce(torch.promote_types, dtypes)
         planned = torch.empty(recipe.shape, dtype=_wanted(key, dtype) or kept, device="meta")
         pieces.append(Piece(key, planned, recipe.shape, (0,) * planned.dim()))

@@ -42,8 +42,8 @@ class Recipe:
 
     @property
     def clips_sequences(self) -> bool:
-        """Whether the clip range applies to geometric means over a sequence, which stay close to
-        1."""
+        """Whether the clip range applies to the ratios of sequences. These are geometric means,
+        which stay close to 1."""
         of_sequences = self.ratio in ("sequence", "sequence_token")
         return of_sequences and self.rule in ("min_clip", "dual_clip")
 
@@ -358,8 +358,8 @@ def _corrections_of(section: ObjectiveSection) -> list[str]:
 
 
 def _bounds(section: ObjectiveSection, name: str) -> dict[str, float]:
-    """Return the bounds of a correction. A bound may be one number only if there is only one
-    correction."""
+    """Return the bounds of a correction. In the section, a bound is a mapping from names of
+    corrections to numbers. If there is only one correction, a single number is enough."""
     bounds = dict(CORRECTIONS[name].defaults)
     for side in bounds:
         given = getattr(section, side)

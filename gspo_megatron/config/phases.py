@@ -112,7 +112,7 @@ def phase_configs(config: Any) -> list[Any]:
 def reference_step(config: Any, step: int) -> int:
     """Return the step after which the policy was copied as the reference policy of `step`. The
     phases up to `step` may contain some with `reference: renew`. The result is the last step before
-    the newest such phase, or 0 without one."""
+    the newest such phase, or 0 if there is no such phase."""
     phases = phases_of(config)
     number = phase_number(config, step)
     renewed = [i for i in range(1, number + 1) if phases[i].reference == "renew"]
@@ -120,8 +120,8 @@ def reference_step(config: Any, step: int) -> int:
 
 
 def later_phases_need_reference(config: Any, step: int) -> bool:
-    """Return whether a phase after that of `step` has a KL penalty against the same reference
-    policy."""
+    """Return whether a phase after that of `step` has a KL penalty against the reference policy of
+    `step`."""
     since, number = reference_step(config, step), phase_number(config, step)
     ends = [phase.until_step for phase in phases_of(config)[number:]]
     begins = [end + 1 for end in ends if end is not None and end < config.training.steps]

@@ -23,8 +23,8 @@ class FieldMap:
     answer: str | None = "answer"  # None: rows have no answers
     # A row may lack "id". If the configuration names another field, every row must have this field.
     id: str | None = "id"
-    # Extracts the answer from the value of its field. Raises ValueError if there is none; its text
-    # continues a message that begins with "field 'x'".
+    # Extracts the answer from the value of its field. If there is no answer, it raises a
+    # ValueError, whose text continues a message that begins with "field 'x'".
     read_answer: Callable[[Any], Any] | None = None
     format: str | None = None  # a key of FORMATS
     template: str | None = None  # makes the prompt from {field}s; then `prompt` is not used
@@ -91,7 +91,7 @@ def tests_in_json(value: Any) -> Any:
     In the row, this object is JSON text."""
     try:
         tests = json.loads(value)
-    except (TypeError, ValueError, RecursionError):  # ValueError: also for too many digits
+    except (TypeError, ValueError, RecursionError):  # json.loads may raise all three
         tests = None
     if not isinstance(tests, dict) or not {"inputs", "outputs"} <= tests.keys():
         raise ValueError("is not JSON with 'inputs' and 'outputs'; leave out rows without tests")
@@ -126,7 +126,7 @@ def suite_fields(section: str, suite: SuiteSection) -> FieldMap:
 
 
 def with_system(messages: Sequence[Message], system: str | None) -> tuple[Message, ...]:
-    """Put `system` as a system message before a conversation, unless it has a system message."""
+    """Put `system` as a system message before a conversation that has no system message."""
     has_one = bool(messages) and messages[0]["role"] in ("system", "developer")
     first = () if system is None or has_one else ({"role": "system", "content": system},)
     return (*first, *messages)

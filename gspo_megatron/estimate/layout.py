@@ -20,7 +20,8 @@ from gspo_megatron.estimate.traffic import AXES, step_traffic
 from gspo_megatron.estimate.workload import Workload, bubble_share, workload
 
 RECOMPUTE = ("none", "selective", "full")
-LEAST_SAVING = 0.1  # a share of the bytes; recomputing that saves less is not worth its time
+# A recompute mode is worth its time only if it saves at least this share of the bytes.
+LEAST_SAVING = 0.1
 
 # Share of a GPU's memory for fragmentation, NCCL's buffers and the CUDA context.
 HEADROOM = 0.08

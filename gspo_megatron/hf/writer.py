@@ -229,8 +229,8 @@ class HfWriter(NewFolder):
     def publish(
         self, contents: Mapping[str, Mapping[str, Any]] = {}, copies: Iterable[Path] = ()
     ) -> None:
-        """Add JSON files and copies of other files, and rename the folder. The owner calls it after
-        all files are finished."""
+        """Add JSON files and copies of other files, and rename the folder. The owner calls this
+        method after all files are finished."""
         if len(self.files) > 1:
             names = {name: file.name for name, file in sorted(self._file_of.items())}
             index = {"metadata": {"total_size": self.bytes}, "weight_map": names}

@@ -53,10 +53,10 @@ class Policy:
 
     def set_padding_token(self, hf: Mapping[str, Any] | None) -> None:
         """Give the embedding of the padding token no gradient, as nn.Embedding(padding_idx=...)
-        does. The token is the pad_token_id of `hf`, a Hugging Face config; a negative one counts
-        from the end of the vocabulary. A tied output layer still trains the row.
+        does. The token is the pad_token_id of `hf`, a Hugging Face config; a negative id
+        counts from the end of the vocabulary. A tied output layer still trains the token's row.
 
-        Published models have zeros in that row, and RMSNorm turns a row of zeros into very large
+        Published models have zeros in this row, and RMSNorm turns a row of zeros into very large
         gradients.
         """
         token = language_model(hf or {}).get("pad_token_id")

@@ -165,7 +165,7 @@ class ReinforcementLoop:
         with contextlib.closing(self.suites), progress_of_run as progress:
             self.collector.source.report = progress.doing
             if self.unevaluated is not None:
-                # If no server had taken the weights of that step, the call above has sent them.
+                # `take_weights` above has sent the weights of this step, if no server had them.
                 sync = {name: value for name, value in sync.items() if name.startswith("sync/")}
                 self._end_step(self.done, sync | self.unevaluated, progress)
             elif self.restored is None and run.checkpoints.is_new(RL):
@@ -241,8 +241,8 @@ class ReinforcementLoop:
             raise UserError(self.run_components.checkpoints.collapsed_text(step))
 
     def _goes_on_after(self, alarm: Alarm, step: int, progress: Progress) -> bool:
-        """Do what training.on_collapse says. Returns whether the run continues: from this step, or
-        after a rollback from the checkpoint `Checkpoints.back`."""
+        """Do what training.on_collapse says. Returns whether the run continues. If it does, it
+        continues from this step, or, after a rollback, from the checkpoint `Checkpoints.back`."""
         checkpoints, training = self.run_components.checkpoints, self.config.training
         if training.on_collapse == "warn":
             if COLLAPSE_WARNING not in checkpoints.warned:

@@ -69,7 +69,8 @@ class RoutingReplayOff:
 class RecordedRoutes:
     """The routes of one micro-batch, for later passes of the step."""
 
-    in_first: bool  # whether it is in the first mini-batch, which needs no pass for old log-probs
+    # Whether the micro-batch is in the first mini-batch, which needs no pass for old log-probs.
+    in_first: bool
     tables: dict[str, RouteTable] = field(default_factory=dict)  # by mode: r2, r3
     # by mode: passes that still need the table
     waiting: dict[str, set[str]] = field(default_factory=dict)

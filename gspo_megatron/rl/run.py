@@ -89,7 +89,7 @@ def _train_phase(
 ) -> tuple[bool, Start | None, Any]:
     """Train to the end of the phase (or of the run, if it has no phases), or to a rollback.
 
-    parts: None: read the phase's own inputs, reward and objective; kept: see
+    parts: inputs, reward and objective; with None, those of the phase are read. kept: see
     `RolloutSource.hand_over`. Returns three values: False if the run was stopped, else True; the
     start of the next phase or of the steps after a rollback, or None if nothing follows; and the
     resources that the next phase's source takes over, or None.

@@ -25,7 +25,7 @@ _SENDABLE = {
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 }
-# All of these write their first argument, except `send`. They read all other tensors.
+# Each method except `send` writes the tensors of its first argument, and reads all other tensors.
 _METHODS = (
     "all_gather_single",
     "all_gather_single_coalesced",

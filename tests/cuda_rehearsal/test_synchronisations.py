@@ -15,7 +15,7 @@ from tests.cuda_rehearsal.tasks import Figures, measure
 # counts the waits in Megatron-Core, for four layers. Without Transformer Engine each layer waits
 # seven times.
 BUDGET = {
-    # 0.31 of the waits belong to the token. The rest belong to the call, and are divided by its 16
+    # A token itself causes 0.31 waits. The other waits are those of the call, divided by its 16
     # tokens.
     "generation": (0.95, 0.95),
     "packing": (0.0, 0.0),

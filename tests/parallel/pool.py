@@ -87,10 +87,10 @@ class Pool:
         ranks.
 
         `function` must be in a module that can be imported. The default process group exists when
-        it begins. It starts and stops torch.distributed itself only if it needs another world. If a
-        rank fails, the call raises RankError with the traceback of the first rank that failed. If
-        ranks run out of time, the call raises RankError with their numbers. In both cases all
-        workers are ended, and the next task gets new workers.
+        `function` begins. A function that needs another world starts and stops torch.distributed
+        itself. If a rank fails, the call raises RankError with the traceback of the first rank that
+        failed. If ranks run out of time, the call raises RankError with their numbers. In both
+        cases all workers are ended, and the next task gets new workers.
         """
         try:
             connections = self._start(world_size)

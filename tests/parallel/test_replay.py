@@ -44,8 +44,9 @@ class Watched:
 
     result: StepResult
     replayed: int  # tokens x layers whose forward pass had to follow routes
-    wrong: int  # replayed ones with other experts in Megatron-Core's routing map
-    moved: int  # replayed ones for which the router would have chosen other experts
+    # tokens x layers whose experts in Megatron-Core's routing map are not the right ones
+    wrong: int
+    moved: int  # replayed ones for which the router itself would have chosen other experts
     passes: dict[str, int]  # forward passes of routers, by the use of routes
 
 
@@ -209,7 +210,7 @@ def test_branches_of_an_episode_follow_the_rollouts_experts(
     pieces = [sum(lengths) for branches in batch.branches for lengths in branches]
     ends = torch.tensor(pieces).cumsum(0) - 1
     flat = torch.cat(batch.routes)
-    flat[ends] = 0  # if a route with one expert twice is read, it is refused
+    flat[ends] = 0  # the rollout has no routes for these tokens
     batch = replace(batch, routes=list(flat.split([len(tokens) for tokens in batch.tokens])))
     cut = Cut(replicas=2, token_budget=40, multiple=2)
     watched = update(pool, config, watched_update, batch=batch, cut=cut)

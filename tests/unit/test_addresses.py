@@ -110,7 +110,7 @@ def test_servers_on_hosts_without_a_known_way_are_told_no_loopback(debian: dict[
     )
     debian["192.0.2.1"] = OWN
     assert own_address_for_servers(lost) == OWN
-    # The ranks, which are all on this host, still meet at the address of its name.
+    # The ranks, which are all on this host, still meet at the address of this host's name.
     assert listening_address("node1", {**alone, "GSPO_ROLLOUT_NODES": "nodd9"}) == "127.0.1.1"
 
 

@@ -108,7 +108,7 @@ def seconds_of(work: Callable[[], Any], repeats: int = 10) -> float:
 
 
 def ceilings() -> dict[str, float]:
-    """Return the bytes that a copy reads and writes a second, and the FLOP/s of a large product."""
+    """Return the GB/s that a copy reads and writes, and the TFLOP/s of a large product."""
     import torch
 
     source = torch.ones(2**28, device="cuda")

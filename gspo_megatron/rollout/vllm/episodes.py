@@ -242,12 +242,12 @@ class ServedRequests:
         return self.folder / f"{name}{SUFFIX}"
 
     async def _run(self, running: RunningRequest) -> None:
-        """Run a request. Any exception becomes the request's `error`: rank 0 waits for its end."""
+        """Run a request. Any exception becomes the request's `error`, which ends rank 0's wait."""
         try:
             await self._request(running)
         except UserError as error:
             running.error = error
-        except (Exception, asyncio.CancelledError) as error:  # also of the user's code
+        except (Exception, asyncio.CancelledError) as error:  # the user's code may raise both
             if self._are_over and isinstance(error, asyncio.CancelledError):
                 raise  # `close` has cancelled the request
             traceback.print_exception(error)
@@ -340,7 +340,7 @@ class ServedRequests:
         return {
             "temperature": request.sampling.temperature,
             "max_tokens": min(asked.max_tokens, room),
-            # only suites use these two; for steps they are off, see config/rules.py
+            # Only suites use top_p and top_k; training steps sample without them (config/rules.py).
             "top_p": request.sampling.top_p,
             "top_k": request.sampling.top_k,
             **self.stops,

@@ -2,7 +2,7 @@
 
 All ranks export the policy's weights: into a folder in Hugging Face format, or as a stream from
 rank 0 to the servers' workers. Then they compute the responses that a server with these weights
-must give to fixed prompts. At last they wait until the service has compared the servers' responses
+must give to fixed prompts. Finally they wait until the service has compared the servers' responses
 with these responses.
 """
 

@@ -175,8 +175,8 @@ class WeightLoader:
         unknown = [r.name for r in responses if r.answer is None and r.name not in counts]
         ended: set[str] = set()
         if unknown and server.abilities.gives_parts:
-            # A server without parts cannot tell which responses have ended. Then all of the unknown
-            # responses are taken back.
+            # Only a server with our middleware can tell which responses have ended. On any other
+            # server, all responses in `unknown` are taken back.
             with contextlib.suppress(ServerGone, ServerRefused):
                 ended = await server.client.take_back(unknown, seconds=seconds)
         split_at_update(responses, counts, version, ended)

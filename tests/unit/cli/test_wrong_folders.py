@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
                 (whole / "manifest.json").unlink()
             elif name == "cut":
                 (whole / "model" / "__0_0.distcp").write_bytes(b"")
-        if name == "of_small":  # `add` writes a vocabulary of 48
+        if name == "of_small":  # `add` has written a vocab_size of 48
             document = json.loads((whole / "model.json").read_text())
             (whole / "model.json").write_text(json.dumps(document | {"vocab_size": 5}))
     (folder / "empty").mkdir()

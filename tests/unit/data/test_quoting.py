@@ -235,8 +235,8 @@ def test_exchanged_letters_come_back(data: str, written: str) -> None:
 
 
 def test_long_texts_are_exchanged_by_codecs() -> None:
-    """Codecs are many times faster than `str.translate`, which took most of the time of rendering
-    before."""
+    """Codecs are many times faster than `str.translate`. With `str.translate`, the exchange
+    took most of the time of rendering."""
     text = "The quick brown fox " * 9000
     exchange = _Exchange(set(text))
     strange, table = exchange.strange(text), str.maketrans(dict.fromkeys(text, "\U000f0000"))

@@ -85,7 +85,7 @@ class Run:
         self.closed = 0
 
     def go_on(self, after: tuple[str, int] | None, *records: tuple[str, int]) -> None:
-        """Start after `after`, and write `records`, each as (phase, step)."""
+        """Start, drop the records after `after`, and write `records`. Each is (phase, step)."""
         with MetricsWriter(self.folder) as writer:
             trackers = open_trackers(["tensorboard"], self.folder)
             if after is not None:

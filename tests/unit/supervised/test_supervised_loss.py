@@ -102,8 +102,8 @@ def ours(
 @pytest.mark.parametrize(("packing", "budget"), [(True, 4096), (True, 30), (False, 60)])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_loss_is_transformers(theirs: Theirs, seed: int, packing: bool, budget: int) -> None:
-    """Different orders of sums in fp32 change the loss by about 1e-6, and the gradient norm by this
-    share. The tolerances 1e-5 and 1e-4 leave room."""
+    """Different orders of sums in fp32 change the loss by about 1e-6, and the gradient norm by
+    about 1e-6 of its size. The tolerances 1e-5 and 1e-4 leave room."""
     model, folder = theirs
     examples = random_examples(seed, [13, 5, 29, 2, 17, 8, 1 + seed])
     loss, norm = reference(model, examples)

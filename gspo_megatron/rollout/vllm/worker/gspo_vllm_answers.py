@@ -39,7 +39,7 @@ from pydantic_core import from_json
 from safetensors import SafetensorError
 from safetensors.numpy import save
 
-GENERATE = "/inference/v1/generate"  # vLLM's
+GENERATE = "/inference/v1/generate"  # vLLM's path for requests of tokens
 CHATS = "/v1/"  # vLLM's paths for other clients, such as chat clients
 PARTS = "/gspo/generate"
 TAKE_BACK = "/gspo/take_back"
@@ -74,7 +74,7 @@ _TYPES = {  # names of safetensors -> types
 }
 LENGTH = struct.Struct("<Q")  # before each record: its size in bytes
 _LINGER = 0.02  # seconds: responses that end within this time go into one record
-_SHOWN = 300  # characters of an error
+_SHOWN = 300  # the most characters of an error that are shown
 _METRIC = re.compile(r"^vllm:(\w+?)(?:\{.*\})? ([-+.\deE]+)$", re.MULTILINE)
 # the metrics of vLLM that the rollout service reads
 _FIGURES = (

@@ -35,8 +35,8 @@ PATIENCE_SECONDS = 10.0  # a server has this time to end by itself
 _PART = 1 << 22  # number of elements in one partial sum
 _CHALLENGE = re.compile(r"[0-9a-f]{64}")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
-# Each family has parts of names. A tensor belongs to the first family of which a part occurs in the
-# tensor's name.
+# Key: a family; value: parts of the names of its tensors. A tensor belongs to the first family that
+# has a part of the tensor's name.
 _FAMILIES = {
     "norms": ("norm",),
     "router": (".gate.", "router", "e_score_correction_bias"),
@@ -184,8 +184,8 @@ def _tensors_of(folder: Path, device: torch.device) -> Iterator[tuple[str, torch
 
 
 def _loaded_parts(manager: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the matrices A of the adapter with the highest number in the form of vLLM's layers,
-    padded with zeros. manager: vLLM's LoRAModelManager."""
+    """Yield the matrices A of the adapter with the highest number. They have the shapes that vLLM's
+    layers give them, padded with zeros. manager: vLLM's LoRAModelManager."""
     newest = max((n for n in manager.lora_index_to_id if n is not None), default=None)
     if newest is None:
         return
