@@ -11,5 +11,5 @@ fi
 name=$1
 shift
 python -m gspo_megatron.data.toy --task mixed --train 4000 --test 400 --seed 1 -o runs/toy >/dev/null
-python -m gspo_megatron sft examples/objectives/start/sft.yaml >/dev/null  # does nothing if sft has
-finished exec python -m gspo_megatron train "examples/objectives/$name.yaml" "$@"
+python -m gspo_megatron sft examples/objectives/start/sft.yaml >/dev/null  # skipped if finished before
+exec python -m gspo_megatron train "examples/objectives/$name.yaml" "$@"
