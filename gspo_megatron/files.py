@@ -37,8 +37,8 @@ SIDE_FILES = (
     "chat_template.json",
 )
 
-_MOST_NESTED = 100  # levels; no file that this or a known program writes has so many
-SETTLED = 64 << 20  # bytes; a writer of a large file calls `settle` each time after this number
+_MOST_NESTED = 100  # levels; no file of this package or of a known program has so many
+SETTLED = 64 << 20  # bytes that a writer of a large file writes between two calls of `settle`
 
 
 def write_atomically(path: str | Path, content: bytes, mode: int = 0o666) -> Path:

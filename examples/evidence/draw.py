@@ -31,7 +31,6 @@ from gspo_megatron.observe.plots import MUTED, PALETTE, STYLE
 Record = Mapping[str, Any]
 PAGE = records.HERE.parents[1] / "docs" / "evidence.md"
 PICTURES = PAGE.with_suffix("")
-# Figures with tables
 PAGES = tuple(
     PAGE.with_name(f"{name}.md") for name in ("evidence", "evidence_tables", "stability_frontier")
 )

@@ -20,8 +20,9 @@ from gspo_megatron.data.toy import train_toy_tokenizer
 from gspo_megatron.files import write_atomically
 
 LETTERS, NAMED = "abcdefgh", 4  # a prompt names 4 of these letters
-LENGTHS = range(1, 9)  # of the random responses
-FITTING = 0.5  # chance that a character is drawn from the prompt's letters, and not from all
+LENGTHS = range(1, 9)  # the lengths of the random responses, in characters
+# The chance that a character is drawn from the prompt's letters; otherwise it is one of LETTERS.
+FITTING = 0.5
 POLICY_ROWS, PROMPTS, HELD_OUT = 4000, 1000, 400
 
 
@@ -60,8 +61,8 @@ def make_data(folder: Path, seed: int, pairs: int) -> None:
 def agreement(rows: Sequence[dict[str, str]]) -> float:
     """Return the share of pairs in which the chosen response has the higher score; ties count half.
 
-    The annotators also prefer long responses a little. Only a model that does so, too, can agree
-    with more of their choices.
+    The annotators also prefer long responses a little. So a model that prefers long
+    responses, too, can agree with more choices than the score does.
     """
     total = 0.0
     for row in rows:

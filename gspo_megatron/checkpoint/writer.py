@@ -52,8 +52,8 @@ class CheckpointWriter:
         """Write a checkpoint: the weights, the optimizer's state if there is a trainer, and the
         files that `write_small` writes on each rank.
 
-        The checkpoint is published here or, if `asynchronous`, in `finish`. Then the main rank
-        calls `published`. Returns what went wrong, or None, the same on all ranks.
+        The checkpoint is published here or, if `asynchronous`, in `finish`. After that, the main
+        rank calls `published`. Returns what went wrong, or None, the same on all ranks.
         """
         assert self._under_way is None, "one checkpoint at a time"
         publication, refusal = on_main(lambda: self._make_folder(name))

@@ -134,7 +134,8 @@ def run(name: str, arguments: argparse.Namespace) -> int:
         return code
     if rank_of is None:
         os.environ[SAVES] = "1"
-        if usable_cores() < (os.cpu_count() or 1):  # as the launcher does for several ranks
+        # Several ranks get this variable from the launcher.
+        if usable_cores() < (os.cpu_count() or 1):
             os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores()))
     try:
         return 0 if _train(stage, config, inputs, fresh, change) else STOPPED

@@ -51,8 +51,8 @@ class Conversation:
     new: list[Message] = field(init=False)  # the messages that no turn has answered yet
     _first: list[Message] = field(init=False)  # the messages of the task's prompt
     # The template's texts, to check whether it would write the same again. _openings: the prompt of
-    # each branch, by its first turn. _texts: the text before each turn, or None if the template did
-    # not write it.
+    # each branch; the key is the number of the branch's first turn. _texts: the text before each
+    # turn, or None if the template did not write it.
     _openings: dict[int, str] = field(default_factory=dict)
     _texts: list[str | None] = field(default_factory=list)
 

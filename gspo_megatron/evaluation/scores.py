@@ -144,9 +144,9 @@ def suite_figures(
     failed: number of failed reward calls
     left_out: number of problems that are not in the figures
 
-    A problem with a failed call is left out of all figures. With `failed_is_wrong`, only the
-    response of the failed call counts as wrong instead. Raises ValueError if no problem is left, or
-    if every call failed.
+    A problem with a failed call is left out of all figures. With `failed_is_wrong`, the
+    problem stays in the figures, and the response of the failed call counts as wrong. Raises
+    ValueError if no problem is left, or if every call failed.
     """
     scored = [problem.scored() for problem in problems]
     failed = sum(len(a.rewards) - len(b.rewards) for a, b in zip(problems, scored, strict=True))

@@ -420,8 +420,8 @@ _IN_PROJECTIONS = {
 
 def _delta_net(parts: Mapping[str, str], shape: ModelShape) -> dict[str, TensorRecipe]:
     """The recipes of a gated delta net. In checkpoints, in_proj and conv1d are several tensors
-    (query, key, ...), each with all heads in order. HF files have this order, too, but not those of
-    qwen3_next: there, all rows that belong to one key head follow each other."""
+    (query, key, ...), each with all heads in order. HF files have this order, too. Only the files
+    of qwen3_next have another order: all rows that belong to one key head follow each other."""
     sizes, hidden = delta_net_sizes(shape.megatron), shape.hidden_size
     keys, values = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"]
     key, value = sizes["linear_key_head_dim"], sizes["linear_value_head_dim"]

@@ -61,7 +61,7 @@ class StepMetrics:
 
     def add_values(self, values: Mapping[str, Tensor]) -> None:
         """Add one-dimensional values. Their metrics are quantiles. Values of `.../sequence` are
-        stored one by one; all others (one a token) are counted in a sketch."""
+        stored one by one; all others (one value per token) are counted in a sketch."""
         for name, value in values.items():
             if name.endswith("/sequence"):
                 self._sequence_values.setdefault(name, []).append(value)

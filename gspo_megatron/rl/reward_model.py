@@ -49,8 +49,8 @@ class FolderScores:
         device = torch.device(torch.cuda.current_device())
         lengths = torch.tensor([*map(len, ids)], dtype=torch.long, device=device)
         tokens = torch.tensor([*chain.from_iterable(ids)], dtype=torch.long, device=device)
-        # Each context-parallel rank has its own responses. The ranks score the responses of all
-        # together.
+        # Each context-parallel rank has its own responses. The ranks exchange them, and together
+        # score all of them.
         group = parallel_state.get_context_parallel_group()
         counts = all_gather_columns(lengths, group)
         tokens = torch.cat(all_gather_columns(tokens, group))

@@ -64,7 +64,8 @@ def is_timing(name: str) -> bool:
 class Figures:
     """The measurements of one part of a run on a device."""
 
-    # the number of sampled tokens of a row, of sequences, of micro-batches, or of steps
+    # for generation, the token limit of a response; else the number of sequences, micro-batches or
+    # steps
     size: int = 0
     doubles: int = 0  # the number of float64 elements that operations have made
     # The number of times that the host waited for the device, by place.

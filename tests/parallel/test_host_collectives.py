@@ -51,7 +51,7 @@ class Drawn:
         operations = (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
         self.op = common.choice(operations)
         # rows[a][b] is the number of rows that rank a sends to rank b. With None, the collective
-        # gets no numbers, and all are equal.
+        # gets no numbers of rows, and every rank sends equally many rows to each rank.
         uneven = [[common.choice([0, 0, 1, 40]) for _ in range(size)] for _ in range(size)]
         self.rows = common.choice([uneven, [[4] * size] * size, None])
         rows = 4 * size if self.rows is None else sum(self.rows[self.rank])
@@ -343,8 +343,8 @@ def test_all_groups_share_the_thread_of_gloos_device(pool: Pool, size: int) -> N
 
 
 def names_in_megatron() -> list[str]:
-    """Two lists: Megatron-Core's names for collectives that do not refer to the installed
-    functions, and the collectives for which no function is installed."""
+    """The names in Megatron-Core that should refer to an installed function but do not, and the
+    collectives for which no function is installed."""
     others = [
         f"{module.__name__}.{name}"
         for module, name, collective in (

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Packs wheels into .gpu-visit/, for a GPU machine without a network that lacks these packages. git
+# Packs wheels into .gpu-visit/, for a GPU machine that has no network and lacks these packages. git
 # ignores this folder. Copy it to the machine together with the repository. The machine must have
 # Python 3.12 on x86_64, torch 2.11 and transformers.
 #   bash tools/gpu_visit/pack.sh                   # .gpu-visit/wheels, about 5 MB

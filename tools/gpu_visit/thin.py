@@ -3,8 +3,8 @@
 Transformer Engine's wheel has kernels for eight kinds of GPU, 276 MB. The kernels for Hopper
 (sm_90, ARCH 90) are a tenth of it. CUDA finds a kernel by the header of its entry. So the contents
 of all other entries can be replaced by zeros, which a wheel stores in almost no space. The layout
-of the entries is not published. If the wheel has no entry for ARCH, or no other entry, this is an
-error.
+of the entries is not published. The tool fails if the wheel has no entry for
+ARCH, or only such entries.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 MAGIC = struct.pack("<I", 0xBA55ED50)  # begins a fat binary
 HEADER_BYTES = 16  # magic, version, size of the header, size of what follows
 PTX, ELF = 1, 2  # kinds of an entry
-SMALLEST = 2**20  # smaller files of a wheel have no kernels worth a look
+SMALLEST = 2**20  # bytes; smaller files of a wheel are not searched for kernels
 
 
 def remove_other_kernels(content: bytearray, arch: int) -> tuple[int, int]:

@@ -259,7 +259,7 @@ def needed_arguments(
         "dtype": dtype,
         "logprobs_mode": "processed_logprobs",
         "enable_scale_out": True,
-        # Ignores the temperature and other defaults of the model's folder.
+        # With this value vLLM ignores the temperature and other defaults of the model's folder.
         "generation_config": "vllm",
         "worker_extension_cls": WORKER,
         **({"enable_return_routed_experts": True} if routes else {}),

@@ -112,7 +112,8 @@ def make_trained(checkpoint: Path, tokenizer: Path) -> None:
 
 def test_the_export_of_a_run_says_where_its_answers_end(ours: Path, tmp_path: Path) -> None:
     """The export of a run has the end-of-sequence tokens of the run's tokenizer, wherever its
-    weights came from. A folder that was only converted gets no such file."""
+    weights came from. The export of a folder that was only converted has no
+    generation_config.json."""
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()
     write_tokenizer(tokenizer, 37)

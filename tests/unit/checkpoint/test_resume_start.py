@@ -147,8 +147,8 @@ def test_when_a_run_is_finished(
 def test_a_run_whose_last_step_was_not_evaluated_is_not_finished(
     config: Config, unevaluated: dict[str, float] | None, finished: bool
 ) -> None:
-    """The resumed run evaluates its last step. If it counted as finished, these metrics would never
-    be written."""
+    """The resumed run evaluates its last step. If the run counted as finished, the metrics of this
+    evaluation would never be written."""
     add(config, Position("rl", 9), unevaluated=unevaluated)
     start = preview(config, fresh=False)
     assert start.is_finished == finished

@@ -28,8 +28,8 @@ assert RUNS.keys() == STAGES.keys() - {"reward_model"}
 def test_a_run_of_any_stage_is_evaluated_with_its_model_and_tokenizer(
     stage: str, tmp_path: Path
 ) -> None:
-    """The run's configuration has every key of its stage. The evaluation's configuration has the
-    keys that both have, and the given suites."""
+    """The run's configuration has every key of its stage. The evaluation's configuration
+    leaves out the keys that no evaluation has, and has the given suites."""
     values = {
         "model": {"preset": "tiny", "megatron": {"num_layers": 2}},
         "parallel": {"layout": "tp=2"},

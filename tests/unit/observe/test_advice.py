@@ -35,8 +35,8 @@ def only(found: Sequence[Finding], metric: str) -> tuple[int, ...]:
 
 
 def healthy(seed: int) -> list[dict[str, Any]]:
-    """Recorded RL runs of the demo on one rank. The rate of right answers rises from 48 to 100%
-    with seed 1, and from 27 to 67% with seed 2."""
+    """A recorded RL run of the demo on one rank. The share of right answers rises from 48% to 100%
+    with seed 1, and from 27% to 67% with seed 2."""
     with DEMO.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if int(row.pop("seed")) == seed]
     return [

@@ -210,7 +210,7 @@ def ended(step: int, unevaluated: dict[str, float] | None) -> tuple[list[tuple[i
 
 
 def test_a_step_that_is_evaluated_in_a_second_attempt_is_saved_again() -> None:
-    """The checkpoint of this step says that the step was not evaluated. Without a new one, a
+    """The checkpoint of this step says that the step was not evaluated. Without a new checkpoint, a
     resumed run would evaluate and log the step again."""
     assert ended(4, {"loss": 1.0}) == ([(4, True), (5, False)], None)
     assert ended(4, None) == ([(4, False), (5, False)], None)

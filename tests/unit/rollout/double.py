@@ -69,7 +69,7 @@ def encoded(array: np.ndarray) -> str:
 
 
 def weights(folder: Path, version: int) -> Weights:
-    """The weights of the trainer. A server that loads this folder has version n."""
+    """The weights of the trainer. A server that loads their folder has the weights of `version`."""
     place = folder / f"version_{version}"
     place.mkdir(exist_ok=True)
     (place / "config.json").write_text(json.dumps(CONFIG))
