@@ -204,6 +204,6 @@ def write_file(path: Path, content: bytes) -> None:
 def owned_by(names: Sequence[str], rank: int, world_size: int) -> list[str]:
     """Return the files of a checkpoint that `rank` wrote. The names of files tell the rank: rank 3
     wrote `__3_0.distcp` and `rank_00003…`. Files without a rank in their name belong to rank 0.
-    Ranks that do not exist any more are counted modulo `world_size`."""
+    Fewer ranks may run now, so the rank numbers count modulo `world_size`."""
     owners = ((name, re.search(r"(?:^|/)(?:__|rank_0*)(\d+)[^/]*$", name)) for name in names)
     return [n for n, found in owners if (int(found[1]) % world_size if found else 0) == rank]

@@ -100,7 +100,8 @@ class Checkpoints:
 
     def saved_step(self, step: int) -> int:
         """Return the step from which the run would resume if it were killed now, after `step`.
-        Without checkpoints this is `step`, because no earlier step is needed again."""
+        If the run saves no checkpoints, this is `step`, because the data of earlier steps is never
+        needed again."""
         if not self.section.interval:
             return step
         is_written = self._newest is not None and not self.writer.is_busy

@@ -43,7 +43,7 @@ class RunState:
     layout: str
     world_size: int
     versions: dict[str, str]  # package -> version
-    metrics: dict[str, float] = field(default_factory=dict)  # those that `keep_best` compares
+    metrics: dict[str, float] = field(default_factory=dict)  # the metrics that `keep_best` compares
     warned: list[str] = field(default_factory=list)  # the warnings given so far
     # Describes the next step's responses, if the run was saved with them; see rl.step_inputs
     rollouts: dict[str, Any] | None = None

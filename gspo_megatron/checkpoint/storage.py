@@ -58,7 +58,7 @@ _FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-_SHOWN = 8  # a message lists at most so many problems of one kind
+_SHOWN = 8  # a message lists at most this number of problems of one kind
 # The largest block of a stored tensor. A reader holds one block in memory at a time.
 BLOCK_BYTES = 64 << 20
 INDEX = ".metadata"
