@@ -125,8 +125,8 @@ class Checkpoints:
         already. Returns the number of finished steps, which is 0 if the stage begins now.
 
         If a phase begins that changes values, the schedule continues at finished steps ×
-        `updates_per_step`. If the prompts of that phase differ from those before, it begins with
-        the first of its prompts.
+        `updates_per_step`. If that phase has other prompts than the previous phase, it begins with
+        its first prompt.
         """
         state, checkpoint = self.start.state, self.start.checkpoint
         if state is None or checkpoint is None or state.phase != phase:

@@ -237,7 +237,7 @@ def vespo(
 
 class Paper(NamedTuple):
     """A formula, the aggregation, and the numbers of the paper. The aggregation divides each
-    token's term; the only term of a response is divided by N."""
+    token's term. If an objective has one term for each response, that term is divided by N."""
 
     terms: Callable[..., Term | list[Term]]
     aggregation: str
