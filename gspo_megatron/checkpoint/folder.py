@@ -160,8 +160,9 @@ def surplus(
     metrics: dict[Position, float | None], last: int | None, best: int, every: int
 ) -> list[Position]:
     """Return the checkpoints to remove. `metrics` has the metric of every checkpoint, or None if a
-    checkpoint has no metric. All are removed except the `last` newest (None: all stay), the `best`
-    with the highest metric, and those whose step is a multiple of `every` (0: none)."""
+    checkpoint has no metric. These checkpoints stay: the `last` newest (None: all), the `best`
+    with the highest metric, and all whose step is a multiple of `every` (0: the step does not
+    matter)."""
     ordered = sorted(metrics, key=lambda position: position.order)
     if last is None:
         return []

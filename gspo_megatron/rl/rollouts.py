@@ -242,7 +242,7 @@ class Collector:
 
 @dataclass
 class DynamicSampling:
-    """Chooses the groups that a step trains on from those sampled so far.
+    """Chooses, among the groups sampled so far, the groups that a step trains on.
 
     A group whose rewards are all equal (no spread) has no gradient, so more prompts replace it. All
     ranks know which groups have a spread, so the choice is the same on every layout."""
