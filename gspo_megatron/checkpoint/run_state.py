@@ -39,7 +39,7 @@ class RunState:
     step: int  # finished steps of the stage
     trainer: dict[str, Any]  # trainer_state: the position in the learning-rate schedule
     loader: dict[str, Any]  # PromptLoader.state_dict
-    fingerprints: dict[str, str]  # see `fingerprints`
+    fingerprints: dict[str, str]  # see the function `fingerprints`
     layout: str
     world_size: int
     versions: dict[str, str]  # package -> version

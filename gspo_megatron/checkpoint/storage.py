@@ -238,7 +238,7 @@ class TorchDistReader(dcp.FileSystemReader):
         for piece in places.values():
             chunks[piece.key].append(piece.chunk)
         missing = {place: piece.data.numel() for place, piece in places.items()}
-        items: dict[str, list[ReadItem]] = defaultdict(list)  # by file
+        items: dict[str, list[ReadItem]] = defaultdict(list)  # file -> reads
         for key, listed in chunks.items():
             for item in create_read_items_for_chunk_list(key, self._tensors[key], listed):
                 missing[item.dest_index] -= math.prod(item.lengths)

@@ -29,7 +29,7 @@ _QUIET_SECONDS = 10.0
 class Node:
     """The place of a machine among the machines of a job."""
 
-    number: int  # from 0
+    number: int  # counts from 0
     count: int
     ranks: int | None  # ranks on each machine; None: the scheduler does not say
     master: str  # a name or address of machine 0

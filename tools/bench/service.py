@@ -68,7 +68,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.bench.asgi import handler_of
 
 _LONGEST, _VOCABULARY = 32_768, 40
-_BODIES = 128  # different responses
+_BODIES = 128  # number of different responses
 _PER_PROMPT = 16
 _NINETIETH = 1.2816  # 90th percentile of a normal distribution, in standard deviations
 _CHECK = WeightCheck([[1, 2]], [[1, 1]], [[-0.5, -0.5]], 1e-4, 1e-4)
