@@ -35,7 +35,7 @@ _BY_FILE = ("parallel", "cuda_rehearsal", "gpu", "unit")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide the GPUs, unless pytest was called for tests/gpu alone.
+    """Hide the GPUs, unless pytest was called only for tests in tests/gpu.
 
     The tests outside of tests/gpu start up to four ranks, and each rank would need its own GPU.
     """

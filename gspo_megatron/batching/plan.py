@@ -155,7 +155,7 @@ def split_evenly(lengths: Sequence[int], parts: int) -> list[list[int]]:
     if there are fewer sequences than parts.
     """
     groups: list[list[int]] = [[] for _ in range(parts)]
-    heap = [(0, 0, group) for group in range(parts)]  # tokens, sequences, group
+    heap = [(0, 0, group) for group in range(parts)]  # (tokens, sequences, number) of a group
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         tokens, count, lightest = heap[0]
         groups[lightest].append(index)

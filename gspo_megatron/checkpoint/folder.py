@@ -160,8 +160,9 @@ def surplus(
     metrics: dict[Position, float | None], last: int | None, best: int, every: int
 ) -> list[Position]:
     """Return the checkpoints to remove. `metrics` has the metric of every checkpoint, or None if a
-    checkpoint has no metric. All are removed except the `last` newest (None: all stay), the `best`
-    with the highest metric, and those whose step is a multiple of `every` (0: none)."""
+    checkpoint has no metric. These checkpoints stay: the `last` newest (None: all), the `best`
+    with the highest metric, and all whose step is a multiple of `every` (0: the step does not
+    matter)."""
     ordered = sorted(metrics, key=lambda position: position.order)
     if last is None:
         return []
@@ -204,6 +205,6 @@ def write_file(path: Path, content: bytes) -> None:
 def owned_by(names: Sequence[str], rank: int, world_size: int) -> list[str]:
     """Return the files of a checkpoint that `rank` wrote. The names of files tell the rank: rank 3
     wrote `__3_0.distcp` and `rank_00003…`. Files without a rank in their name belong to rank 0.
-    Ranks that do not exist any more are counted modulo `world_size`."""
+    Fewer ranks may run now, so the rank numbers count modulo `world_size`."""
     owners = ((name, re.search(r"(?:^|/)(?:__|rank_0*)(\d+)[^/]*$", name)) for name in names)
     return [n for n, found in owners if (int(found[1]) % world_size if found else 0) == rank]

@@ -100,7 +100,8 @@ class Checkpoints:
 
     def saved_step(self, step: int) -> int:
         """Return the step from which the run would resume if it were killed now, after `step`.
-        Without checkpoints this is `step`, because no earlier step is needed again."""
+        If the run saves no checkpoints, this is `step`, because the data of earlier steps is never
+        needed again."""
         if not self.section.interval:
             return step
         is_written = self._newest is not None and not self.writer.is_busy
@@ -124,8 +125,8 @@ class Checkpoints:
         already. Returns the number of finished steps, which is 0 if the stage begins now.
 
         If a phase begins that changes values, the schedule continues at finished steps ×
-        `updates_per_step`. If the prompts of that phase differ from those before, it begins with
-        the first of its prompts.
+        `updates_per_step`. If that phase has other prompts than the previous phase, it begins with
+        its first prompt.
         """
         state, checkpoint = self.start.state, self.start.checkpoint
         if state is None or checkpoint is None or state.phase != phase:

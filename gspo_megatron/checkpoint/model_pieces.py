@@ -230,9 +230,9 @@ def scale_boxes(module: Any, key: str, first: int, total: int) -> Iterator[Piece
     """Yield the scales of one module. `first` is the number of its first expert among `total`.
     Without experts, `first` is 0 and `total` is 1.
 
-    Transformer Engine holds the scales as [tensors] and their history as [history, tensors]. The
-    tensors are the input, weight and output of the first expert (in the backward pass its two
-    gradients), then those of the next expert.
+    Transformer Engine holds the scales as [tensors] and their history as [history, tensors]. An
+    expert has three tensors in the forward pass (input, weight, output) and two in the backward
+    pass (gradients). All tensors of one expert come before the tensors of the next expert.
     """
     experts = module.fp8_meta["num_gemms"]
     for direction, state in _DIRECTIONS.items():

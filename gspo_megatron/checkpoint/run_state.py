@@ -39,11 +39,11 @@ class RunState:
     step: int  # finished steps of the stage
     trainer: dict[str, Any]  # trainer_state: the position in the learning-rate schedule
     loader: dict[str, Any]  # PromptLoader.state_dict
-    fingerprints: dict[str, str]  # see `fingerprints`
+    fingerprints: dict[str, str]  # see the function `fingerprints`
     layout: str
     world_size: int
     versions: dict[str, str]  # package -> version
-    metrics: dict[str, float] = field(default_factory=dict)  # those that `keep_best` compares
+    metrics: dict[str, float] = field(default_factory=dict)  # the metrics that `keep_best` compares
     warned: list[str] = field(default_factory=list)  # the warnings given so far
     # Describes the next step's responses, if the run was saved with them; see rl.step_inputs
     rollouts: dict[str, Any] | None = None

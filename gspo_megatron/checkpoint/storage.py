@@ -58,7 +58,7 @@ _FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-_SHOWN = 8  # a message lists at most so many problems of one kind
+_SHOWN = 8  # a message lists at most this number of problems of one kind
 # The largest block of a stored tensor. A reader holds one block in memory at a time.
 BLOCK_BYTES = 64 << 20
 INDEX = ".metadata"
@@ -238,7 +238,7 @@ class TorchDistReader(dcp.FileSystemReader):
         for piece in places.values():
             chunks[piece.key].append(piece.chunk)
         missing = {place: piece.data.numel() for place, piece in places.items()}
-        items: dict[str, list[ReadItem]] = defaultdict(list)  # by file
+        items: dict[str, list[ReadItem]] = defaultdict(list)  # file -> reads
         for key, listed in chunks.items():
             for item in create_read_items_for_chunk_list(key, self._tensors[key], listed):
                 missing[item.dest_index] -= math.prod(item.lengths)

@@ -113,7 +113,7 @@ def check_all(
     copied.
 
     Raises ConfigError with the problems of all parts, after the problems `told`. The error also has
-    those problems of the run folder that can be found without the contents of the files.
+    the problems of the run folder that can be found without the contents of the files.
     """
     from gspo_megatron.config import Config, check_config
     from gspo_megatron.config.phases import phase_configs

@@ -29,8 +29,8 @@ class Fp8:
     recipe: str  # TransformerConfig.fp8_recipe
     format: str  # TransformerConfig.fp8: e4m3 everywhere, or hybrid, with e5m2 for gradients
     multiple: int  # must divide the numbers of tokens and features in FP8 products
-    capability: tuple[int, int]  # the lowest that Transformer Engine supports
-    beyond: tuple[int, int] | None = None  # the first higher one that is unsupported, if any
+    capability: tuple[int, int]  # the lowest that Transformer Engine supports for this recipe
+    beyond: tuple[int, int] | None = None  # the first higher capability without support, if any
     cuda: tuple[int, int] = (12, 1)  # the lowest CUDA version of the torch build
     hardware: str = ""  # these requirements in words
     fields: dict[str, Any] = field(default_factory=dict)  # more defaults for TransformerConfig
@@ -105,7 +105,7 @@ def engine_lacks() -> str | None:
     try:
         version = importlib.metadata.version(ENGINE_PACKAGE)
     except importlib.metadata.PackageNotFoundError:
-        # It was built in place, as in NVIDIA's containers. Any version is accepted.
+        # The engine was built in place, as in NVIDIA's containers. Any version is accepted.
         return None
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is not None and tuple(map(int, found.groups())) < ENGINE_MINIMUM:

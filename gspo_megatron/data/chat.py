@@ -179,7 +179,7 @@ def check_template(tokenizer: ChatTokenizer, prompt: Sequence[Message] | None = 
     """Raise DataError if the tokenizer's chat template is missing or unusable.
 
     A template is unusable if it is not valid Jinja, writes a symbol that the tokenizer lacks, or
-    does not read one of the options. With `prompt`, the template must also open an answer to these
+    ignores one of the options. With `prompt`, the template must also open an answer to these
     messages. Then only the symbols in the rendered prompt are checked.
     """
     if tokenizer.chat_template is None:

@@ -57,7 +57,7 @@ def workload(config: AnyConfig, parallel: ResolvedParallel, longest: int | None 
     same length."""
     training, replicas = config.training, parallel.data_parallel_size
     budget = training.micro_batch_tokens * parallel.context_parallel_size
-    # An interleaved schedule needs a multiple of `multiple` micro-batches.
+    # In an interleaved schedule, `multiple` must divide the number of micro-batches.
     interleaved = parallel.virtual_pipeline_model_parallel_size is not None
     multiple = parallel.pipeline_model_parallel_size if interleaved else 1
     if isinstance(config, PretrainingConfig):
@@ -108,9 +108,9 @@ def in_flight(stages: int, stage: int, chunks: int, micro_batches: int) -> tuple
 
     This follows Megatron-Core's schedules. Without interleaving (1F1B), a stage starts with
     `stages - stage - 1` forward passes, then alternates forward and backward passes, so it holds
-    one more micro-batch. With interleaving, it starts with two forward passes for each later stage,
-    and `stages` forward passes for each chunk except the last. A group of `stages` micro-batches
-    goes through one chunk, then through the next chunk.
+    `stages - stage` micro-batches. With interleaving, it starts with two forward passes for each
+    later stage, and `stages` forward passes for each chunk except the last. A group of `stages`
+    micro-batches goes through one chunk, then through the next chunk.
     """
     total = micro_batches * chunks
     ahead = stages - stage - 1

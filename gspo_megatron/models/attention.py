@@ -287,7 +287,7 @@ class RowGroup:
 def _attend_by_products(
     query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor, sinks: Tensor | None
 ) -> Tensor:
-    """Attention of [rows, heads, queries, dim] by matrix products; returns the shape of the query.
+    """Attention of [rows, heads, queries, dim] by matrix products. The result has the query's axes.
     On a CPU, torch's own attention is slower for one or two queries per head. sinks: see
     `attend`."""
     rows, heads = query.shape[:2]

@@ -34,8 +34,8 @@ from gspo_megatron.platform.cpu import faster
 
 # The most elements that the mask [sequences, queries, keys] of a tile may have.
 MASK_ELEMENTS = 2**22
-# A length of sequences. Up to it, the backward pass of torch's attention on a CPU takes three times
-# as long in BF16 as in FP32.
+# Up to this sequence length, the backward pass of torch's attention on a CPU takes three times as
+# long in BF16 as in FP32.
 SHORT = 256
 
 
@@ -386,7 +386,7 @@ def zigzag_order(local_length: int, cp_group: Any) -> tuple[Tensor, Tensor]:
     and 2 CP - 1 - r.
 
     Returns two tensors on the host. `order` [length] says in which row of the joined shards of all
-    ranks each position is. The other one has the positions [local_length] of this rank's tokens.
+    ranks each position is. The other tensor has the positions [local_length] of this rank's tokens.
     """
     size = cp_group.size()
     chunks = torch.arange(size * local_length).view(2 * size, -1)
@@ -442,8 +442,8 @@ def _block(
     members: list[int], bounds: list[int], longest: int, tokens: int, cp_size: int, cp_rank: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return three tensors for the sequences `members`: the rows of the queries, the rows of the
-    keys, and the positions of the queries (None if they are equal to those of the keys). Padding
-    has the number of rows as its row, which no token has."""
+    keys, and the positions of the queries (None if they are equal to those of the keys). Rows
+    count from 0. Padding has a row beyond the last one: `tokens`, or for keys tokens * cp_size."""
     starts = torch.tensor([bounds[i] for i in members])[:, None]
     lengths = torch.tensor([bounds[i + 1] - bounds[i] for i in members])[:, None]
     positions = torch.arange(longest)[None]

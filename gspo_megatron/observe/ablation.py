@@ -87,7 +87,7 @@ class VariantRuns:
                 self.runs[seed] = run
 
     def prompts(self) -> int | None:
-        """Return the smallest number of held-out prompts of any run; None if a run has none."""
+        """Return the smallest number of held-out prompts of any run, or None if a run has none."""
         counts = [run.series("evaluation/prompts")[1] for run in self.runs.values()]
         last = [int(values[-1]) for values in counts if values and math.isfinite(values[-1])]
         return min(last) if last and len(last) == len(counts) else None

@@ -48,7 +48,7 @@ def parse_record(line: bytes) -> Record | None:
     try:
         # Other writers may put NaN into JSON; this program always reads it as None.
         record = json.loads(line.decode("utf-8"), parse_constant=lambda _: None)
-    except (ValueError, RecursionError):  # also invalid UTF-8
+    except (ValueError, RecursionError):  # invalid UTF-8 is a ValueError
         return None
     return record if isinstance(record, dict) else None
 

@@ -514,7 +514,7 @@ def warning_section(runs: Sequence[Run]) -> list[ReportSection]:
 
 
 def _config_of(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the sections of a run's configuration; empty if the run folder has none. Raises
+    """Return the sections of a run's configuration; empty if the folder has no such file. Raises
     DataError if the file is not a configuration."""
     path = folder / _CONFIG_FILE
     if not path.is_file():

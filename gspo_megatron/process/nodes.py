@@ -1,6 +1,6 @@
 """The place of this machine in a job of several machines without Slurm: a pod of Kubernetes or a
 node of SkyPilot. There, the launcher on each machine starts the ranks of this machine, and these
-ranks join those of the other machines."""
+ranks join the ranks of the other machines."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _QUIET_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Node:
-    """The place of a machine among those of a job."""
+    """The place of a machine among the machines of a job."""
 
-    number: int  # from 0
+    number: int  # counts from 0
     count: int
     ranks: int | None  # ranks on each machine; None: the scheduler does not say
     master: str  # a name or address of machine 0

@@ -141,7 +141,8 @@ class Scorer:
         # The names are the same in the whole run. They are None until a rank has scored a response.
         self.part_names: PartNames | None = None
         self._seconds, self._since, self._under_way = 0.0, 0.0, 0
-        self._began, self._calls, self._done = 0.0, 0, 0  # of the calls that are under way
+        # Of the current calls: when they began, how many they are, and how many are done.
+        self._began, self._calls, self._done = 0.0, 0, 0
         self._named: set[str] = set()  # kinds of failures that were printed
         self._loop: asyncio.AbstractEventLoop | None = None
         count = reward.workers if section.workers is None else section.workers

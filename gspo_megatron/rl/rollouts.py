@@ -48,7 +48,7 @@ class Experience:
     metrics: dict[str, float] = field(default_factory=dict)  # over all sampled responses
     num_tokens: int = 0  # number of sampled response tokens
     rollout_seconds: float = 0.0
-    has_turns: bool = False  # turns have rewards
+    has_turns: bool = False  # whether turns have rewards
 
     @cached_property
     def batch(self) -> RolloutBatch:
@@ -242,13 +242,13 @@ class Collector:
 
 @dataclass
 class DynamicSampling:
-    """Chooses the groups that a step trains on from those sampled so far.
+    """Chooses, among the groups sampled so far, the groups that a step trains on.
 
     A group whose rewards are all equal (no spread) has no gradient, so more prompts replace it. All
     ranks know which groups have a spread, so the choice is the same on every layout."""
 
     wanted: int  # number of groups for the step
-    max_refills: int  # the most additional requests
+    max_refills: int  # largest number of additional requests
     enabled: bool = True  # False: use the groups of one request, whatever their rewards
     requests: int = 0
     has_spread: list[bool] = field(default_factory=list)  # by the groups' numbers in the step

@@ -104,7 +104,7 @@ def train(config_file: Path, *words: object, expect: int = 0) -> subprocess.Comp
 
 
 def all_records(run: Path, phase: str | None = None) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl, or those of one phase."""
+    """The records of metrics.jsonl, or only the records of one phase."""
     found = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [record for record in found if phase in (None, record["phase"])]
 

@@ -1,5 +1,5 @@
-"""On-policy distillation: the update is the same on every layout, and equals that of the
-formulas."""
+"""On-policy distillation: the update is the same on every layout, and equals the update
+by the formulas."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def run(pool: Pool, layout: str, section: dict[str, Any]) -> StepResult:
 
 
 def check(pool: Pool, name: str, layouts: tuple[str, ...], **distillation: Any) -> StepResult:
-    """Check that the update on one rank is that of the formulas, and that the update on every
-    layout is that on one rank."""
+    """Check that the update on one rank equals the update by the formulas, and that every layout
+    makes the same update as one rank."""
     distillation = {"teacher": "a folder", "coefficient": 0.5, **distillation}
     section = {"name": name, "distillation": distillation}
     alone = run(pool, "tp=1", section)

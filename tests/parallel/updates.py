@@ -137,9 +137,9 @@ class Updates:
         return self._kept[key]
 
     def check(self, case: Case) -> None:
-        """Check the update of `case`. Without losses of the routers, loss and gradients must be
-        those of the formulas. With such losses, they must be those of one rank. The metrics must
-        always be those of one rank."""
+        """Check the update of `case`. Gradients and metrics must equal those on one rank. If the
+        routers have no losses, the loss and the gradients must also equal the results of the
+        formulas."""
         result = self.run(case)
         if not case.router_losses:
             assert_follows_formulas(case, result, self.explicit(case), gradient_tolerance(case))

@@ -44,8 +44,8 @@ def image(apptainer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_definition_of_the_image_can_be_built(
     apptainer: Path, image: Path, tmp_path: Path
 ) -> None:
-    """The build starts from the image of these tests, not from Docker's image. The test that the
-    definition contains is left out, because it needs the package in the image."""
+    """The build starts from the image of these tests, not from Docker's image. The definition's
+    own test (%test) is left out, because it needs the package in the image."""
     base = ("--build-arg", "BOOTSTRAP=localimage", "--build-arg", f"IMAGE={image}")
     made, definition = tmp_path / "made", ROOT / "deploy/apptainer.def"
     program = apptainer / "apptainer"

@@ -302,7 +302,7 @@ def test_the_signals_of_a_seed_are_averaged_as_logarithms() -> None:
         return {"setting": {"seed": seed, "length": length}, "updates": updates, "arms": arms}
 
     lines = [line(1, 1, 2.0), line(1, 4, 8.0), line(2, 16, 16.0)]
-    # Lines of other cases. They must be ignored.
+    # The mean must ignore these lines: 8 updates, and another length.
     others = [line(1, 8, 100.0), line(1, 1, 100.0, length=32)]
     found = draw.by_seed(lines + others, 8, "a", "b")
     assert np.exp(found) == pytest.approx([2.0, 8.0])  # sqrt(1 * 4), and 8

@@ -1,5 +1,5 @@
-"""Everything that docs/stability.md promises exists, and the public modules export nothing that it
-does not promise."""
+"""Everything that docs/stability.md promises exists, and the public modules export nothing that the
+page does not promise."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ def begun(run: Run, step: int) -> bool:
 
 
 def assert_trained_once(run: Run, steps: int) -> None:
-    """Check that every step occurs once, and that every response was scored once, so none was
-    generated again."""
+    """Check that every step occurs once, and that every response was scored once, so no
+    response was generated again."""
     assert [record["step"] for record in run.steps()] == list(range(1, steps + 1))
     for record in run.steps():
         assert record["mismatch/abs_mean"] <= 1e-5, record["step"]

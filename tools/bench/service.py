@@ -12,11 +12,11 @@ servers answer at once, or at `--speed` tokens a second for each response. With 
 have no middleware. All responses of a draw are requested together; as many are in flight as servers
 accept. The output has the CPU time of a response for each thread. The last line has
 
-    responses_per_cpu_second   of the service's thread alone: requests, answers, draws
+    responses_per_cpu_second   for the CPU time of the service's thread: requests, answers, draws
     core_percent               share of a core that this thread needs for 1,000 responses/s
     scoring_percent            the same for the main thread: it puts groups together, decodes them,
                                calls the reward and writes the record
-    process_percent            the same for the whole process, with the kernel's work for it
+    process_percent            the same for the whole process, including the kernel's work
     peak_mb                    largest memory of the process
 """
 
@@ -68,14 +68,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.bench.asgi import handler_of
 
 _LONGEST, _VOCABULARY = 32_768, 40
-_BODIES = 128  # different responses
+_BODIES = 128  # number of different responses
 _PER_PROMPT = 16
 _NINETIETH = 1.2816  # 90th percentile of a normal distribution, in standard deviations
 _CHECK = WeightCheck([[1, 2]], [[1, 1]], [[-0.5, -0.5]], 1e-4, 1e-4)
 
 
 def body(lengths: int, rng: np.random.Generator | None) -> bytes:
-    """Return a response in vLLM's format: a random one, or without `rng` the one for `_CHECK`."""
+    """Return a response in vLLM's format: a random one, or without `rng` the answer to `_CHECK`."""
     if rng is None:
         ids, logprobs = [1] * lengths, [-0.5] * lengths
     else:

@@ -30,7 +30,7 @@ from gspo_megatron.rollout.vllm.process import END_SECONDS, errors_of
 
 FOLDER = "servers"  # in the folder of the store
 BEAT_SECONDS = 2.0
-SILENT_SECONDS = 30.0  # a node counts as lost if its heartbeat is absent for so long
+SILENT_SECONDS = 30.0  # a node without a heartbeat for this time counts as lost
 _LOOK_SECONDS = 0.5
 
 
@@ -50,7 +50,7 @@ class HeartbeatFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.servers: dict[str, Any] = {}  # as read last, by the number of the server
+        self.servers: dict[str, Any] = {}  # as read last: server number -> its data
         # when a reader saw the file change last; None: no change seen yet
         self.heard: float | None = None
         self.address: str | None = None  # the writer's address; None for an agent
@@ -76,7 +76,7 @@ class HeartbeatFile:
         except FileNotFoundError:
             self.servers = {}
             return
-        # on NFS while the file is being replaced; it is read again later
+        # NFS may show a damaged file while the file is being replaced. It is read again later.
         except (OSError, *WRONG_VALUES):
             return
         if self._beat not in (None, beat):
@@ -95,7 +95,7 @@ class Node:
         self._lock = threading.Lock()
         self.wanted = HeartbeatFile(wanted_file(folder, name))
         self.report = HeartbeatFile(report_file(folder, name))
-        for file in (self.report, self.wanted):  # an earlier start may have left them
+        for file in (self.report, self.wanted):  # an earlier start may have left these files
             file.path.unlink(missing_ok=True)
 
     def want(self, number: str, server: dict[str, Any]) -> None:
@@ -168,7 +168,7 @@ class RemoteProcess:
     def has_ended(self) -> str | None:
         """Return in words how the server ended; None while it runs or has not started yet."""
         heard = self.node.report.heard
-        # without a heartbeat yet, the server's deadline limits the wait for the agent
+        # Before the first heartbeat, the server's deadline limits the wait for the agent.
         if heard is not None:
             silent = time.monotonic() - max(heard, self._since)
             if silent > SILENT_SECONDS:

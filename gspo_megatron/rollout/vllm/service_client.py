@@ -44,7 +44,7 @@ class ServiceClient:
         self._settings: dict[str, Any] = {**settings, "starter": os.getpid()}
         self._restarts_left = restarts
         self._weights: dict[str, Any] | None = None
-        self._requests: dict[str, dict[str, Any]] = {}  # by name, until `forget`
+        self._requests: dict[str, dict[str, Any]] = {}  # by name; `forget` removes them
         self.needs_folder = False  # a server waits for a folder with the newest weights
         self._process: subprocess.Popen[str] | None = None
         self._port: socket.socket | None = None  # reserves the port of the service

@@ -57,7 +57,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             bounds = starts.tolist()
             out = self._packed(layers, list(zip(bounds, bounds[1:])), is_causal)
             return out.flatten(1)
-        rows = range(query_layer.shape[1])  # the layout sbhd
+        rows = range(query_layer.shape[1])  # the layout is sbhd
         parts = [layer.transpose(0, 1).flatten(0, 1) for layer in layers]
         length = query_layer.shape[0] * (1 if self.cp_group is None else self.cp_group.size())
         out = self._packed(parts, [(i * length, (i + 1) * length) for i in rows], is_causal)

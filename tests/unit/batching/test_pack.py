@@ -134,7 +134,7 @@ def test_context_parallel_shards_hold_everything_once(cp: int, multiple: int, se
     assert together == sorted(batch.predictions(members))
 
     padded = [math.ceil(len(batch.tokens[i]) / (2 * cp)) * 2 * cp for i in members]
-    # The number of a rank's tokens is a multiple of `multiple`, and consists of whole chunks.
+    # A rank's tokens are whole chunks, and `multiple` divides their number.
     unit = math.lcm(multiple * cp, 2 * cp)
     total = math.ceil(sum(padded) / unit) * unit
     held = [

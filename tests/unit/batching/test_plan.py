@@ -91,7 +91,8 @@ def test_micro_batches_keep_to_the_token_budget(options: dict[str, int]) -> None
                 assert sum(lengths[n] for n in members) <= BUDGET
 
 
-# Longest-first needs ten groups where first fit needs nine.
+# With a budget of 54 tokens, first fit needs nine micro-batches. If the sequences were split evenly
+# into ten micro-batches, one of them would have 55 tokens.
 TIGHT = [11, 11, 13, 15, 15, 16, 17, 18, 19, 19, 20, 20, 21, 21, 23, 23, 23, 23, 24, 25, 26, 27, 27]
 
 

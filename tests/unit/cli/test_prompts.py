@@ -78,7 +78,7 @@ def test_what_is_told(gspo: Command, run: Path) -> None:
 
 def test_how_many_responses_are_saved(gspo: Command, run: Path) -> None:
     """A group has a spread if its rewards differ. Two of the ten groups that were drawn uniformly
-    have a spread. All groups that the selection chose have one."""
+    have a spread. All groups that the selection chose have a spread."""
     known = json.loads((run / "draws.jsonl").read_text().splitlines()[0])
     records = [known | {"step": 1, "spread": True}] * 7  # before the selection began
     records += [known | {"step": 2, "spread": n < 2, "explored": True} for n in range(10)]

@@ -103,7 +103,7 @@ def test_keys_of_another_version() -> None:
     before = config().model_dump()
     del before["rollout"]["top_k"], before["checkpoint"]
     before["rollout"]["beam_width"] = 3
-    # this section ended before the first RL step, so it is ignored
+    # the warm start ended before the first RL step, so this section is ignored
     before["training"]["warm_start"] = {"steps": 2}
     found = find_changes(before, config(), SAME)
     assert found == Changes(["rollout.beam_width: was 3 and is no key now"])

@@ -9,8 +9,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-# This template drops the thoughts of earlier responses. Before the last response alone, it writes
-# an empty block of thoughts.
+# This template drops the thoughts of earlier responses. Only before the last response does it
+# write an empty block of thoughts.
 QWEN3 = """
 {%- if tools %}{{- '<|im_start|>system\\n# Tools\\n<tools>' }}
 {%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}

@@ -77,7 +77,7 @@ def test_every_rank_of_a_layout_together_holds_the_model(make_config: ConfigMake
     parallel = resolve_parallel(config, 16)
     alone = make_config("tiny", "tp=1", model=dict(model_section))
     with rank_model(alone, resolve_parallel(alone, 1), 0, 45) as model:
-        padding = 3 * 64  # 45 tokens have 48 rows of 64 elements
+        padding = 3 * 64  # a vocabulary of 45 is padded to 48 rows of 64 elements
         whole = sum(p.numel() for p in model.policy.models[0].parameters()) - padding
     found = 0
     for stage in range(2):

@@ -237,7 +237,7 @@ def vespo(
 
 class Paper(NamedTuple):
     """A formula, the aggregation, and the numbers of the paper. The aggregation divides each
-    token's term; the only term of a response is divided by N."""
+    token's term. If an objective has one term for each response, that term is divided by N."""
 
     terms: Callable[..., Term | list[Term]]
     aggregation: str
@@ -254,7 +254,7 @@ PAPERS: dict[str, Paper] = {
     "grpo": Paper(grpo, "sequence_mean", _GRPO, 0.4),
     "dapo": Paper(grpo, "token_mean", {"clip_low": 0.2, "clip_high": 0.28}, 0.4),
     "dr_grpo": Paper(grpo, "constant_length", _PPO, 0.4),
-    "cispo": Paper(cispo, "token_mean", {"clip_high": 4.0}, 1.2),  # a cap of 5
+    "cispo": Paper(cispo, "token_mean", {"clip_high": 4.0}, 1.2),  # weights up to 5
     "sapo": Paper(sapo, "sequence_mean", {"tau_positive": 1.0, "tau_negative": 1.05}, 0.4),
     "gmpo": Paper(gmpo, "sequence_mean", {"log_clip": 0.4}, 0.4),
     "luspo": Paper(luspo, "token_sum", _SEQUENCES, 1e-3),

@@ -94,7 +94,7 @@ def test_every_sequence_comes_back_once_to_the_rank_of_its_group(
     write(tmp_path, whole, groups)
     for rank in range(size):
         mine = [number for own in groups for number in own if number % size == rank]
-        found = read_share(tmp_path, rank, size, lambda: [3, 1])  # layers of two stages
+        found = read_share(tmp_path, rank, size, lambda: [3, 1])  # layers 3 and 1 are of two stages
         assert_same(found, whole.of_prompts(mine).of_layers([3, 1]))
 
 

@@ -287,8 +287,8 @@ class Slow:
 
 
 def step_by_step(config: Config, folder: Path, ahead: int) -> tuple[list[list[int]], list[int]]:
-    """Make the same requests as ReinforcementLoop. Returns the rows that each step trains, in the
-    order in which their groups were finished, and the ages of all tokens."""
+    """Make the same requests as ReinforcementLoop. Returns the rows that each step trains on, in
+    the order in which their groups were finished, and the ages of all tokens."""
     scorers = Scorers(config, inputs := read_inputs(config))
     rows_of = {tuple(p.token_ids): n for n, p in enumerate(inputs.files["data.prompts"])}
     assert len(rows_of) == ROWS

@@ -293,7 +293,7 @@ def test_a_server_that_falls_silent_is_out_and_one_that_works_long_is_not(tmp_pa
 
         async def works(request: Any, answer: Any) -> Any:
             for _ in range(30):
-                slow.drawn += 1  # tokens of the slow server
+                slow.drawn += 1  # the slow server still generates tokens
                 await asyncio.sleep(0.2)
             return await late(0)(request, answer)
 

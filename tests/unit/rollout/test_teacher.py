@@ -167,7 +167,7 @@ def test_several_teachers_judge_the_responses_to_their_own_prompts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """There are four responses to four prompts. The first two prompts have a teacher behind a URL,
-    the third a teacher in a folder, and the last none."""
+    the third a teacher in a folder. The last prompt has no teacher."""
     asked: dict[str, list[list[int]]] = {"math": [], "code": []}
 
     def answering(name: str) -> Answer:

@@ -53,8 +53,9 @@ def fork_engine() -> None:
     """Make the engine a fork of this process, so that the engine need not import the modules again.
 
     The imports take half of the time of a server's start. vLLM itself starts a new interpreter for
-    the engine. This is needed only if the server has already used a GPU. The workers of an engine
-    are still new interpreters, because the engine has threads when it starts the workers.
+    the engine. A new interpreter is needed only if the server has already used a GPU. The workers
+    of an engine are still new interpreters, because the engine has threads when it starts its
+    workers.
     """
     native = multiprocessing.get_context
 
