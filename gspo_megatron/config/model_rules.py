@@ -249,8 +249,8 @@ def uneven_stages(layers: int, layout: Layout) -> tuple[int, int] | None:
 def _uneven(layers: int, layout: Layout, replaces: bool) -> str:
     """Suggest the field that splits the layers unevenly.
 
-    replaces: the configuration has fields that count embedding and loss, which this field must
-    replace.
+    replaces: whether the configuration has fields that count embedding and loss as layers. The
+    suggested field must replace these fields.
     """
     instead = f", without {WITH_EMBEDDING} and {WITH_LOSS}" if replaces else ""
     split = uneven_stages(layers, layout)

@@ -41,7 +41,8 @@ _SEQUENCE_PARALLEL_SWITCHES = (
 )
 
 
-_ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}  # else the dtype of the states
+# With any other moe_router_dtype, the router computes in the dtype of the hidden states.
+_ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 @contextlib.contextmanager

@@ -282,9 +282,8 @@ def two_sided_mask(
     max_divergence: float,
     log_ratio_penalty: float,
 ) -> Clipped:
-    """ratio * A, but 0 for a token whose probability has moved by more than `max_divergence` in
-    either direction. From this, `log_ratio_penalty` times the squared log-ratio is subtracted for
-    every token (the loss `ipo` of prime-rl)."""
+    """ratio * A - log_ratio_penalty * log-ratio^2 (the loss `ipo` of prime-rl). The first term is 0
+    for a token whose probability has moved by more than `max_divergence` in either direction."""
     moved = _moved(inputs)
     outside = moved.abs() > max_divergence
     surrogate = (ratio * advantages).where(~outside, 0.0)
@@ -460,7 +459,8 @@ def kept_by_off_policy_mask(log_ratio_means: Tensor, advantages: Tensor, bound: 
 
 
 def divergence(estimator: str, logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Estimates of KL(pi, reference) from tokens sampled by pi, of any shape, with gradient.
+    """Estimates of KL(pi, reference) from tokens sampled by pi, with gradient. The log-probs may
+    have any shape.
 
     With d = log reference - log pi: k1 = -d is unbiased and may be negative; k2 = d^2 / 2 is
     biased; k3 = e^d - 1 - d is unbiased and never negative (http://joschu.net/blog/kl-approx.html).
