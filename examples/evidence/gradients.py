@@ -102,9 +102,9 @@ def arms_of(mismatch: str, length: int) -> dict[str, Arm]:
 class Sizes:
     """The numbers of batches. A batch has 64 responses."""
 
-    own: int  # for the objectives
-    true: int  # for the slope of the reward
-    direction: int = 8  # for the direction of the policy gradient
+    own: int  # batches for the gradients of the objectives
+    true: int  # batches for the slope of the reward
+    direction: int = 8  # batches for the direction of the policy gradient
 
 
 # With 64 responses the noise of the gradient is about a third of the gradient at any length, so 16

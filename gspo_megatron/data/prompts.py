@@ -248,7 +248,7 @@ class QuotedControls:
     """Counts the texts of a file that spell control tokens, such as already rendered prompts."""
 
     count: int = 0  # number of texts
-    source: str = ""  # "file:line" of the first one
+    source: str = ""  # "file:line" of the first text
     names: tuple[str, ...] = ()  # control tokens in the first text, each once
     bos_count: int = 0  # number of prompts without messages that begin with the BOS text
     bos_source: str = ""
@@ -293,7 +293,7 @@ class UnknownCharacters:
     replaces all of them by the same token."""
 
     count: int = 0  # number of texts
-    source: str = ""  # "file:line" of the first one
+    source: str = ""  # "file:line" of the first text
     # The unknown characters of the first text. Empty if only longer pieces are unknown.
     characters: str = ""
 

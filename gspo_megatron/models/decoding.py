@@ -146,7 +146,7 @@ def _is_plain_router(router: TopKRouter) -> bool:
         and not config.moe_router_group_topk
         and not config.moe_router_fusion
         and not config.moe_router_force_load_balancing
-        and not getattr(config, "moe_router_force_biased", None)  # newer Megatron-Core
+        and not getattr(config, "moe_router_force_biased", None)  # a field of newer versions
         and getattr(router, "lora", None) is None
         and config.moe_input_jitter_eps is None
         and config.moe_expert_capacity_factor is None

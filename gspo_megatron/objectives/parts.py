@@ -83,7 +83,7 @@ class _SegmentSum(torch.autograd.Function):
         if values.numel() == 0:
             return values.new_zeros(shape, dtype=dtype)
         counts = torch.zeros(num_sequences, dtype=torch.long, device=values.device)
-        counts.scatter_add_(0, sequence_index, torch.ones_like(sequence_index))  # integers: exact
+        counts.scatter_add_(0, sequence_index, torch.ones_like(sequence_index))  # exact
         in_order = values.to(dtype)[..., sequence_index.argsort(stable=True)]
         rows = in_order.numel() // len(sequence_index)
         # The matrix is flattened, because CUDA sums a segment of a vector with a thread block, but
@@ -306,7 +306,7 @@ def gamma_weight(
     weight, positive = ratio.detach(), advantages >= 0
     k = torch.full_like(weight, k_negative).masked_fill(positive, k_positive)
     fall = torch.full_like(weight, lambda_negative).masked_fill(positive, lambda_positive)
-    gamma = torch.exp(k * weight.log() + fall * (1.0 - weight))  # 0 for W = 0
+    gamma = torch.exp(k * weight.log() + fall * (1.0 - weight))  # gamma is 0 where W = 0
     return _unclipped(gamma * advantages * inputs.logprobs.where(inputs.mask > 0, 0.0))
 
 
@@ -414,7 +414,7 @@ def is_outside(log_k: Tensor, correction_low: float, correction_high: float) -> 
 
 
 # In the next functions, `sums` [num_sequences] are sums over whole sequences: of `k3(log k)` for
-# k3_mask, of `is_outside(log k)` for worst_token_mask, and of log k for the others.
+# k3_mask, of `is_outside(log k)` for worst_token_mask, and of log k for all other functions.
 
 
 def sequence_tis(sums: Tensor, lengths: Tensor, correction_high: float) -> Tensor:
