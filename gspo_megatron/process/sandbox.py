@@ -133,7 +133,7 @@ def judge(
 ) -> Outcome:
     """Run tests against a program. The tests and the program are in two sandboxes.
 
-    The names `candidates` come from the program, and its functions are called in its sandbox. All
+    The names `candidates` come from the program. They are called in the program's sandbox. All
     other names must be defined in `setup` or `tests`. If `candidates` is empty, all names that
     `setup` and `tests` do not define come from the program. The tests have passed if the result is
     b"passed".
