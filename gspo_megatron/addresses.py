@@ -134,8 +134,8 @@ def listen(address: str, port: int) -> socket.socket:
 def listening_address(master: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return the address on which the first host of a job listens for the other hosts.
 
-    This is an address of the name `master`, if an interface of the host has this address and other
-    hosts can reach it. Otherwise it is `own_address`.
+    The result is an address to which the name `master` resolves, if an interface of this host has
+    this address and other hosts can reach it. Otherwise the result is `own_address`.
     """
     known: Sequence[str] = addresses_of(master)
     own = own_address(master, environ)

@@ -3,12 +3,12 @@
     python examples/evidence/gradients.py --length 32 --mismatch router_noise
 
 A small MoE draws batches of responses. Then it is updated k times on other responses of the same
-policy, as mini-batches do. At each k, every objective gives each token's grad log pi a coefficient
-in its gradient. The slopes of the log-probs along the direction of the policy gradient are measured
-once for all objectives. Coefficients times slopes give each objective's step along the policy
-gradient, for each response. This step is compared with the true slope of the reward, which comes
-from new responses of the updated policy (estimators.py). One JSON line for each k is added to the
-output. Lines that exist already are not measured again.
+policy, as mini-batches do. At each k, the gradient of every objective contains each token's grad
+log pi with a coefficient. The slopes of the log-probs along the direction of the policy gradient
+are measured once for all objectives. Coefficients times slopes give each objective's step along
+the policy gradient, for each response. This step is compared with the true slope of the reward,
+which comes from new responses of the updated policy (estimators.py). One JSON line for each k is
+added to the output. Lines that exist already are not measured again.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ def arms_of(mismatch: str, length: int) -> dict[str, Arm]:
 class Sizes:
     """The numbers of batches. A batch has 64 responses."""
 
-    own: int  # for the objectives
-    true: int  # for the slope of the reward
-    direction: int = 8  # for the direction of the policy gradient
+    own: int  # batches for the gradients of the objectives
+    true: int  # batches for the slope of the reward
+    direction: int = 8  # batches for the direction of the policy gradient
 
 
 # With 64 responses the noise of the gradient is about a third of the gradient at any length, so 16

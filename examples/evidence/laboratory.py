@@ -178,9 +178,9 @@ class Laboratory:
         that would have been right there. Also returns coefficients c, [responses, length * columns]
         float64. With them, the mean of sum c grad log pi is the gradient of the mean reward.
 
-        The first part is the derivative of the probability p_t that the next token is right. The
-        second part credits a token with the probabilities of the later tokens, minus those of the
-        other responses of its group.
+        Let p_t be the probability that token t is right. The terms of the right tokens add up to
+        the derivative of p_t. The coefficient of the sampled token is the sum of p at the later
+        tokens, minus the mean of this sum over the other responses of the group.
         """
         length = self.setting.length
         before = batch.tokens[:, PROMPT_TOKENS - 1 : -1, None]
@@ -228,7 +228,7 @@ class Laboratory:
         """The derivatives of all log-probs along a direction [parameters] with fixed experts, by a
         central difference: [batches, responses, length] float64."""
         size = 1e-3 / direction.norm()
-        for _ in range(2):  # the first pass corrects a guessed size, the second one its result
+        for _ in range(2):  # the second pass corrects the size that the first pass has found
             with replayed(batches[:1], routes):
                 found = self._difference(batches[:1], routes, direction, size)
             size *= STEP / (found.square().mean().sqrt() * size)
@@ -304,7 +304,10 @@ def right_sequences(count: int, length: int, generator: torch.Generator) -> Tens
 
 
 def others_mean(values: Tensor) -> Tensor:
-    """For each response, the mean of the others in its group. values [batches, responses, ...]."""
+    """For each response, the mean over the other responses of its group.
+
+    values: [batches, responses, ...].
+    """
     grouped = values.unflatten(1, (PROMPTS, GROUP))
     means = (grouped.sum(2, keepdim=True) - grouped) / (GROUP - 1)
     return means.flatten(1, 2)

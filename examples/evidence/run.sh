@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Runs all measurements of docs/evidence.md and docs/stability_frontier.md, then makes their figures
 # and tables.
-#   bash examples/evidence/run.sh           # what the kept lines lack; all of it: 4 hours of one core
-#   bash examples/evidence/run.sh --quick   # one point of each figure again, against its kept interval:
-#                                           # 5 minutes of one core, a start model included
+#   bash examples/evidence/run.sh           # measures what results/ lacks; everything takes 4 hours of one core
+#   bash examples/evidence/run.sh --quick   # measures one point of each figure again, and compares it with
+#                                           # the kept interval: 5 minutes of one core, with a start model
 # Every result is a line in results/. A result that has its line is not measured again, so after an
 # interruption the script continues where it stopped. To measure everything anew, move
 # results/*.jsonl away. WITHOUT_VLLM=1 leaves out the measurements that need vLLM. The first run

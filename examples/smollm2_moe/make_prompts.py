@@ -40,7 +40,7 @@ RANGE = 4  # the largest number of words minus the smallest
 
 
 def last_instruction(generator: random.Random) -> tuple[str, str, dict[str, Any]]:
-    """Return the text, IFEval's name and its arguments."""
+    """Return the third instruction: its text, its name in IFEval, and its arguments."""
     kind = generator.choice(("first_word", "keywords", "question"))
     if kind == "first_word":
         word = generator.choice(FIRST_WORDS)

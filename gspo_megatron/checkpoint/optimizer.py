@@ -54,7 +54,7 @@ class OwnedRange:
         return {name: state.detach() for name, state in states.items()}
 
     def set_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Write the tensors that `tensors` returned back to the optimizer, if they are copies."""
+        """Write the result of the method `tensors` to the optimizer, if its tensors are copies."""
         if self.optimizer.config.use_precision_aware_optimizer:
             self.optimizer._set_main_param_and_optimizer_states(self.parameter, tensors)
 

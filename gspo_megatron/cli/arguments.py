@@ -34,8 +34,9 @@ def config_parser(
     required: bool = True,
     source: str = "CONFIG.yaml",
 ) -> argparse.ArgumentParser:
-    """Add a command that takes CONFIG.yaml, or what `source` names, and overrides of its values.
-    more: text that follows `help_text` in the command's own help."""
+    """Add a command that takes a configuration file and overrides of its values. source: the name
+    of the file in the command's help. more: text that follows `help_text` in the command's own
+    help."""
     parser = new_parser(commands, name, run, help_text, list_name="overrides")
     parser.description = f"{parser.description}{more}"
     parser.add_argument(

@@ -74,8 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(config: Config, world_size: int, told: Sequence[str]) -> None:
-    """Check the valid part of a configuration. told: the problems of the other part, which are
-    known."""
+    """Check the part of a configuration whose values are valid. told: the problems of the values
+    that are not valid."""
     check_all(_as_played(config), world_size, told=told)
 
 

@@ -104,8 +104,8 @@ def parse_config(
 
 
 def _problems_of_phases(config: Any) -> list[str]:
-    """Return a line for each mistake in training.phases: in the order of the phases, and in their
-    values."""
+    """Return a line for each mistake in training.phases. Both the order of the phases and their
+    values may have mistakes."""
     phases = phases_of(config)
     problems, known = list(phase_problems(config)), set[str]()
     if problems or not phases:
@@ -140,7 +140,8 @@ def to_shown_yaml(config: Config | StageConfig, unread: Mapping[str, str]) -> st
     """Return the text of `to_yaml` for people: a key that nothing reads becomes a comment with the
     reason.
 
-    unread: section.key -> reason. Names that an import_path replaces need not be among them.
+    unread: section.key -> reason. It need not contain a key `name` that another key replaces, as
+    reward.import_path replaces reward.name.
     """
     reasons, lines, section = {**_replaced_names(config), **unread}, [], ""
     for line in to_yaml(config).splitlines():
@@ -408,7 +409,7 @@ def stage_of(values: Mapping[str, Any]) -> str:
             if 0 < len(stages) < len(STAGES):
                 telling[place] = stages
     left = [stage for stage in STAGES if all(stage in stages for stages in telling.values())]
-    if len(left) > 1:  # if several stages fit, a preference model is not meant
+    if len(left) > 1:  # a preference model is meant only if nothing else fits
         left = [stage for stage in left if stage != PreferenceConfig.phase]
     if len(left) == 1:
         return left[0]

@@ -249,8 +249,8 @@ def uneven_stages(layers: int, layout: Layout) -> tuple[int, int] | None:
 def _uneven(layers: int, layout: Layout, replaces: bool) -> str:
     """Suggest the field that splits the layers unevenly.
 
-    replaces: the configuration has fields that count embedding and loss, which this field must
-    replace.
+    replaces: whether the configuration has fields that count embedding and loss as layers. The
+    suggested field must replace these fields.
     """
     instead = f", without {WITH_EMBEDDING} and {WITH_LOSS}" if replaces else ""
     split = uneven_stages(layers, layout)
@@ -283,7 +283,7 @@ def _written_out(layers: int, layout: Layout, written: Any) -> str | None:
     if not isinstance(written, str):
         return "allowed: a text such as Et*3|t*4L"
     text = written.replace(",", "")
-    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):  # Megatron-Core's own grammar
+    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):  # as Megatron-Core parses the text
         text = re.sub(repeated, lambda match: match[1] * int(match[2]), text)
     stages, wanted = len(text.split("|")), layout.pp * (layout.vpp or 1)
     if re.search(r"[^EtL|]", text):

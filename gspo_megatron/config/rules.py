@@ -139,7 +139,7 @@ _SUITE_FIGURES = (
 def _best_metric_is_measured(plan: Plan) -> Problems:
     """Check that an evaluation has the metric of checkpoint.best_metric.
 
-    A metric that is not of an evaluation is not checked. It is known only when a step runs, because
+    A metric of a step is not checked. The metrics of steps are known only when a step runs, because
     the user's rewards may have parts, and the user's objectives may have metrics of their own.
     """
     name = plan.config.checkpoint.best_metric
@@ -500,7 +500,8 @@ def corpora_are_sound(plan: Plan) -> Problems:
 
 
 def sample_multiple(config: StageConfig) -> int:
-    """Return a number. If the tokens of each sample are a multiple of it, no padding is needed."""
+    """Return the number of which each sample's tokens must be a multiple, so that no padding is
+    needed."""
     layout = config.layout()
     multiple = layout.tp if config.parallel.uses_sequence_parallel() else 1
     multiple *= tokens_multiple(config.training.precision)
@@ -557,8 +558,8 @@ _RULES: dict[type[AnyConfig], tuple[Rule, ...]] = {
 
 
 def recomputes_old_logprobs(config: Config) -> bool:
-    """Return whether the trainer recomputes old log-probs: objective.old_logprobs, with a decision
-    for `auto`.
+    """Return whether the trainer recomputes old log-probs. `objective.old_logprobs` says so, and
+    this function decides if its value is `auto`.
 
     If the training model itself generates in fp32, its log-probs equal those of a trainer's pass up
     to rounding (1e-6), so `auto` does not recompute them.

@@ -78,8 +78,8 @@ def read_prompts(
     A prompt is a string, which must not be empty, or a list of messages whose last one is not the
     assistant's. With `chat_template` a string becomes one user message. Messages without a system
     message get `fields.system`. The answer is any JSON value. `Prompt.fields` has all fields except
-    prompt and answer; it also has the answer's field if only a part of it is the answer. `source`
-    is "path:line", counted from 1 (for Parquet: the row).
+    prompt and answer. If the answer is only a part of its field, `Prompt.fields` has this field,
+    too. `source` is "path:line", counted from 1 (for Parquet: the row).
     """
     settings = fields.settings()
     whole = {
@@ -248,7 +248,7 @@ class QuotedControls:
     """Counts the texts of a file that spell control tokens, such as already rendered prompts."""
 
     count: int = 0  # number of texts
-    source: str = ""  # "file:line" of the first one
+    source: str = ""  # "file:line" of the first text
     names: tuple[str, ...] = ()  # control tokens in the first text, each once
     bos_count: int = 0  # number of prompts without messages that begin with the BOS text
     bos_source: str = ""
@@ -293,7 +293,7 @@ class UnknownCharacters:
     replaces all of them by the same token."""
 
     count: int = 0  # number of texts
-    source: str = ""  # "file:line" of the first one
+    source: str = ""  # "file:line" of the first text
     # The unknown characters of the first text. Empty if only longer pieces are unknown.
     characters: str = ""
 

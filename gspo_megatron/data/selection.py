@@ -44,7 +44,7 @@ class PromptFigures:
     length: float = 0.0  # sum of the mean lengths of the groups, in tokens
     last_step: int = 0
     last_rate: float = math.nan  # pass rate of the last group with rewards; NaN: no such group yet
-    in_a_row: int = 0  # how many of the last groups in a row had only solved responses
+    in_a_row: int = 0  # number of the latest groups in a row with only solved responses
 
     def add(self, record: Record) -> None:
         """Add a group. A group without rewards changes no rate."""

@@ -21,9 +21,9 @@ POLICY = "assistant"  # the role of the policy's messages
 def record_of(episode: Episode, score: Score | None) -> dict[str, Any]:
     """Return an episode's `turns` and `error` (why it failed) for samples.jsonl.
 
-    The text of a policy's turn includes its special tokens, so that it cannot imitate the end of a
-    turn or another speaker. Between these turns are the messages or the text of the environment.
-    `score` is None if the reward is unknown.
+    The text of a policy's turn includes its special tokens, so that the text cannot imitate the end
+    of a turn or another speaker. Between these turns are the messages or the text of the
+    environment. `score` is None if the reward is unknown.
     """
     rewards = _rewards_of_turns(episode.transcript, score)
     error = None if episode.error is None else str(episode.error)

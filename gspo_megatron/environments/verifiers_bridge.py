@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from typing import Any
 
 POLICY = "policy"
-_LONGEST_LINE = 1 << 30  # bytes; limit for one task
+_LONGEST_LINE = 1 << 30  # the most bytes of a line; a task is one line
 
 
 class UnfitError(Exception):

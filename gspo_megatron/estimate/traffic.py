@@ -1,4 +1,5 @@
-"""Estimates the bytes that a rank sends in a training step, and the step's time to order layouts.
+"""Estimates the bytes that a rank sends in a training step, and the time of the step. Layouts are
+ordered by this time.
 
 Rough model of a step's seconds:
 
@@ -57,7 +58,8 @@ def step_traffic(
     if stages > 1:
         # Hidden states go to the next stage, their gradients to the previous stage.
         hidden = max(max(each.output_bytes, each.input_bytes) for each in passes)
-        onward = len(passes) - (model.stage == stages - 1)  # the model's last chunk sends none
+        # The model's last chunk sends no hidden states, and its first chunk no gradients.
+        onward = len(passes) - (model.stage == stages - 1)
         back = len(passes) - (model.stage == 0)
         traffic["pp"] = hidden * (onward * (forward + training) + back * training)
     cp = parallel.context_parallel_size

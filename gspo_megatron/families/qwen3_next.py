@@ -134,8 +134,7 @@ QWEN3_NEXT = f.Family(
         **_NAMES,
         **_EXPERT_NAMES,
         **f.DENSE,
-        # `in_qkvz` has q, k, v and z of each key head, and the other tensor has b and a of each key
-        # head.
+        # `in_qkvz` has q, k, v and z of each key head. `in_ba` has b and a of each key head.
         "in_qkvz": f"{_LAYER}linear_attn.in_proj_qkvz.weight",
         "in_ba": f"{_LAYER}linear_attn.in_proj_ba.weight",
     },

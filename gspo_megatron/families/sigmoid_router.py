@@ -33,8 +33,8 @@ def fields(topk: int, scaling: float) -> tuple[f.Field, ...]:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of experts: a token's experts are chosen from the best groups only. The fields are
-    a family's defaults for keys that config.json lacks."""
+    """The groups of experts: a token's experts are chosen from the best groups only. The fields of
+    this class are a family's defaults for keys that config.json lacks."""
 
     count: int = 1
     chosen: int = 1

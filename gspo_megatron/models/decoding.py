@@ -41,7 +41,8 @@ _SEQUENCE_PARALLEL_SWITCHES = (
 )
 
 
-_ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}  # else the dtype of the states
+# With any other moe_router_dtype, the router computes in the dtype of the hidden states.
+_ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 @contextlib.contextmanager
@@ -145,7 +146,7 @@ def _is_plain_router(router: TopKRouter) -> bool:
         and not config.moe_router_group_topk
         and not config.moe_router_fusion
         and not config.moe_router_force_load_balancing
-        and not getattr(config, "moe_router_force_biased", None)  # newer Megatron-Core
+        and not getattr(config, "moe_router_force_biased", None)  # a field of newer versions
         and getattr(router, "lora", None) is None
         and config.moe_input_jitter_eps is None
         and config.moe_expert_capacity_factor is None

@@ -63,7 +63,7 @@ def transformer_config(config: AnyConfig, parallel: ResolvedParallel) -> Transfo
         "output_layer_init_method": leave_as_it_is,
         "embedding_init_method": leave_as_it_is,
         # Micro-batches are filled to a token budget, so their lengths differ. The allgather
-        # dispatcher needs equal lengths; for it they are padded.
+        # dispatcher needs micro-batches of equal length, so they are padded if it is used.
         "variable_seq_lengths": shape.megatron.get("moe_token_dispatcher_type") != "allgather",
         "moe_token_dispatcher_type": "alltoall",
         # These fusions need apex, Transformer Engine or torch.compile. The layers of Transformer

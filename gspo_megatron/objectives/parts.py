@@ -83,7 +83,7 @@ class _SegmentSum(torch.autograd.Function):
         if values.numel() == 0:
             return values.new_zeros(shape, dtype=dtype)
         counts = torch.zeros(num_sequences, dtype=torch.long, device=values.device)
-        counts.scatter_add_(0, sequence_index, torch.ones_like(sequence_index))  # integers: exact
+        counts.scatter_add_(0, sequence_index, torch.ones_like(sequence_index))  # exact
         in_order = values.to(dtype)[..., sequence_index.argsort(stable=True)]
         rows = in_order.numel() // len(sequence_index)
         # The matrix is flattened, because CUDA sums a segment of a vector with a thread block, but
@@ -282,9 +282,8 @@ def two_sided_mask(
     max_divergence: float,
     log_ratio_penalty: float,
 ) -> Clipped:
-    """ratio * A, but 0 for a token whose probability has moved by more than `max_divergence` in
-    either direction. From this, `log_ratio_penalty` times the squared log-ratio is subtracted for
-    every token (the loss `ipo` of prime-rl)."""
+    """ratio * A - log_ratio_penalty * log-ratio^2 (the loss `ipo` of prime-rl). The first term is 0
+    for a token whose probability has moved by more than `max_divergence` in either direction."""
     moved = _moved(inputs)
     outside = moved.abs() > max_divergence
     surrogate = (ratio * advantages).where(~outside, 0.0)
@@ -307,7 +306,7 @@ def gamma_weight(
     weight, positive = ratio.detach(), advantages >= 0
     k = torch.full_like(weight, k_negative).masked_fill(positive, k_positive)
     fall = torch.full_like(weight, lambda_negative).masked_fill(positive, lambda_positive)
-    gamma = torch.exp(k * weight.log() + fall * (1.0 - weight))  # 0 for W = 0
+    gamma = torch.exp(k * weight.log() + fall * (1.0 - weight))  # gamma is 0 where W = 0
     return _unclipped(gamma * advantages * inputs.logprobs.where(inputs.mask > 0, 0.0))
 
 
@@ -415,7 +414,7 @@ def is_outside(log_k: Tensor, correction_low: float, correction_high: float) -> 
 
 
 # In the next functions, `sums` [num_sequences] are sums over whole sequences: of `k3(log k)` for
-# k3_mask, of `is_outside(log k)` for worst_token_mask, and of log k for the others.
+# k3_mask, of `is_outside(log k)` for worst_token_mask, and of log k for all other functions.
 
 
 def sequence_tis(sums: Tensor, lengths: Tensor, correction_high: float) -> Tensor:
@@ -460,7 +459,8 @@ def kept_by_off_policy_mask(log_ratio_means: Tensor, advantages: Tensor, bound: 
 
 
 def divergence(estimator: str, logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Estimates of KL(pi, reference) from tokens sampled by pi, of any shape, with gradient.
+    """Estimates of KL(pi, reference) from tokens sampled by pi, with gradient. The log-probs may
+    have any shape.
 
     With d = log reference - log pi: k1 = -d is unbiased and may be negative; k2 = d^2 / 2 is
     biased; k3 = e^d - 1 - d is unbiased and never negative (http://joschu.net/blog/kl-approx.html).

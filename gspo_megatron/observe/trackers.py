@@ -185,8 +185,8 @@ class TrackerSet:
     def note(self) -> None:
         """Write SENT_FILE for the next start.
 
-        Call it after sending a record. If the run is killed between the two, the record is sent
-        twice, which is better than not at all."""
+        Call it after sending a record. If the run is killed before this call, the record is sent
+        twice. If this call came first, a kill could leave a record unsent."""
         if self._run_dir is None or not self._sent:
             return
         lines = [json.dumps({"tracker": name, **last}) for name, last in self._sent.items()]

@@ -33,7 +33,7 @@ from gspo_megatron.process.sandbox_harness import LOST, READY, REQUEST, SOLUTION
 _PYTHON = "/python"  # the interpreter's folder in the sandbox, unless it is below /usr
 _HARNESS = "/harness.py"
 _NOBODY = 65534
-_START_SECONDS = 60.0  # a sandbox must have started its program after this time
+_START_SECONDS = 60.0  # the longest time that a sandbox may take to start its program
 _TAIL = 2000  # how many characters of stderr the reason of a failure may use
 _SHARED_BYTES = 1 << 20  # size of /dev/shm; a semaphore takes one page of it
 _OVERHEAD_MB = 64  # memory for the sandbox itself and for buffers of the kernel
@@ -133,7 +133,7 @@ def judge(
 ) -> Outcome:
     """Run tests against a program. The tests and the program are in two sandboxes.
 
-    The names `candidates` come from the program, and its functions are called in its sandbox. All
+    The names `candidates` come from the program. They are called in the program's sandbox. All
     other names must be defined in `setup` or `tests`. If `candidates` is empty, all names that
     `setup` and `tests` do not define come from the program. The tests have passed if the result is
     b"passed".

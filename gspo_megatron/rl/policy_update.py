@@ -214,9 +214,9 @@ class PolicyUpdater:
     def _taught(
         self, inputs: LossInputs, micro_batch: MicroBatch, *, is_first: bool
     ) -> tuple[LossInputs, LossInputs]:
-        """Return the inputs in two versions: first with the teacher's term in the advantages, if
-        the form of distillation adds one there; then with a mask that keeps only tokens that have a
-        teacher."""
+        """Return two versions of the inputs. The first has the teacher's term in its advantages, if
+        the form of distillation changes the advantages. In the second, the mask keeps only tokens
+        that have a teacher."""
         teacher = micro_batch.teacher_logprobs
         if teacher is None:
             return inputs, inputs
@@ -240,7 +240,8 @@ class PolicyUpdater:
     ) -> LossOutputs:
         """Add the divergence from the teacher to the outputs.
 
-        of_candidates: [k + 2, tokens], the head's output after log-probs and entropies.
+        of_candidates: [k + 2, tokens], the rows of the head's output that follow the rows of
+        log-probs and entropies.
         """
         teacher = micro_batch.teacher_buckets
         assert teacher is not None, "its tokens are the candidates"

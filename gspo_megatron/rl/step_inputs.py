@@ -316,7 +316,7 @@ def find_weights(step: StepInputs, config: Config, given: str | None) -> StepWei
         objective.needs_reference
         and (reference := reference_of(checkpoint, config, step.step)) is not None
     ):
-        # Without the folder, the run's first weights are used, which are the same.
+        # If this folder does not exist, the run's first weights, which are equal, are used.
         way = "replace it by an undamaged copy, or move it away: the first weights are the same"
         _check_whole(reference, f"damaged, and needed; {way}")
     if not (checkpoint / STATE_FILE).is_file():  # a checkpoint of weights alone

@@ -63,7 +63,7 @@ class RolloutGroup:
     """
 
     tokens: Annotated[np.ndarray, Column(TOKEN, np.int32)]
-    # in tokens, of all branches together
+    # prompt tokens of all branches together
     prompt_lengths: Annotated[np.ndarray, Column(SEQUENCE, np.int64)]
     response_lengths: Annotated[np.ndarray, Column(SEQUENCE, np.int64)]
     # the engine's log-probs of the sampled tokens, at the rollout temperature
@@ -78,9 +78,9 @@ class RolloutGroup:
     rewards: Annotated[np.ndarray, Column(SEQUENCE, np.float64)]
     # the reward to train on; NaN in the whole group of a failed call
     shaped: Annotated[np.ndarray, Column(SEQUENCE, np.float64)]
-    # rewarded turns; 0: only the response as a whole was rewarded
+    # number of rewarded turns; 0: only the response as a whole was rewarded
     turns: Annotated[np.ndarray, Column(SEQUENCE, np.int64)]
-    turn_rewards: Annotated[np.ndarray, Column(TURN, np.float64)]  # shaped
+    turn_rewards: Annotated[np.ndarray, Column(TURN, np.float64)]  # after shaping
     turn_tokens: Annotated[np.ndarray, Column(TURN, np.int64)]  # response tokens of each turn
     # whether the token belongs to the response; None: each sequence has a single branch
     in_response: Annotated[np.ndarray | None, Column(TOKEN, np.bool_)] = None
@@ -124,8 +124,10 @@ class RolloutGroup:
     reasons: Annotated[Sequence[str] | None, Column(SEQUENCE, is_added=True)] = None
     # the turns of an episode, see environments/records.py
     records: Annotated[Sequence[dict[str, Any]] | None, Column(SEQUENCE, is_added=True)] = None
-    failed_calls: Annotated[np.ndarray | None, Column(SUM, np.int64)] = None  # [3]: FailedCalls
-    reward_seconds: Annotated[np.ndarray | None, Column(SUM, np.float64)] = None  # [1] of scoring
+    # the fields of FailedCalls: [3]
+    failed_calls: Annotated[np.ndarray | None, Column(SUM, np.int64)] = None
+    # wall seconds of scoring: [1]
+    reward_seconds: Annotated[np.ndarray | None, Column(SUM, np.float64)] = None
 
     @property
     def number(self) -> int:

@@ -60,8 +60,8 @@ def test_train_resume_evaluate_convert_and_verify(tmp_path: Path) -> None:
 
 
 def test_tests_of_gpus_run() -> None:
-    """The tests in tests/gpu need a GPU and are usually skipped. This test runs the short ones on
-    the rehearsed device."""
+    """The tests in tests/gpu need a GPU and are usually skipped. This test runs the short tests
+    among them on the rehearsed device."""
     chosen = "routes or not_rounded or fp32-torch_native"
     words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", "-k", chosen, "tests/gpu")
     told = run_program(sys.executable, *words, environ=rehearsal(1), cwd=ROOT).stdout

@@ -205,7 +205,7 @@ def test_torchrun_in_the_pods(pods: Pods, run: Run, undisturbed: Run) -> None:
 def test_servers_in_a_third_pod_that_is_killed_and_comes_back(
     pods: Pods, tmp_path: Path, vllm_python: Path
 ) -> None:
-    """The second job of the manifest runs as it is, with real vLLM on a CPU. The pods of the
+    """The second job of the manifest runs without changes, with real vLLM on a CPU. The pods of the
     trainer keep running."""
     run = make_run(
         tmp_path,

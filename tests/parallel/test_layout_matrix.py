@@ -79,7 +79,7 @@ EDGES = (
     # Longer than the budget, so it is alone in its micro-batch. All boundaries of its CP chunks are
     # in the response.
     (1, 95, 1.1),
-    (62, 1, -1.3),  # alone, too; only one CP rank has a response token
+    (62, 1, -1.3),  # also alone in its micro-batch; only one CP rank has a response token
     (1, 1, 0.9),  # fewer tokens than CP chunks
 )
 

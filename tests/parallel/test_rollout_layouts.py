@@ -227,10 +227,10 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
     [
         ("tp=1", {"batch_size": 4}),
         ("dp=2,ep=2", {"batch_size": 4}),
-        # A data rank without prompts takes part if it has experts,
+        # A data rank without prompts takes part if it has experts.
         ("dp=4,ep=4", {"count": 1}),
         ("dp=2,etp=2", {"count": 1}),
-        # or if ranks still wait for the weights of an update.
+        # It also takes part if ranks still wait for the weights of an update.
         ("dp=2", {"count": 1, "ddp": OVERLAP}),
     ],
 )

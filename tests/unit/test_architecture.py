@@ -102,7 +102,7 @@ def test_only_the_modules_meant_to_import_megatron_core_do() -> None:
         if not path.relative_to(PACKAGE).as_posix().startswith(MAY_IMPORT_MEGATRON)
     ]
     assert imports_of("megatron", others) == []
-    # In the modules that may import it, the check finds imports.
+    # The check finds imports in the modules that may import Megatron-Core.
     assert imports_of("megatron", python_files("gspo_megatron"))
 
 

@@ -79,8 +79,8 @@ def synchronous_prompts(steps: int) -> dict[int, list[str]]:
 
 
 class Killer:
-    """Kills processes of a run at random moments. Restarts the run if it does not restart them
-    itself."""
+    """Kills processes of a run at random moments. Restarts the run if the run does not
+    restart these processes itself."""
 
     def __init__(self, run: Run, random: Random) -> None:
         self.run, self.random = run, random

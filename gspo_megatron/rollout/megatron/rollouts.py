@@ -44,11 +44,13 @@ from gspo_megatron.types import Prompt, RolloutBatch
 
 T = TypeVar("T")
 
-# One call of the engine for one turn of an episode, or for all single turns of a prompt; with the
-# numbers of the samples. All calls of a round have the same number of samples.
+# A call of the engine, and the numbers of its samples. The call generates one turn of an episode,
+# or all responses to a prompt if each response is a single turn. All calls of a round have the
+# same number of samples.
 _Call = tuple[TurnRequest, Sequence[int]]
 
-# The seeds of two turns differ by this, so each turn of a sample has its own random numbers.
+# The seeds of two consecutive turns differ by this number, so each turn of a sample has its own
+# random numbers.
 _SEED_OF_TURN = 1 << 56
 
 
@@ -148,7 +150,7 @@ class MegatronRollouts:
         """
         samples = [range(number * per_prompt, (number + 1) * per_prompt) for number in prompts]
         barrier, running = Barrier(), {}
-        # Without an environment, every rank of a replica finds out the calls by itself, so the
+        # Without an environment, every rank of a replica works out the calls by itself, so the
         # leader sends none.
         if self.is_leader or self.episodes is None:
             running = self._start(barrier, [*prompts.values()], samples, sampling.max_tokens)

@@ -60,7 +60,7 @@ _LATER = (408, 429)  # statuses of a proxy: request timeout, too many requests
 _KEPT_SECONDS = 2.0  # how long an idle connection stays open; vLLM closes it after 5
 _CONNECT_SECONDS = 30.0
 _NO_DEADLINE = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
-_BUFFER = 1 << 22  # bytes of an answer to buffer: all bytes of a record arrive together
+_BUFFER = 1 << 22  # bytes of the read buffer; a whole record fits into it
 
 
 class ServerGone(Exception):  # noqa: N818 (not the program's error: the request goes elsewhere)

@@ -20,7 +20,7 @@ from tests.gpu import one_step
 
 # The compute capability of the GPU that the device stands for, by precision; otherwise (9, 0).
 CAPABILITIES = {"mxfp8": (10, 0)}
-CUDA = (12, 9)  # the CUDA version for which torch would be built
+CUDA = (12, 9)  # torch is taken for a build for this version of CUDA
 
 
 def with_calls(task: Callable[..., Any], **arguments: Any) -> tuple[Any, set[str]]:

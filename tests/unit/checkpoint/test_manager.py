@@ -148,6 +148,6 @@ def test_room_that_a_removal_is_making_is_waited_for(
     assert refusal is None and writer.finish() is None
     assert published == [tmp_path / "new"]
 
-    surplus.mkdir()  # nothing removes this one
+    surplus.mkdir()  # nothing removes this folder
     refusal = writer.begin("newer", None, lambda _: None, published.append, asynchronous=False)
     assert refusal is not None and "0 are free" in refusal

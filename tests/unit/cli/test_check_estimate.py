@@ -26,7 +26,7 @@ def test_the_last_line_has_the_figures_of_the_estimate(
     write_config: ConfigWriter, gspo: Command
 ) -> None:
     path = write_config(("abc", "hgfed"))
-    assert "parameters_total" not in gspo("check", path)[1]  # only on request
+    assert "parameters_total" not in gspo("check", path)[1]  # printed only on request
     overrides = ["parallel.layout=tp=2,pp=2", "model.vocab_size=80"]
     code, out, _ = gspo("check", path, "--memory", *overrides)
     found = estimate_layout(load_config(path, overrides), 4, 80, longest=5)
@@ -114,7 +114,7 @@ def test_what_does_not_fit_exits_with_1(write_config: ConfigWriter, gspo: Comman
     code, out, _ = gspo(*words, 80)
     assert (code, pairs(out)["fits"]) == (0, "yes") and "fits: rank 0 needs" in out
     needed = int(pairs(out)["worst_rank_bytes"])
-    code, out, err = gspo(*words, needed / 1e9)  # without headroom
+    code, out, err = gspo(*words, needed / 1e9)  # leaves no headroom
     assert (code, pairs(out)["fits"]) == (1, "no") and err.startswith("does not fit: rank 0 needs")
     assert gspo(*words, needed / 1e9 / 0.91)[0] == 0
 

@@ -10,7 +10,7 @@ import torch
 from gspo_megatron.objectives.parts import segment_sum, sequence_sums
 from tests.unit.objectives.batches import make_inputs
 
-# Tokens and sequences: none, more sequences than tokens, odd numbers, one long response.
+# (tokens, sequences): no tokens, fewer tokens than sequences, odd numbers, one long response
 SIZES = [(0, 0), (0, 3), (1, 1), (1, 5), (7, 4), (23, 6), (1001, 17), (70_001, 1)]
 
 

@@ -33,7 +33,7 @@ needs_no_engine = pytest.mark.skipif(
 
 
 def fresh(module: ModuleType) -> ModuleType:
-    """Import a module a second time, under no name. The first import stays in place."""
+    """Execute a module a second time. `sys.modules` keeps the module of the first import."""
     spec = importlib.util.find_spec(module.__name__)
     assert spec is not None and spec.loader is not None
     made = importlib.util.module_from_spec(spec)

@@ -261,13 +261,13 @@ def test_a_coroutine_that_waits_too_long_leaves_its_worker(
 def test_a_coroutine_that_waits_is_not_blamed_for_one_that_blocks(
     scorer: Callable[..., Scorer], tmp_path: Path
 ) -> None:
-    """The coroutine that waits started first, so its time limit ends first. But only the blocking
-    one kept it from continuing."""
+    """The coroutine that waits started first, so its time limit ends first. But it could not
+    continue, because the other coroutine blocked the event loop."""
     found = scorer("judged", timeout_seconds=1.0)
     scores, failed = found.score(samples("nap", "hang"))
     assert [score is None for score in scores] == [False, True]
     assert failed == FailedCalls(0, 1)
-    # the second call, which runs alone
+    # Only the second call of "nap" came so far, because it ran alone.
     assert (tmp_path / "processes").read_text().count("nap") == 1
 
 

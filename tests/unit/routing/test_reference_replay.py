@@ -176,7 +176,7 @@ def test_a_reference_pass_that_goes_past_its_routes_is_noticed(policy: str, refe
     @contextlib.contextmanager
     def forgotten(self: RoutingReplay, micro_batches: Any) -> Iterator[None]:
         with native(self, micro_batches):
-            # As if the routers of the model had no hooks.
+            # The pass runs as if the routers of the model had no hooks.
             for micro_batch in micro_batches:
                 assert isinstance(micro_batch.routes, Replaying)
                 micro_batch.routes = Unasked(micro_batch.routes)

@@ -58,7 +58,7 @@ class WordTokenizer:
         return " ".join(map(str, token_ids))
 
     def symbol_id(self, symbol: str) -> None:
-        """No special tokens."""
+        """Return None, because this tokenizer has no special tokens."""
 
     def render(self, messages: Any, **_: Any) -> str:
         raise AssertionError("the benchmark has no chat")

@@ -157,8 +157,8 @@ def plan_lengths(trainer: GRPOTrainer, work: Workload) -> None:
 
     class PlannedEnds(StoppingCriteria):
         """Writes the end token where a response must end, and replaces end tokens that were sampled
-        elsewhere. These are a few operations on one number a row, which cost nothing compared with
-        a decoding step."""
+        elsewhere. These are a few operations on one number per row, which cost nothing compared
+        with a decoding step."""
 
         eos_token_id = end  # transformers then pads the rows that have ended
 
