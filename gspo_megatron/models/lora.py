@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,8 @@ class Lora:
     base: Mapping[str, str] | None = None  # the frozen model's path and fingerprint
     enabled: bool = True
     pairs: dict[str, Pair] = field(default_factory=dict)  # by the matrix's name in HF files
+    # The joined matrices of adapters by (adapter, name), inside `unchanged`
+    joined: dict[tuple[Adapter, str], Tensor] | None = None
 
     @contextlib.contextmanager
     def off(self) -> Generator[None]:
@@ -68,6 +70,26 @@ class Lora:
             yield
         finally:
             self.enabled = True
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Generator[None]:
+        """Join the matrices of each adapter only once while the context lasts, not at each forward
+        pass. Inside the context, the adapters must not change and no gradients are computed. A pass
+        in decoding has few tokens, so joining would take longer than the products of the adapters.
+        """
+        self.joined = {}
+        try:
+            yield
+        finally:
+            self.joined = None
+
+    def once(self, adapter: Adapter, name: str, join: Callable[[], Tensor]) -> Tensor:
+        """Return `join()`, or its earlier result inside `unchanged`."""
+        if self.joined is None:
+            return join()
+        if (adapter, name) not in self.joined:
+            self.joined[adapter, name] = join()
+        return self.joined[adapter, name]
 
     @torch.no_grad()
     def merged(self, data: Tensor, name: str, at: Sequence[int]) -> Tensor:
@@ -182,13 +204,17 @@ class LinearAdapter(Adapter):
         """Return the layer's output [..., out] plus the output of the adapters. states: the layer's
         input [..., in]."""
         normed = _normed(self.layer, states)
-        down = F.linear(normed, torch.cat([part.a for part in self.parts]).to(normed.dtype))
-        up = _in_order(_side_by_side([part.b for part in self.parts]), self.order)
+        a = self.lora.once(self, "a", lambda: torch.cat([part.a for part in self.parts]))
+        up = self.lora.once(self, "b", self._joined_b)
+        down = F.linear(normed, a.to(normed.dtype))
         down, up = self._exchanged(down).to(output.dtype), up.to(output.dtype)
         sum_ = torch.addmm(
             output.flatten(0, -2), down.flatten(0, -2), up.t(), alpha=self.lora.scale
         )
         return sum_.view(output.shape)
+
+    def _joined_b(self) -> Tensor:
+        return _in_order(_side_by_side([part.b for part in self.parts]), self.order)
 
     def _exchanged(self, down: Tensor) -> Tensor:
         """Return A x [tokens, ..., rank] after the exchange with the other tensor-parallel
@@ -285,8 +311,12 @@ class ExpertsAdapter(Adapter):
         parts = self.parts[number]
         if not parts or not self.lora.enabled:
             return output
-        down = grouped_linear(states, torch.cat([part.a for part in parts], 1), counts, ends)
-        up = _in_order(_side_by_side([part.b for part in parts]), getattr(self, f"order{number}"))
+        order = getattr(self, f"order{number}")
+        a = self.lora.once(self, f"a{number}", lambda: torch.cat([part.a for part in parts], 1))
+        up = self.lora.once(
+            self, f"b{number}", lambda: _in_order(_side_by_side([part.b for part in parts]), order)
+        )
+        down = grouped_linear(states, a, counts, ends)
         return torch.add(output, grouped_linear(down, up, counts, ends), alpha=self.lora.scale)
 
 

@@ -105,7 +105,9 @@ class MegatronEngine:
         self.policy.finish_parameter_gather()
         self.policy.eval()
         generation = _Generation(self, requests, sampling, seed)
-        generation.run()
+        lora = self.policy.lora
+        with nullcontext() if lora is None else lora.unchanged():
+            generation.run()
         self.policy.train()
         return generation.responses.batch(requests, generation.samples)
 
