@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.batching.micro_batches import MicroBatchBuilder, response_logprobs
+from gspo_megatron.models import lora
 from gspo_megatron.models.attention import KeyValueCache, Spans
 from gspo_megatron.models.build import Policy
 from gspo_megatron.rollout.engine import Requests, Sampling
@@ -392,3 +394,26 @@ def test_bf16_rollouts_come_close_to_bf16_training(one_rank: None) -> None:
     # expert.
     difference = trainer_difference(policy, generate(policy, per_prompt=2), 1.0)
     assert float(difference.median()) < 0.05
+
+
+def test_the_adapters_of_each_rollout_are_joined_once(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    megatron = {"init_method_std": 0.15}
+    policy = tiny_policy(model={"megatron": megatron, "lora": {"rank": 4}})
+    join, calls = lora._side_by_side, []
+    monkeypatch.setattr(lora, "_side_by_side", lambda parts: calls.append(1) or join(parts))
+    first, joined = generate(policy), len(calls)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():  # an update of the adapters
+        for model in policy.models:
+            for weight in (w for w in model.parameters() if w.requires_grad):
+                weight += 0.3 * torch.randn(weight.shape, generator=generator)
+    second = generate(policy)
+    num_layers = len(policy.models[0].decoder.layers)
+    assert joined == 4 * num_layers and len(calls) == 2 * joined  # qkv, proj, fc1 and fc2
+    monkeypatch.setattr(lora.Lora, "unchanged", lambda _: contextlib.nullcontext())
+    expected = generate(policy)  # joins them at each pass
+    assert len(calls) > 4 * joined
+    assert torch.equal(second.rollout_logprobs, expected.rollout_logprobs)
+    assert not torch.equal(second.rollout_logprobs, first.rollout_logprobs)
