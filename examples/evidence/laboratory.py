@@ -228,7 +228,7 @@ class Laboratory:
         """The derivatives of all log-probs along a direction [parameters] with fixed experts, by a
         central difference: [batches, responses, length] float64."""
         size = 1e-3 / direction.norm()
-        for _ in range(2):  # the second pass corrects the size that the first pass has found
+        for _ in range(2):  # the second pass corrects the step size of the first pass
             with replayed(batches[:1], routes):
                 found = self._difference(batches[:1], routes, direction, size)
             size *= STEP / (found.square().mean().sqrt() * size)

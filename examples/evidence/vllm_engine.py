@@ -153,11 +153,11 @@ def widen_heads(folder: Path) -> None:
     """Change the exported attention heads from 16 channels to 32, the smallest number that vLLM's
     kernels accept. The model still computes the same.
 
-    A channel of zeros follows each channel. The rotary angle of every second of 32 channels is an
-    angle that the 16 channels had, so the angles of the old channels do not change. RMSNorm over
-    twice as many channels makes queries larger by sqrt(2), and keys, too. The scale of the
-    attention scores is smaller by sqrt(2). Together, the scores would become larger by sqrt(2), so
-    the weights of q_norm are divided by sqrt(2).
+    A channel of zeros follows each channel. So the old channels get the even numbers among the 32
+    channels, and the rotary angles of these numbers are the angles that the 16 channels had.
+    RMSNorm over twice as many channels makes queries larger by sqrt(2), and keys, too. The scale of
+    the attention scores is smaller by sqrt(2). Together, the scores would become larger by sqrt(2),
+    so the weights of q_norm are divided by sqrt(2).
     """
     config = json.loads((folder / "config.json").read_text())
     assert config["head_dim"] == 16

@@ -296,8 +296,8 @@ def export_checkpoint(
             writer.finish(mine)
         with shard.barrier():
             if shard.is_main:
-                # Of an imported folder, only its own generation_config.json is exported, if it has
-                # one.
+                # An export of an imported model makes no generation_config.json. It copies the file
+                # of the imported folder, if the folder has one.
                 files = checkpoint.side_files
                 made = {} if checkpoint.is_imported else generation_files(files)
                 writer.publish({"config.json": with_padding(config, files), **made}, files)

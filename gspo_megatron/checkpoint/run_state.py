@@ -47,7 +47,7 @@ class RunState:
     warned: list[str] = field(default_factory=list)  # the warnings given so far
     # Describes the next step's responses, if the run was saved with them; see rl.step_inputs
     rollouts: dict[str, Any] | None = None
-    # Metrics of the step that are not logged yet, because something after its update has failed.
+    # Metrics of the step that are not logged yet, because something failed after the update.
     unevaluated: dict[str, float] | None = None
     watch: dict[str, Any] = field(default_factory=dict)  # CollapseWatch.state
     # RunningMoments of a reward model's scores, with reward.model.normalize = running
@@ -149,8 +149,8 @@ def base_of(path: str | Path) -> dict[str, str]:
 
 
 def lora_of(document: Mapping[str, Any], checkpoint: Path) -> LoraSection | None:
-    """Return the settings of a checkpoint's adapters from its model.json, or None if it holds a
-    whole model. Raises DataError."""
+    """Return the settings of a checkpoint's adapters from its model.json, or None if the checkpoint
+    holds a whole model. Raises DataError."""
     found = document.get("lora")
     if found is None:
         return None

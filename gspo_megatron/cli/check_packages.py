@@ -1,4 +1,4 @@
-"""Checks, before a run starts, that the optional packages that it imports are installed."""
+"""Checks, before a run starts, that the optional packages that the run imports are installed."""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ from gspo_megatron.errors import format_value
 
 
 def preferences_are_sound(plan: Plan) -> Problems:
-    """Check that the fields belong to the loss, and that the model's head can be trained."""
+    """Check that no key is set that the loss or the data format does not use, and that the model's
+    head can be trained."""
     data, preference = plan.config.data, plan.config.preference
     regression = preference.loss == "regression"
     of_ratings, of_pairs = ("response_field", "rating_field"), ("chosen_field", "rejected_field")

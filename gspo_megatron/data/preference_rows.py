@@ -240,7 +240,7 @@ _ROLES = {"Human": USER, "Assistant": ASSISTANT}
 
 def transcript(text: str, name: str) -> list[Message]:
     r"""Split a transcript of Anthropic's hh-rlhf, turns after "\n\nHuman: " and "\n\nAssistant: ",
-    into messages. Turns of one speaker in a row become one. Raises ValueError."""
+    into messages. Consecutive turns of one speaker become one message. Raises ValueError."""
     start, *parts = _TURN.split(text)
     if start.strip() or not parts or parts[0] != "Human":
         raise ValueError(rf"field {name!r} does not begin with '\n\nHuman: '")

@@ -26,7 +26,7 @@ PEFT_CONFIG, PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 # Targets that stand for several modules. The target `all` does not include the router and the gate
 # of the shared experts, because small changes of a router change which experts compute a token.
 # `all` does not include the output layer either, because an adapter of the output layer needs a
-# copy of its weight.
+# copy of the layer's weight.
 GROUPS = ("attention", "mlp", "experts")
 ALL, HEAD = "all", "head"
 _HEAD_WEIGHT = "output_layer.weight"

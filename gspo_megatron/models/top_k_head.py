@@ -125,7 +125,8 @@ class _Buckets(torch.autograd.Function):
         gradient[:, -1] *= has_rest
         total = gradient.sum(1, keepdim=True)
         of_candidates = gradient[:, :-1] - probabilities[:, :-1] * total  # [rows, k]
-        # the derivative of log(rest) by the logit of a token in the rest is the token's share of it
+        # the derivative of log(rest) by the logit of a token in the rest is the token's share of
+        # the rest
         of_rest = gradient[:, -1:] / probabilities[:, -1:] - total  # [rows, 1], a factor of p
         row_blocks, column_blocks = ctx.tiles
         sums = GradientSums(hidden, weight, row_blocks, ctx.needs_input_grad, None)

@@ -345,8 +345,8 @@ def _unclipped(surrogate: Tensor) -> Clipped:
 # --- Weights of terms, detached ------------------------------------------------------------------
 # Corrections are weights for responses that were sampled by an engine other than the trainer. For a
 # token, k = pi_old / pi_rollout. The weight of a sequence uses the geometric mean of k, like GSPO's
-# ratio. The product of k over hundreds of tokens is very different; functions that use it have
-# `product` in their names.
+# ratio. The product of k over hundreds of tokens is very different; functions that use the product
+# have `product` in their names.
 
 
 def log_mismatch(inputs: LossInputs) -> Tensor:

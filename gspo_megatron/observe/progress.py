@@ -151,7 +151,7 @@ class Progress:
     ) -> None:
         self._total, self._title, self._step, self._clock = total, title, initial_step, clock
         self._metrics: dict[str, Any] = {}
-        # Of the last evaluation; not every step has an evaluation.
+        # The accuracy of the last evaluation. Not every step has an evaluation.
         self._accuracy: dict[str, Any] = {}
         self._times: deque[tuple[int, float]] = deque(maxlen=_STEPS_IN_PACE + 1)
         self._line_step, self._line_time = initial_step, -math.inf  # step and time of last line

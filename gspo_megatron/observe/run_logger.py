@@ -160,13 +160,13 @@ class RunLogger:
         if not self.is_main:
             return
         self.close()
-        # Imported here, because only the main rank needs it.
+        # The import is here, because only the main rank needs the module.
         from gspo_megatron.observe.report import finish_run
 
         finish_run(self.folder, plots=self.plots)
 
     def close(self) -> None:
-        """Close the files. Call it also after an error."""
+        """Close the files. Call this method also after an error."""
         if self.is_main:
             self._metrics.close()
             self._draws.close()

@@ -29,8 +29,8 @@ def install() -> None:
     _count_tokens_of_experts_exactly()
     _split_empty_extra_state()
     _build_delta_nets_without_kernels()
-    # If Transformer Engine is missing, Megatron-Core 0.16 imports mocks and takes it for installed.
-    # Then it fails, because it uses a mock in isinstance().
+    # If Transformer Engine is missing, Megatron-Core 0.16 imports mocks and takes Transformer
+    # Engine for installed. Then Megatron-Core fails, because it uses a mock in isinstance().
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False
     # With moe_router_dtype, Megatron-Core 0.16 reads a name that it defines only with Transformer
@@ -41,9 +41,9 @@ def install() -> None:
 
 def _count_no_tokens_as_one() -> None:
     """Count at least one token in a micro-batch. A micro-batch with only padding has 0 tokens by
-    the padding mask. The aux loss divides by the squared number, and 0 / 0 would make every
-    gradient NaN. Data-parallel ranks with fewer sequences than micro-batches run such micro-batches
-    to take part in the collectives."""
+    the padding mask. The aux loss divides by the square of the number of tokens, and 0 / 0 would
+    make every gradient NaN. Data-parallel ranks with fewer sequences than micro-batches run such
+    micro-batches to take part in the collectives."""
     native = router.get_tokens_per_expert_and_token_count
 
     @functools.wraps(native)
@@ -130,8 +130,8 @@ def _count_real_tokens_of_experts() -> None:
 
 
 def _count_tokens_of_experts_exactly() -> None:
-    """Let a router's buffers keep their precision, whatever the weights become. A router stores its
-    counts (tokens of each expert, steps) and its bias in float32. Float16Module turns them into
+    """Let a router's buffers keep their precision, whatever dtype the weights get. A router stores
+    its counts (tokens of each expert, steps) and its bias in float32. Float16Module turns them into
     bfloat16, in which 256 + 1 is 256, so counts stop growing. Then biases move the wrong way."""
     native_init, native_apply = TopKRouter.__init__, TopKRouter._apply
 

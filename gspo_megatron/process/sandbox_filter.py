@@ -127,7 +127,7 @@ _LOAD, _RETURN, _EQUAL, _AT_LEAST, _ANY_BIT, _AND = 0x20, 0x06, 0x15, 0x35, 0x45
 _ALLOW, _KILL = 0x7FFF0000, 0x80000000
 _NUMBER, _ARCHITECTURE = 0, 4  # offsets in struct seccomp_data
 
-Instruction = tuple[int, int, int, int]  # code, jump if true, if false, operand
+Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,8 @@ def instructions(machine: str | None = None) -> list[Instruction]:
     found = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, its.audit),
-        # For example 32-bit calls, in which the same numbers mean other calls.
+        # Calls of another architecture end the program. In 32-bit calls, for example, the same
+        # numbers mean other calls.
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER),
     ]

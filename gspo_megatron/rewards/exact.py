@@ -17,7 +17,8 @@ def read_answer(sample: Sample, strip: bool = True, ignore_case: bool = False) -
 def exact_match(sample: Sample, strip: bool = True, ignore_case: bool = False) -> float:
     """Return 1.0 if the response is the answer, else 0.0.
 
-    `strip` ignores white space around both; `ignore_case` ignores upper and lower case.
+    `strip` ignores white space around the response and the answer; `ignore_case` ignores upper and
+    lower case.
     """
     response, answer = sample.response, sample.answer
     if strip:

@@ -9,7 +9,8 @@ objective do not change.
 forward_kl_topk, reverse_kl_topk: at each position there are k + 1 buckets, one for each of the
 teacher's k most probable tokens and one for all other tokens together. Policy and teacher each have
 a distribution over these buckets. The divergence of the two, times the coefficient, is added to the
-loss. It is 0 if they are equal, and never larger than the divergence over the whole vocabulary.
+loss. It is 0 if the two distributions are equal, and never larger than the divergence over the
+whole vocabulary.
 """
 
 from __future__ import annotations

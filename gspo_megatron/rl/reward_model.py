@@ -34,7 +34,7 @@ class FolderScores:
     """Computes the scores of reward.model.folder on the training ranks."""
 
     def __init__(self, config: Config) -> None:
-        """Load the model, after the policy. All ranks call it."""
+        """Load the model, after the policy. All ranks call this method."""
         assert config.reward.model.folder is not None
         parallel = resolve_parallel(config, dist.get_world_size())
         self.name = config.reward.model.source
@@ -44,8 +44,8 @@ class FolderScores:
     def __call__(self, ids: Sequence[Sequence[int]]) -> np.ndarray:
         """Return the scores of conversations, [conversations] float64.
 
-        All ranks call it. Tensor- and pipeline-parallel ranks give the same conversations. Raises
-        DataError on all ranks if a score is not finite."""
+        All ranks call this method. Tensor- and pipeline-parallel ranks give the same conversations.
+        Raises DataError on all ranks if a score is not finite."""
         device = torch.device(torch.cuda.current_device())
         lengths = torch.tensor([*map(len, ids)], dtype=torch.long, device=device)
         tokens = torch.tensor([*chain.from_iterable(ids)], dtype=torch.long, device=device)
@@ -67,7 +67,7 @@ class ModelRewards:
     def __init__(
         self, config: Config, device: torch.device, score: FolderScores | None = None
     ) -> None:
-        """score: computes the scores of reward.model.folder; None: the scores are a server's."""
+        """score: computes the scores of reward.model.folder; None: a server computes the scores."""
         self.section, self.device, self.score = config.reward, device, score
         self.std = config.objective.advantage_std
         self.texts = None if score is None else ModelTexts(config.reward)
@@ -110,7 +110,8 @@ class ModelRewards:
         )
 
     def _scores(self, share: RolloutShare, samples: Sequence[Sample]) -> ModelScores:
-        """Return the scores of the responses: a server's, or computed here."""
+        """Return the scores of the responses, which a server has computed or these ranks
+        compute."""
         group = share.group
         if self.score is None or self.texts is None:
             assert group.model_scores is not None and group.model_tokens is not None

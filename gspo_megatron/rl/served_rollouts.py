@@ -274,7 +274,7 @@ class ServedRollouts:
         """Count the tokens whose experts the servers did not report, and the tokens whose experts
         they should report.
 
-        They should report the experts of all tokens except the last token of each branch.
+        The servers should report the experts of all tokens except the last token of each branch.
         """
         branches = len(group.truncated)
         if (kinds := group.in_response) is not None:  # each branch is a prompt, then a response
@@ -305,7 +305,7 @@ def shares_of_work(before: Mapping[str, float], now: Mapping[str, float]) -> dic
     """Return metrics that say how busy the servers were between two reports of the service's
     figures.
 
-    If the service was restarted in between, the period begins with its start.
+    If the service was restarted in between, the period begins with this restart.
     """
     if before.get("began") != now["began"]:
         before = {"time": now["began"], "busy_seconds": 0.0, "working_seconds": 0.0}

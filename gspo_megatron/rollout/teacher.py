@@ -277,7 +277,7 @@ class _Server(Asker):
         return said
 
     def advice(self, status: int, text: str) -> str | None:
-        """Say how to start a server that refused to return so many most probable tokens."""
+        """Say how to start a server that refused to return the `k` most probable tokens."""
         if status != 400 or not self.k or "logprobs" not in text:
             return None
         return f"start it with {_LENGTH_OF_LIST} {self.k}, or lower top_k"

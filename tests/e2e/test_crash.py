@@ -92,7 +92,7 @@ class Killer:
         enough = lines() + chance.randrange(4)
         wait_until(lambda: lines() >= enough, process)
         time.sleep(chance.uniform(0, 0.3))
-        if chance.random() < 0.5:  # wait for a moment during a save
+        if chance.random() < 0.5:  # the kill comes during a save
             wait_until(lambda: any(folder.glob(".partial-*")), process)
             time.sleep(chance.uniform(0, 0.03))
 

@@ -1,5 +1,5 @@
-"""The manifests of deploy/. Network namespaces run as pods, with the variables that Kubernetes,
-Kubeflow and SkyPilot set. The tests need neither Slurm nor Ray."""
+"""The manifests of deploy/. Network namespaces take the place of pods, with the variables that
+Kubernetes, Kubeflow and SkyPilot set. The tests need neither Slurm nor Ray."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def pods(tmp_path: Path) -> Iterator[Pods]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The same run on one machine, without any disturbance."""
+    """The run of the pods, made on one machine without any disturbance."""
     run = make_run(tmp_path_factory.mktemp("undisturbed"))
     path = os.pathsep.join([str(run.folder), str(ROOT)])
     gspo("train", run.config, "--nproc", 2, PYTHONPATH=path)

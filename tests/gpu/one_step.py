@@ -160,9 +160,9 @@ def learn(folder: Path, precision: str, backend: str, updates: int = 8) -> list[
 
 
 def resume(folder: Path, precision: str, backend: str, checkpoint: str) -> dict[str, Any]:
-    """The log-probs after an update that follows the saving of a checkpoint, and after the same
-    update that follows its loading. The result also has FP8's scales at the saving and after the
-    loading."""
+    """The log-probs after an update that follows the saving of a checkpoint, and the log-probs
+    after the same update from the loaded checkpoint. The result also has FP8's scales at the saving
+    and after the loading."""
     results: dict[str, Any] = {}
     for name in ("saved", "loaded"):
         policy, trainer = policy_of(config_of(precision, backend, folder))

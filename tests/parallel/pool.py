@@ -1,8 +1,8 @@
 """Real gloo processes that run test functions on many layouts, one after another.
 
 The workers are forked from a server process that has imported Megatron-Core once. They live until
-the test session ends. Each task is a new torch.distributed world of the first ranks. The ranks meet
-at a store in the pytest process, on a port that the system chooses.
+the test session ends. Each task is a new torch.distributed world, of the first workers of the pool.
+The ranks meet at a store in the pytest process, on a port that the system chooses.
 """
 
 from __future__ import annotations

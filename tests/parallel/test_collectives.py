@@ -1,4 +1,5 @@
-"""Work that one rank does for all ranks, and the error of the other ranks if it fails."""
+"""Work that one rank does for all ranks, and the error that the other ranks get if this work
+fails."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Watched:
     replayed: int  # tokens x layers whose forward pass had to follow routes
     # tokens x layers whose experts in Megatron-Core's routing map are not the right ones
     wrong: int
-    moved: int  # replayed ones for which the router itself would have chosen other experts
+    moved: int  # those of `replayed` for which the router would choose other experts
     passes: dict[str, int]  # forward passes of routers, by the use of routes
 
 

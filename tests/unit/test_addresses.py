@@ -122,7 +122,7 @@ def test_of_several_addresses_the_one_on_the_way_to_the_others_counts(
     slurm = {"SLURM_STEP_NODELIST": "both,far"}
     assert own_address("both", slurm) == listening_address("both", slurm) == "10.8.0.1"
     assert own_address("both", {}) == listening_address("both", {}) == "10.9.0.1"
-    # The route to the other host does not use the network of the name's address.
+    # The route to the host `far` begins at an address that the name does not stand for.
     debian["far"] = "172.16.0.1"
     assert own_address("both", slurm) == listening_address("both", slurm) == "10.9.0.1"
     # The name belongs to another host.

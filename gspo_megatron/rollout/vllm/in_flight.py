@@ -81,7 +81,7 @@ def split_at_update(
     version: int,
     ended: Collection[str] = (),
 ) -> None:
-    """Record in the responses that the paused server will continue with the weights `version`.
+    """Record, in each response, that the paused server will continue with the weights `version`.
 
     counts: for each response that the server has begun, by name, the number of its tokens. These
     responses continue. ended: names of responses that are known to have ended. If a response is

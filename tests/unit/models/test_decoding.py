@@ -28,7 +28,7 @@ from tests.unit.models.one_rank import hidden_states, random_sequences, tiny_pol
 
 SEQUENCES = [prompt for prompt, _ in random_sequences(3, [(9, 0), (14, 0), (6, 0)])]
 TOKENS = 4  # the number of decoded tokens of each sequence, after its prompt
-# Options of a layer that no family has.
+# Layer options that no family sets.
 PARTS = {
     "biases": {"num_moe_experts": None, "add_bias_linear": True, "add_qkv_bias": True},
     "layernorm": {"normalization": "LayerNorm"},

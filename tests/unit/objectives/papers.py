@@ -21,7 +21,8 @@ from torch import Tensor
 
 from gspo_megatron.types import LossInputs
 
-# The bound that decides the value, "low", "high" or ""; and whether the ratio is outside its range.
+# The name of the bound that decides the value ("low", "high", or "" if no bound does), and whether
+# the ratio is outside the range of the clip.
 Clip = tuple[str, bool]
 
 
@@ -242,7 +243,7 @@ class Paper(NamedTuple):
     terms: Callable[..., Term | list[Term]]
     aggregation: str
     numbers: dict[str, float]
-    spread: float  # a size of log-ratios at which the numbers bind for some tokens
+    spread: float  # log-ratios of this size reach the bounds in `numbers` for some tokens
 
 
 _SEQUENCES = {"clip_low": 3e-4, "clip_high": 4e-4}
@@ -410,8 +411,8 @@ def expect(name: str, inputs: LossInputs, **keys: Any) -> Expected:
             for n, old, reference in zip(
                 response.new, response.old, response.reference, strict=True
             ):
-                # Each token has a penalty. Its sum is divided by the same number as the objective's
-                # loss.
+                # Each token has a penalty. The sum of the penalties is divided by the same number
+                # as the objective's loss.
                 penalty = penalty + by * divergence(kl, n, reference, old)
         bonus = bonus + sum(response.entropy) / inputs.global_num_tokens
         rows.append((response, terms, clips, of_each | {"": weights}, dropped))
