@@ -1,5 +1,5 @@
-"""Data for a task with one-line programs, which tests judge. A model that is fine-tuned on these
-data often forgets the parentheses of the program.
+"""Data for a task in which a response is a one-line program. Tests decide whether the program is
+right. A model that is fine-tuned on these data often forgets the parentheses of the program.
 
     python examples/code/make_data.py -o FOLDER
 

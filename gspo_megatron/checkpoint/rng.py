@@ -26,7 +26,7 @@ _TRACKER = "tracker."
 
 
 def save_rng(folder: Path) -> None:
-    """Write `folder`/rng/rank_NNNNN.safetensors; every rank calls it."""
+    """Write `folder`/rng/rank_NNNNN.safetensors; every rank calls this function."""
     tensors = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors["cuda"] = torch.cuda.get_rng_state().cpu()

@@ -240,8 +240,8 @@ def policy_gradient_mask(
 def geometric_clip(
     inputs: LossInputs, ratio: Tensor, advantages: Tensor, log_clip: float
 ) -> Clipped:
-    """ratio * A. The ratio is made of the mean of the tokens' log-ratios, which `clip_log_ratio`
-    has limited before."""
+    """ratio * A. The ratio comes from the mean of the tokens' log-ratios. Before the mean is taken,
+    `clip_log_ratio` limits each log-ratio."""
     return _unclipped(ratio * advantages)
 
 

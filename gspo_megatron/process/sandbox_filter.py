@@ -66,7 +66,7 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "swapoff": (168, 225),
     "quotactl": (179, 60),
     "quotactl_fd": (443, 443),
-    # other processes
+    # access to other processes
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
@@ -92,7 +92,7 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "lookup_dcookie": (212, 18),
     "modify_ldt": (154, None),
     "personality": (135, 92),
-    # the machine
+    # changes of the whole machine
     "kexec_load": (246, 104),
     "kexec_file_load": (320, 294),
     "init_module": (175, 105),

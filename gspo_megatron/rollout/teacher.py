@@ -94,7 +94,8 @@ class Judged(NamedTuple):
     tokens: np.ndarray | None = None  # [response tokens, k] int32, filled up with -1
     top_logprobs: np.ndarray | None = None  # [response tokens, k] float32
     seconds: np.ndarray | None = None  # [1] float64, wall seconds
-    teachers: np.ndarray | None = None  # [num_sequences] int32, -1: no teacher; None: at most one
+    # [num_sequences] int32, the teacher's number or -1; None: prompts name no teachers
+    teachers: np.ndarray | None = None
 
 
 @dataclass

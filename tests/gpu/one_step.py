@@ -34,7 +34,7 @@ from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.megatron.engine import MegatronEngine
 
 VOCABULARY, PAD, NO_TOKEN = 93, 0, 10_000
-# Multiples of the sizes that FP8 needs, like the sizes of large models.
+# These sizes are multiples of the numbers that FP8 products need (config/precision.py).
 SIZES = {
     "num_layers": 2,
     "hidden_size": 128,

@@ -113,7 +113,8 @@ class Rows:
 
     @classmethod
     def idle(cls, count: int, responses: Responses) -> Rows:
-        """Return rows without a response: sample 0, a prompt of one token."""
+        """Return rows without a response, with the values of sample 0 and of a prompt of one
+        token."""
         device = responses.tokens.device
 
         def full(value: int | bool) -> Tensor:
