@@ -339,8 +339,8 @@ def multiply(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
 @contextlib.contextmanager
 def _bf16_instructions() -> Generator[None]:
     """Let oneDNN round the elements of float32 matrices to bf16 when it multiplies them. For
-    elements that come from bf16 this is exact, and on a CPU with bf16 instructions it is several
-    times as fast. Sums and results stay in float32."""
+    elements that come from bf16 this rounding is exact. On a CPU with bf16 instructions, the
+    products then take a fraction of the time. Sums and results stay in float32."""
     matmul = getattr(torch.backends.mkldnn, "matmul", None)  # from torch 2.9 on
     if matmul is None:
         yield
@@ -376,7 +376,7 @@ def _merge(
     maximum.
 
     Returns the maximum over all ranks [rows], the factor that makes each block's exponentials
-    relative to it [blocks, rows], and this rank's two sums [rows] each.
+    relative to this maximum [blocks, rows], and this rank's two sums [rows] each.
     """
     maxima, sum_exp, weighted_logit = block_sums
     if len(maxima) == 1 and process_group is None:

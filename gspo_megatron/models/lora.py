@@ -1,10 +1,11 @@
 """LoRA: small trained matrices beside the frozen ones of Megatron-Core's linear layers.
 
-A layer that computes W x then computes W x + scale * B (A x). In a column-parallel layer, B is
-divided by rows over the tensor-parallel ranks, and every rank has the whole A. In a row-parallel
-layer, A is divided by columns, and every rank has the whole B. The ranks exchange only tensors
-[tokens, rank of the adapter]. Only the class of a linear layer decides how its adapter is divided.
-So a new kind of attention or MLP can have adapters, too, if it is built of these classes.
+With an adapter, a layer that computed W x computes W x + scale * B (A x). In a column-parallel
+layer, B is divided by rows over the tensor-parallel ranks, and every rank has the whole A. In a
+row-parallel layer, A is divided by columns, and every rank has the whole B. The ranks exchange only
+tensors [tokens, rank of the adapter]. Only the class of a linear layer decides how its adapter is
+divided. So a new kind of attention or MLP can have adapters, too, if `kind_of_layer` knows the
+classes of its linear layers.
 
 An adapter is a module beside its layer. The layer is unchanged: a forward hook adds the output of
 the adapter.
@@ -52,13 +53,13 @@ class Lora:
     rank: int
     scale: float
     adapted: Mapping[str, Adapted]
-    # Whether B was zero at the start, so that the policy at the start was equal to its base. It is
-    # False if adapters were loaded.
+    # Whether B was zero at the start, so that the policy at the start was equal to its base. The
+    # value is False if adapters were loaded.
     starts_as_base: bool = True
     base: Mapping[str, str] | None = None  # the frozen model's path and fingerprint
     enabled: bool = True
     pairs: dict[str, Pair] = field(default_factory=dict)  # by the matrix's name in HF files
-    # The joined matrices of adapters by (adapter, name), inside `unchanged`
+    # Inside `unchanged`: the joined matrices of adapters, by (adapter, name). Outside: None.
     joined: dict[tuple[Adapter, str], Tensor] | None = None
 
     @contextlib.contextmanager
@@ -106,8 +107,8 @@ class Lora:
 
 
 class AdapterPart(torch.nn.Module):
-    """A and B of one matrix. For experts, A and B have one more axis, and hold this matrix of all
-    local experts."""
+    """A and B of one matrix. For experts, A and B have one more axis, with one entry for each local
+    expert."""
 
     def __init__(self, a: torch.nn.Parameter, b: torch.nn.Parameter) -> None:
         super().__init__()
@@ -120,8 +121,8 @@ class Pair:
 
     part: AdapterPart
     expert: int | None  # the expert's number on this rank; None: not a matrix of an expert
-    row: int  # this rank's first row of B is this row of the whole B
-    column: int  # this rank's first column of A is this column of the whole A
+    row: int  # the index, in the whole B, of this rank's first row of B
+    column: int  # the index, in the whole A, of this rank's first column of A
 
     def matrix(self, name: str) -> Tensor:
         """Return A [rank, columns] if `name` is "a", B [rows, rank] if it is "b"."""
@@ -192,7 +193,7 @@ class LinearAdapter(Adapter):
 
     def __init__(self, lora: Lora, layer: torch.nn.Module, kind: str) -> None:
         super().__init__(lora)
-        # set without registering it as a submodule, because it is a module of the model already
+        # The layer does not become a submodule, because the layer is a module of the model already.
         vars(self)["layer"] = layer
         self.kind = kind
         self.parts: list[AdapterPart] = []
@@ -258,7 +259,7 @@ class HeadAdapter(Adapter):
 
     def __init__(self, lora: Lora, layer: torch.nn.Module, shard: Shard, matrix: Matrix) -> None:
         super().__init__(lora)
-        vars(self)["layer"] = layer  # not registered as a submodule, as in LinearAdapter
+        vars(self)["layer"] = layer  # no submodule, as in LinearAdapter
         weight, group = shard.parameter, tensor_parallel_group(layer)
         replica, first = _replica(group), shard.offset[0]
         self.part = self.add_part(
@@ -275,8 +276,8 @@ class HeadAdapter(Adapter):
 
     def extended(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Append the adapter's columns to hidden [rows, in] and weight [vocabulary / TP, in], so
-        that the product of the two results is the logits with the adapter. No product of B and A is
-        added to the weight, so no change by the adapter is lost in rounding."""
+        that the product of the two results is the logits with the adapter. The product of B and A
+        is not added to the weight, because rounding of the sum could lose small products."""
         return (
             torch.cat([hidden, self.down(hidden)], dim=1),
             torch.cat([weight, self.part.b.to(weight.dtype)], dim=1),
@@ -299,7 +300,7 @@ class ExpertsAdapter(Adapter):
     def __init__(self, lora: Lora) -> None:
         super().__init__(lora)
         self.parts: dict[str, list[AdapterPart]] = {"1": [], "2": []}  # by the number of the weight
-        for number in self.parts:  # buffers such as LinearAdapter.order
+        for number in self.parts:  # for each weight, a buffer like LinearAdapter.order
             self.register_buffer(f"order{number}", None, persistent=False)
 
     def add(
@@ -566,7 +567,8 @@ def _add_expert_parts(
             },
         )
         for tensor, is_cut in ((part.a, not is_first), (part.b, is_first)):
-            # The gradient norm counts a parameter with this mark on every rank that has it.
+            # The gradient norm counts a parameter with this mark on every rank that has the
+            # parameter.
             set_tensor_model_parallel_attributes(tensor, is_parallel=True, dim=2, stride=1)
             if not is_cut:
                 vars(tensor)["sum_over_expert_tp"] = True

@@ -133,8 +133,8 @@ class QKNorm(torch.nn.Module):
         squares = wide.square().sum(dim=(-2, -1), keepdim=True)
         weight = self.weight.view(self.heads, -1)
         if self.tp_group.size() > 1:
-            # Summed over the ranks in the forward pass (reduce); its gradient is summed over the
-            # ranks in the backward pass (copy).
+            # The forward pass sums the squares over the ranks (reduce). The backward pass sums the
+            # gradient of the squares over the ranks (copy).
             squares = reduce_from_tensor_model_parallel_region(squares, group=self.tp_group)
             squares = copy_to_tensor_model_parallel_region(squares, group=self.tp_group)
             weight = weight.chunk(self.tp_group.size())[self.tp_group.rank()]

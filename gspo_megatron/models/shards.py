@@ -36,7 +36,7 @@ class Shard:
         )
 
     def view(self, like_parameter: Tensor) -> Tensor:
-        """The same piece of another tensor of the parameter's shape, such as its gradient."""
+        """This shard's piece of another tensor with the parameter's shape, such as the gradient."""
         assert like_parameter.shape == self.parameter.shape and like_parameter.is_contiguous()
         start = self.data.storage_offset() - self.parameter.storage_offset()
         return like_parameter.as_strided(
