@@ -146,7 +146,7 @@ class PromptSelection:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`. Raises DataError if it was made with other prompts."""
+        """Continue from `state`. Raises DataError if the state belongs to other prompts."""
         for key, mine in (("num_prompts", len(self._prompts)), ("seed", self._seed)):
             if state.get(key) != mine:
                 raise DataError(

@@ -44,7 +44,7 @@ class LayoutEstimate:
         return max(self.ranks, key=lambda rank: rank.total)
 
     def most_traffic(self) -> dict[str, int]:
-        """Return, for each axis, the bytes of the rank that sends most along it."""
+        """Return, for each axis, the bytes of the rank that sends most along this axis."""
         return {axis: max(rank[axis] for rank in self.traffic) for axis in AXES}
 
     def fits(self, gpu_bytes: float) -> bool:

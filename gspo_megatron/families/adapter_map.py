@@ -51,7 +51,7 @@ class Matrix:
 
     @property
     def module(self) -> str:
-        """The name of its module, such as model.layers.0.self_attn.q_proj."""
+        """The name of the matrix's module, such as model.layers.0.self_attn.q_proj."""
         return self.name.removesuffix(".weight")
 
     @property
@@ -75,10 +75,10 @@ class Adapted:
 
 
 def matrices_of(recipe: TensorRecipe) -> list[Matrix]:
-    """Return the matrices of the Hugging Face model that a weight is made of; an empty list if it
-    is made of tensors that are not such matrices. If the files have all experts of a layer in one
-    tensor, each matrix of an expert still gets its own name: the name that it has in files with one
-    tensor for each matrix."""
+    """Return the matrices of the Hugging Face model that a weight is made of; an empty list if the
+    weight is made of other tensors. If the files have all experts of a layer in one tensor, each
+    matrix of an expert still gets its own name: the name that it has in files with one tensor for
+    each matrix."""
     found: dict[str, Matrix] = {}
     for box in recipe.boxes:
         if is_of_joint_experts(box):
@@ -210,8 +210,8 @@ def adapted_weights_of(
     family: Family, shape: ModelShape, targets: Sequence[str]
 ) -> Mapping[str, Adapted]:
     """Return `adapted_weights` for a model of this shape. The last result is cached, because a
-    search for layouts needs it for the same model many times, and a large model has tens of
-    thousands of matrices."""
+    search for layouts needs this result for the same model many times, and a large model has tens
+    of thousands of matrices."""
     key = f"{family.model_type} {shape} {targets}"
     if key not in _kept:
         found = adapted_weights(weight_map(family, shape, shape.vocab_size or 1), targets)

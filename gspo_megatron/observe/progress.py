@@ -192,8 +192,8 @@ class Progress:
     def doing(self, text: str) -> None:
         """Show what the current step is doing, such as "rewards 12/64"; "" clears it.
 
-        The text is part of the bar. Without a bar, it becomes a line after 30 s without output.
-        The method may be called often."""
+        The text is part of the bar. Without a bar, the text becomes a line after 30 s without
+        output. The method may be called often."""
         self._doing = text
         if self._live is None and text:
             now = self._clock()

@@ -157,7 +157,7 @@ def _count_tokens_of_experts_exactly() -> None:
 def _split_empty_extra_state() -> None:
     """Let grouped linear layers split an empty extra state. Since Transformer Engine 2.16, recipes
     without state (blockwise, MXFP8) have an empty extra state. sharded_state_dict of Megatron-Core
-    0.16 looks for each expert's part in it, and fails."""
+    0.16 looks for each expert's part in this state, and fails."""
     grouped = getattr(transformer_engine, "TEGroupedLinear", None)
     if not hasattr(grouped, "_split_extra_state"):
         return
@@ -182,7 +182,8 @@ def forget_router_losses() -> None:
 
 
 def _delta_nets() -> Any:
-    """Return the module whose names GatedDeltaNet reads. Since 0.19 it is inside a package."""
+    """Return the module whose names GatedDeltaNet reads. Since 0.19 this module is inside a
+    package."""
     importlib.import_module("megatron.core.ssm.gated_delta_net")
     package = "megatron.core.ssm.gated_delta_net"
     return sys.modules.get(f"{package}.common", sys.modules[package])

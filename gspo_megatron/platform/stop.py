@@ -40,7 +40,7 @@ class SlurmJob:
     """The Slurm job of this process."""
 
     number: str
-    restarts: int  # how often Slurm has put it back into the queue
+    restarts: int  # how often Slurm has put the job back into the queue
     end: float | None = None  # seconds since 1970, as known when the process started
 
     @classmethod
@@ -54,8 +54,9 @@ class SlurmJob:
         return cls(number, restarts, float(end) if end.isdecimal() else None)
 
     def seconds_left(self) -> float | None:
-        """Return the seconds until the job's time limit, which may change while it runs. Returns
-        None without a limit, or if neither squeue nor the environment has it."""
+        """Return the seconds until the job's time limit, which may change while the job runs.
+        Returns None if the job has no limit, or if neither squeue nor the environment tells the
+        limit."""
         command = ("squeue", "--noheader", "--jobs", self.number, "--format", "%L")
         printed = output_of(*command, seconds=_SQUEUE_TIMEOUT_SECONDS, SQUEUE_FORMAT="%L")
         if printed is None:  # no squeue in a container, or the controller does not answer
@@ -102,7 +103,7 @@ class StopSignals:
     def at_interrupt(self, *, tells: bool) -> Generator[None]:
         """Let Ctrl-C request the stop too, while the context lasts. The context begins with the
         training, because before the training there is nothing to save. `tells`: whether this
-        process prints a line about it."""
+        process prints a line about the request."""
         if not self._enabled:
             yield
             return
@@ -135,7 +136,7 @@ class TimeWatch:
 
     While the context lasts, a thread checks the time left. It requests the stop once the time is
     below `margin` seconds plus the longest step so far (with its evaluation and checkpoint),
-    because a stop may take that long. Without a `job` it does nothing.
+    because a stop may take that long. Without a `job` the class does nothing.
     """
 
     def __init__(self, stop: StopSignals, margin: float, job: SlurmJob | None) -> None:

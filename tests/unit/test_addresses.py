@@ -21,7 +21,7 @@ from gspo_megatron.addresses import (
 from gspo_megatron.errors import UserError
 from gspo_megatron.platform import rendezvous
 
-# The names on a host that is set up like Debian, where its own name stands for a loopback address.
+# The names on a host that is set up like Debian: the host's own name stands for a loopback address.
 NAMES = {
     "node1": ["127.0.1.1"],
     "node2": ["10.9.0.2"],
@@ -135,7 +135,7 @@ def test_gloo_is_left_alone_where_nothing_tells_the_way(
 ) -> None:
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "GSPO_ROLLOUT_NODES"):
         monkeypatch.delenv(name, raising=False)
-    # monkeypatch sets the variable first, so it is restored after the test.
+    # monkeypatch sets the variable first, so that the variable is restored after the test.
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -1,4 +1,4 @@
-"""The environment with vLLM, tiny models for it, and one server for all tests of this folder."""
+"""The environment with vLLM, tiny models for vLLM, and one server for all tests of this folder."""
 
 from __future__ import annotations
 

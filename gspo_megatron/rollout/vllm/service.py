@@ -254,7 +254,7 @@ class Service:
 
     def _needs_others(self, config: Config, inputs: Inputs) -> str:
         """Return why the next phase cannot use the servers of this phase. Returns an empty text if
-        it can."""
+        the next phase can use these servers."""
         if config.rollout.vllm != self.config.rollout.vllm:
             return "the next phase changes rollout.vllm"
         if self._adapter_arguments(config) != self._adapter_arguments(self.config):

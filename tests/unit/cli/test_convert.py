@@ -93,7 +93,7 @@ def test_a_layout_is_not_passed_over_by_a_rank(run: Path, tmp_path: Path, gspo: 
 
 def test_a_base_of_a_whole_model_is_refused(whole_run: Path, tmp_path: Path, gspo: Command) -> None:
     """The base is for conversions of adapters. A conversion of a whole model, in either direction,
-    would never read it."""
+    would never read the base."""
     source, base = whole_run.parent / "hf", whole_run.parent / "other"
     wrong = f"--base {base}: "
     code, _, err = gspo("convert", "hf-to-megatron", source, tmp_path / "a", "--base", base)
