@@ -54,15 +54,18 @@ def logprob_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of `targets` and full-vocabulary entropies, both [rows], in nats.
 
-    Args: hidden: [rows, hidden], the same on every rank of `process_group`. weight: [vocab/TP,
-        hidden], this rank's rows of the output layer, of the dtype of `hidden`. targets: [rows]
-        int64, ids of the whole vocabulary. The log-probability of a target that is not in the
-        vocabulary is NaN. temperature: the logits are divided by it before the softmax. chunk_size:
-        rows of a tile, by default TILE_ROWS. A tile has as many columns of the vocabulary as fit
-        into TILE_BYTES, which bounds the memory. process_group: the tensor-parallel group; None
-        where `weight` is the whole vocabulary. vocab_start: id of the first row of `weight`.
+    Args:
+        hidden: [rows, hidden], the same on every rank of `process_group`.
+        weight: [vocab/TP, hidden], this rank's rows of the output layer, of the dtype of `hidden`.
+        targets: [rows] int64, ids of the whole vocabulary. The log-probability of a target that is
+            not in the vocabulary is NaN.
+        temperature: the logits are divided by it before the softmax.
+        chunk_size: rows of a tile, by default TILE_ROWS. A tile has as many columns of the
+            vocabulary as fit into TILE_BYTES, which bounds the memory.
+        process_group: the tensor-parallel group; None where `weight` is the whole vocabulary.
+        vocab_start: id of the first row of `weight`.
         vocab_size: true size of the whole vocabulary. Rows of `weight` beyond this size are
-        padding: they are left out of the softmax and get no gradient. None: there is no padding.
+            padding: they are left out of the softmax and get no gradient. None: no padding.
         entropy_gradient: let gradients flow through the entropy too.
 
     Returns:
