@@ -22,8 +22,8 @@ means of correlated steps p are too large as well. So E p is estimated as mean p
 with b = Cov(p, u) / Var u. This does not change the expectation, and removes most of the noise if
 the weights of `unbiased` are not too extreme.
 
-Intervals are percentiles of a bootstrap over groups. All objectives use the same groups, so these
-are resampled together. The groups that estimate t are resampled separately.
+Intervals are percentiles of a bootstrap over groups. All objectives use the same groups, so one
+resample of the groups serves all objectives. The groups that estimate t are resampled separately.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def figures(
 ) -> dict[str, dict[str, list[float]]]:
     """The figures that the docstring of this module describes, each as [value, low, high]. `own`
     has, for each objective, the mean step of each group [groups], on the same responses. `true` has
-    the mean steps of the policy gradient, on other groups."""
+    the mean steps of the policy gradient, on groups that are not in `own`."""
     rng = np.random.default_rng(seed)
     names = list(own)
     steps = np.stack([own[name] for name in names])  # [objectives, groups]

@@ -36,7 +36,7 @@ class Rollbacks:
     def write(self, checkpoints: Path) -> None:
         """Write the record atomically: after a loss of power, the file has either the old or the
         new record. Raises OSError."""
-        # if it is left behind, the next start removes it
+        # if this file is left behind, the next start removes it
         partial = checkpoints / f".partial-{ROLLBACKS_FILE}"
         partial.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
         sync(partial)

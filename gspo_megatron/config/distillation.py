@@ -23,7 +23,8 @@ _URL = (
 
 
 class TeacherSection(Section):
-    """One of several teachers. If neither key is set, its prompts have no teacher."""
+    """One of several teachers. If neither `teacher` nor `url` is set, the prompts with this
+    teacher's name are trained without a teacher."""
 
     teacher: HubPath | None = shapes(None, _FOLDER)
     url: Text | None = harmless(None, _URL)

@@ -143,7 +143,7 @@ def copy(name: str, *shape: int) -> TensorRecipe:
 
 
 def rows_of(recipe: TensorRecipe, starts: Iterable[int], count: int) -> TensorRecipe:
-    """The rows from each of `starts` on, `count` of them, joined."""
+    """The joined pieces of a tensor: `count` rows from each of `starts` on."""
     others = [slice(0, size) for size in recipe.shape[1:]]
     parts = (recipe.cut([slice(start, start + count), *others]) for start in starts)
     return concatenate([TensorRecipe((count, *recipe.shape[1:]), tuple(boxes)) for boxes in parts])
@@ -174,7 +174,7 @@ def interleave(recipes: Sequence[TensorRecipe], groups: int) -> TensorRecipe:
 
 
 def rows(recipe: TensorRecipe, first: int, count: int) -> TensorRecipe:
-    """The rows from `first` on, `count` of them."""
+    """The `count` rows from row `first` on."""
     rest = recipe.shape[1:]
     slices = [slice(first, first + count), *(slice(0, n) for n in rest)]
     return TensorRecipe((count, *rest), tuple(recipe.cut(slices)))

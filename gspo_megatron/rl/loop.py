@@ -186,7 +186,8 @@ class ReinforcementLoop:
 
     def _whole_step(self, step: int, progress: Progress) -> None:
         """Run one step to its end. An update that makes the weights non-finite is a collapse, too.
-        After it the run can only roll back, because no usable weights are left to save."""
+        After such a collapse the run can only roll back, because no usable weights are left to
+        save."""
         try:
             metrics = self.step(step)
         except FloatingPointError as error:

@@ -36,8 +36,8 @@ LINE = 64  # bytes of a cache line. Each rank's numbers have a line of their own
 # int64 in a line. Three are used: the count of meetings, and the purposes of two meetings
 WORDS = LINE // 8
 
-# A rank that waits first polls for this long, and yields its core after each poll. Then it sleeps
-# between two polls, for a twentieth of the time that it has waited.
+# At first a waiting rank polls for this long, and yields its core after each poll. Later the rank
+# sleeps between two polls, for a twentieth of the time that it has waited.
 SPIN_SECONDS = 0.005
 NAP_SECONDS = (5e-5, 1e-2)  # the shortest and the longest sleep
 
@@ -107,7 +107,7 @@ class Window:
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         except OSError:
             return False
-        fcntl.lockf(self.file, fcntl.LOCK_UN, 1, rank)  # so that other ranks can test it, too
+        fcntl.lockf(self.file, fcntl.LOCK_UN, 1, rank)  # so that other ranks can test the lock, too
         return True
 
 

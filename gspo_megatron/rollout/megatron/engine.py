@@ -100,8 +100,8 @@ class MegatronEngine:
     @torch.no_grad()
     def generate(self, requests: Requests, sampling: Sampling, seed: int) -> RolloutBatch:
         """See RolloutEngine.generate."""
-        # Without this, a rank without requests runs no forward pass, and the other ranks would wait
-        # for its weights.
+        # A rank without requests may run no forward pass. Without this call, the other ranks would
+        # then wait for this rank's part of the weights.
         self.policy.finish_parameter_gather()
         self.policy.eval()
         generation = _Generation(self, requests, sampling, seed)
@@ -115,7 +115,8 @@ class MegatronEngine:
         """Return the ids of all tokens that end a response [end ids], and the stops to search for.
 
         Decoding leaves special tokens out. So a stop that is a special token is found by its id,
-        and stops that contain special tokens are searched for in a text that includes these.
+        and stops that contain special tokens are searched for in a text that includes special
+        tokens.
         """
         if not stop:
             return torch.tensor(self.eos_ids, device=self.device), []
@@ -132,8 +133,8 @@ class MegatronEngine:
         return torch.tensor([*self.eos_ids, *special], device=self.device), searches
 
     def _agreed_maxima(self, values: Sequence[int]) -> list[int]:
-        """Return the maximum of each value over all ranks, if all run the same number of passes.
-        Otherwise return the values of this rank."""
+        """Return the maximum of each value over all ranks, if all ranks run the same number of
+        passes. Otherwise return the values of this rank."""
         if not self.lockstep:
             return list(values)
         agreed = torch.tensor(values, device=self.device)

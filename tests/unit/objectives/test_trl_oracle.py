@@ -95,8 +95,8 @@ def trl_loss(
         "completion_mask": padded(inputs.mask, 0.0),
         "advantages": inputs.advantages,
         "old_per_token_logps": padded(inputs.old_logprobs, -4.0),
-        # The number for the whole generation batch, which has one micro-batch for each accumulation
-        # step.
+        # The number of tokens of the whole generation batch, which has one micro-batch for each
+        # accumulation step.
         "num_items_in_batch": torch.tensor(float(inputs.global_num_tokens)),
     }
     if inputs.token_advantages is not None:
@@ -245,7 +245,7 @@ def test_loss_gradient_entropy_and_clip_fractions_are_those_of_trl(name, level, 
         counted = "clip/sequence" if level == "sequence" else "clip/token"
         pairs = {"low": "low_mean", "high": "high_mean", "binding": "region_mean"}
         found = {key: theirs.metrics[f"clip_ratio/{pair}"] for key, pair in pairs.items()}
-        # Each bound binds for some values, and neither binds for others.
+        # Some values are clipped at the low bound, some at the high bound, and some not at all.
         assert found["low"] > 0 and found["high"] > 0 and found["low"] + found["high"] < 1
         for key, expected in found.items():
             ours_too = mean(ours.means[f"{counted}/{key}"])
