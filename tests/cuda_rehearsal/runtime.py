@@ -1,5 +1,5 @@
-"""Replaces functions of torch.cuda and NCCL by ones that use the rehearsed device of device.cpp. In
-each process, the module `startup` calls these functions around the import of torch.
+"""Lets torch.cuda and torch's backend for NCCL use the rehearsed device of device.cpp. The code in
+`startup` calls this module in each process that imports torch.
 
 `load_device` must be called before the first import of torch, and `complete` after it.
 """

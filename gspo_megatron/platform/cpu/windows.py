@@ -165,8 +165,8 @@ def _make(group: dist.ProcessGroup) -> Window | None:
         if told[0] and os.path.exists(told[0]):  # other hosts do not have the file
             with contextlib.suppress(OSError):
                 window = Window(group, os.open(told[0], os.O_RDWR | os.O_CLOEXEC))
-        # This uses broadcasts, because Megatron-Core lets torch collect all_reduce,
-        # all_gather_into_tensor and reduce_scatter_tensor here, to run them later.
+        # The ranks agree by broadcasts. Where Megatron-Core makes torch collect calls of
+        # all_reduce, all_gather_into_tensor and reduce_scatter_tensor, these would only run later.
         has_window = torch.full((size,), window is not None)
         for source in range(size):
             dist.broadcast(has_window[source : source + 1], group=group, group_src=source)

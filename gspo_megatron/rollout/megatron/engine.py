@@ -201,7 +201,8 @@ class _Prefilled:
     routes: Tensor | None  # [prompts, length, layers, k]; None: not recorded
 
     def last(self) -> _Prefilled:
-        """Return a copy of the last prompt, so that the memory of the others can be freed."""
+        """Return a copy of the last prompt's results, so that the memory of the other prompts'
+        results can be freed."""
 
         def cut(values: Tensor) -> Tensor:
             return values[-1:].clone()

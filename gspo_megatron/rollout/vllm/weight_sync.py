@@ -127,8 +127,8 @@ class WeightSync:
         return self.service
 
     def _weights_status(self) -> dict[str, Any]:
-        """Return the status of the new weights, on rank 0. The service ends the wait for it after
-        rollout.vllm.weight_update_timeout_seconds."""
+        """Return the status of the new weights, on rank 0. The service gives the servers
+        rollout.vllm.weight_update_timeout_seconds to take the weights."""
         heartbeat()
         return self._on_main().weights_status()
 

@@ -69,8 +69,8 @@ def test_a_run_without_metrics_gives_no_warning() -> None:
 
 
 def test_the_same_curves_without_a_reward_are_a_collapse() -> None:
-    """The rules notice the entropy and the groups of this run. They give no warning for the healthy
-    run only because its reward is high."""
+    """The rules notice the entropy and the groups of this run. The healthy run would get these
+    warnings, too, if its reward were not high."""
     poor = [record | {"reward/mean": 0.3} for record in healthy(1)]
     assert {finding.metric for finding in advise(poor)} == {
         "policy/entropy",
