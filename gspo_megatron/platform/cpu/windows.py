@@ -166,7 +166,8 @@ def _make(group: dist.ProcessGroup) -> Window | None:
             with contextlib.suppress(OSError):
                 window = Window(group, os.open(told[0], os.O_RDWR | os.O_CLOEXEC))
         # The ranks agree by broadcasts. Where Megatron-Core makes torch collect calls of
-        # all_reduce, all_gather_into_tensor and reduce_scatter_tensor, these would only run later.
+        # all_reduce, all_gather_into_tensor and reduce_scatter_tensor, the collected calls would
+        # run too late.
         has_window = torch.full((size,), window is not None)
         for source in range(size):
             dist.broadcast(has_window[source : source + 1], group=group, group_src=source)
