@@ -4,7 +4,7 @@ has collapsed goes back to an earlier checkpoint.
 A rollback happens at one moment: when the record gets its new contents, by a rename. If a run is
 killed before that moment, it resumes from its newest checkpoint and comes to the same rollback
 again. After that moment the checkpoints in `undone` do not count: `folder.positions` leaves them
-out, and the next start of the run removes those that are still there.
+out, and the next start of the run removes undone checkpoints that are still there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROLLBACKS_FILE = Path(IN_RUN_FOLDER).name  # in the folder of checkpoints
 class Rollbacks:
     """All rollbacks of a run."""
 
-    # how many rollbacks there were; in a branch, also those of the run that it comes from
+    # how many rollbacks there were; in a branch, plus the rollbacks of the run that it continues
     number: int
     to: str  # the checkpoint to which the last rollback went back
     loader: dict[str, Any]  # the position in the data from which the run continues

@@ -561,8 +561,8 @@ def recomputes_old_logprobs(config: Config) -> bool:
     """Return whether the trainer recomputes old log-probs. `objective.old_logprobs` says so, and
     this function decides if its value is `auto`.
 
-    If the training model itself generates in fp32, its log-probs equal those of a trainer's pass up
-    to rounding (1e-6), so `auto` does not recompute them.
+    If the training model itself generates in fp32, its log-probs equal the log-probs of a trainer's
+    pass up to rounding (1e-6), so `auto` does not recompute them.
     """
     section, routing = config.objective, config.routing
     is_exact = (

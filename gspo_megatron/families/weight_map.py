@@ -42,11 +42,11 @@ class Box:
     """Elements [source, source + size) of the HF tensor `name`, at [target, target + size) of the
     Megatron tensor.
 
-    One of the two tensors may have fewer dimensions than the other. Its dimensions are then the
-    last dimensions of the other tensor, and the box has size 1 along the other tensor's first
-    dimensions. `axes` has, for each dimension of the HF tensor, the number of this dimension in the
-    Megatron tensor (None: the same order). `step` is the distance between the box's elements along
-    the last dimension of the HF tensor.
+    One of the two tensors may have fewer dimensions than the other. The dimensions of the smaller
+    tensor are then the last dimensions of the larger tensor, and the box has size 1 along the
+    larger tensor's first dimensions. `axes` has, for each dimension of the HF tensor, the number of
+    this dimension in the Megatron tensor (None: the same order). `step` is the distance between the
+    box's elements along the last dimension of the HF tensor.
     """
 
     name: str

@@ -101,8 +101,8 @@ class CollapseWatch:
         }
 
     def forget_rewards(self) -> None:
-        """Forget the rewards so far. Call it when prompts, rewards or lengths change, because such
-        a change also changes the figures. The last healthy step is kept."""
+        """Forget the rewards so far. Call this method when prompts, rewards or lengths change,
+        because such a change also changes the figures. The last healthy step is kept."""
         self._recent, self._best, self._best_step, self._best_size = [], {}, 0, 0
         self._steps, self._squares, self.alarm = 0, 0.0, None
 

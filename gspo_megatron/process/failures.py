@@ -42,7 +42,7 @@ _LOST_CONNECTION = re.compile(
 
 
 class Failure(NamedTuple):
-    """A rank's report of its error: `text` is all of it, `summary` one line."""
+    """A rank's report of its error: `text` is the whole report, `summary` is one line."""
 
     is_user_error: bool
     text: str

@@ -37,7 +37,9 @@ class Job:
     is a Job."""
 
     name: str  # in messages, such as: reward 'exact'
-    load: Callable[..., Function]  # the worker calls it; it must be a function of a module
+    load: Callable[
+        ..., Function
+    ]  # called by the worker; a function of a module, because it is pickled
     arguments: tuple[Any, ...]  # the arguments of `load`
     is_async: bool  # whether the loaded function is a coroutine function
     timeout_seconds: float

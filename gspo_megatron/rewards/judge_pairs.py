@@ -70,8 +70,8 @@ async def judge_pairs(
 
     group: the responses to one prompt.
     template: the judge's prompt. {first} and {second} stand for the two responses. The judge's
-    answer must contain "Verdict: A", "Verdict: B" or "Verdict: tie"; the last one counts. A tie,
-    and an answer without a verdict, is half a win for both responses.
+    answer must contain "Verdict: A", "Verdict: B" or "Verdict: tie"; the last verdict counts. A
+    tie, and an answer without a verdict, is half a win for both responses.
     comparisons: number of pairs of a group that are compared, each in both orders; 0: all pairs.
     seed: the choice of pairs depends on this seed, on the row and on the responses.
 

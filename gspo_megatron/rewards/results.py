@@ -28,7 +28,7 @@ class UnreadableError(Exception):
 
 @dataclass(frozen=True)
 class _Odd:
-    """A value that JSON lacks, such as a set or bytes. It equals no expected value."""
+    """A value that JSON lacks, such as a set or bytes. Such a value equals no expected value."""
 
     text: str
 

@@ -152,8 +152,8 @@ def runs(config_file: Path) -> Iterator[Runs]:
 
 @pytest.fixture
 def own_memory(runs: Runs) -> list[str]:
-    """The beginning of a command line. It runs a command for which the folder `runs.memory` takes
-    the place of /dev/shm."""
+    """The first words of a command line. For the command that follows these words, the folder
+    `runs.memory` takes the place of /dev/shm."""
     return [*_IN_A_NAMESPACE, _OWN_MEMORY, str(runs.memory)] if may_mount() else []
 
 

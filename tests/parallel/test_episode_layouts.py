@@ -1,5 +1,5 @@
-"""Episodes of several turns with the sharded model. They are the same on all layouts. The tokens,
-log-probs and experts of each turn are those with which the turn was generated."""
+"""Episodes of several turns with the sharded model. The episodes are the same on all layouts. The
+tokens, log-probs and experts of each turn are those with which the turn was generated."""
 
 from __future__ import annotations
 

@@ -133,10 +133,10 @@ def turns(
     the memory for it [ranks, rows, elements of the piece], and the function with which the ranks
     meet.
 
-    In each turn every rank writes to its place, all meet, and each reads what the others wrote. The
-    same half is written again two turns later. By then all ranks have met once more, so all have
-    read the half. `work` names the collective, so that ranks in another collective, or with other
-    sizes, are detected.
+    In each turn every rank writes to its place, all ranks meet, and each rank reads what the other
+    ranks wrote. The same half is written again two turns later. By then all ranks have met once
+    more, so all have read the half. `work` names the collective, so that ranks in another
+    collective, or with other sizes, are detected.
     """
     window = window_of(group)
     assert window is not None
@@ -152,8 +152,8 @@ def turns(
 
 
 def _make(group: dist.ProcessGroup) -> Window | None:
-    """Make the window of a group, or return None on all of its ranks if one of them cannot use
-    it."""
+    """Make the window of a group, or return None on all ranks of the group if one of these ranks
+    cannot use the window."""
     dist.barrier(group)  # a rank that is early waits here, before it has made a file
     size, path, window = group.size(), "", None
     try:
@@ -201,7 +201,7 @@ def _new_file(size: int) -> str:
 
 def _remove_forgotten() -> None:
     """Remove this user's old windows that still have names. (If the ranks of such a window were not
-    killed but suspended, they cannot open it any more, and work without a window.)"""
+    killed but suspended, they cannot open the window any more, and work without one.)"""
     with os.scandir(MEMORY) as entries:
         for entry in entries:
             if not entry.name.startswith(_PREFIX):

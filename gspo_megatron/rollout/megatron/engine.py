@@ -38,9 +38,9 @@ from gspo_megatron.routing.noise import noisy_routers
 from gspo_megatron.routing.replay import no_routes, recorded
 from gspo_megatron.types import RolloutBatch
 
-# Tokens per row between two checks. A check finds the responses that have ended. It synchronises
-# with the device (and, if ranks share experts, runs a collective). A late check costs useless
-# decoding steps for rows that have ended.
+# Tokens per row between two checks. A check finds the responses that have ended. The check
+# synchronises with the device (and, if ranks share experts, runs a collective). A late check costs
+# useless decoding steps for rows that have ended.
 CHECK_INTERVAL = 4
 
 # New responses start once this share of the rows is free, so that several prompts share one
@@ -298,8 +298,8 @@ class _Generation:
     def _plan(self) -> _Plan:
         """Agree on the use of free rows, and on the forward passes until the next check.
 
-        Reads from the device once. If ranks share experts, they use the maxima over all ranks of
-        six numbers:
+        Reads from the device once. If ranks share experts, every rank uses the maxima, over all
+        ranks, of six numbers:
 
             needed   rows for the responses in progress or queued; 0: all responses are finished
             is_time  whether enough rows are free to start responses in them; 0: no rank starts any

@@ -196,7 +196,7 @@ PAIRS = [
     ("vespo", "token"),
 ]
 OF_TOKENS = [("gspo_token", "sequence_token"), *[pair for pair in PAIRS if pair[1] == "token"]]
-# Pairs of TRL's main trainer. Its experimental trainer for GSPO-token lacks some features.
+# Pairs of TRL's main trainer. TRL's experimental trainer for GSPO-token lacks some features.
 MAIN = [pair for pair in PAIRS if pair[1] != "sequence_token"]
 CLIPPED = [pair for pair in PAIRS if pair[0] not in ("cispo", "sapo", "vespo")]
 
