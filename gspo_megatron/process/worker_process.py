@@ -37,9 +37,8 @@ class Job:
     is a Job."""
 
     name: str  # in messages, such as: reward 'exact'
-    load: Callable[
-        ..., Function
-    ]  # called by the worker; a function of a module, because it is pickled
+    # The worker calls this function. It must be a function of a module, because it is pickled.
+    load: Callable[..., Function]
     arguments: tuple[Any, ...]  # the arguments of `load`
     is_async: bool  # whether the loaded function is a coroutine function
     timeout_seconds: float

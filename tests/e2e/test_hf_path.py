@@ -84,7 +84,8 @@ def test_read_from_the_folder_the_run_is_the_same(
 
 def test_what_was_trained_is_a_model_of_transformers(tmp_path: Path, published: Published) -> None:
     """The trained model is converted by two processes and by one. Both conversions are equal.
-    With their weights, transformers computes the same as Megatron-Core with the trained model."""
+    With the converted weights, transformers computes the same as Megatron-Core with the trained
+    model."""
     pytest.importorskip("transformers")
     by_two, by_one = tmp_path / "by-two", tmp_path / "by-one"
     gspo("convert", "megatron-to-hf", published.run, by_two, "--layout", "tp=2,ep=2")
