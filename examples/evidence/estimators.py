@@ -6,15 +6,16 @@ batch has a random step p = <g, D> along D. Both t and p are means over independ
 responses, so the mean of each group is enough to estimate them. With B groups in a batch:
 
     plain       E p / t, from the sample's mean alone
-    projection  the same with the control variate below. 1 is an unbiased step; a smaller step is
-                too short, and a negative one lowers the reward
+    projection  E p / t, estimated with the control variate below. If it is 1, the step is unbiased.
+                If it is smaller, the step is too short. If it is negative, the step lowers the
+                reward
     noise       Var p / t^2, of one batch
     signal      (E p)^2 / Var p, the signal-to-noise ratio of one batch
 
 Two more figures compare each objective with a base objective on the same responses:
 
-    difference    the objective's projection minus that of the base
-    signal_ratio  the objective's signal divided by that of the base
+    difference    the objective's projection minus the base's projection
+    signal_ratio  the objective's signal divided by the base's signal
 
 For one objective, `unbiased` (importance weights of whole responses), the expectation of the step u
 is known: E u = t. So u serves as a control variate. If the sample's mean of u is too large, the

@@ -1,7 +1,8 @@
 """The objectives compared with TRL's GRPO loss: value, gradient, clip fractions and entropy.
 
-TRL's side is `GRPOTrainer._compute_loss`, in which only the model is replaced. TRL is imported when
-it is called. Some names have another meaning in TRL, and tests show these differences:
+TRL's side is `GRPOTrainer._compute_loss`, in which only the model is replaced. TRL is imported only
+inside the function `_trainer`. Some names have another meaning in TRL, and tests show these
+differences:
 
 - CISPO: TRL's `epsilon_high` is the cap itself; here the cap is 1 + clip_high. TRL counts only
   tokens with a positive advantage as clipped, although the cap changes other weights, too.
