@@ -62,9 +62,8 @@ def check_config(
     for rule in (*MODEL_RULES, *_RULES[type(config)]):
         try:
             problems.extend(problem(key, plan.value(key), wrong) for key, wrong in rule(plan))
-        except (
-            ConfigError
-        ) as error:  # the model's shape is unknown; other rules may not need a shape
+        except ConfigError as error:
+            # The model has no known shape. Other rules may not need the shape.
             problems.extend(error.problems)
     if is_rl:
         with gathered_in(problems):
