@@ -520,7 +520,7 @@ def _interleaved_experts(
 ) -> dict[str, TensorRecipe]:
     """The recipes of gpt-oss's experts. Its files have these tensors for all experts of a layer:
     gate_up_proj [experts, hidden, 2 * width], in which the columns of gate and up alternate;
-    down_proj [experts, width, hidden]; and the biases of both."""
+    down_proj [experts, width, hidden]; and the biases of these two tensors."""
     recipes = {}
     for expert in range(experts):
         weight = partial(Box, parts["interleaved_gate_up"], size=(1, width, hidden), step=2)

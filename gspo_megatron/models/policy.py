@@ -55,7 +55,7 @@ class HiddenStates(ColumnParallelLinear):
 
 
 class PolicyModel(GPTModel):
-    """Stock GPTModel with another last stage.
+    """Megatron-Core's GPTModel, whose last stage is replaced.
 
     With `labels=HeadInputs` the last stage returns [2, rows]: the targets' log-probs and the
     entropies. With candidates, the output has k + 2 more rows. The first of these is a flag: 1 if

@@ -3,8 +3,8 @@
     pairs of responses -> both orders -> verdicts -> win rates
 
 A judge tends to prefer the response in one place: many judges the first response, others the
-second. So the judge compares each pair in both orders. Then this tendency adds the same to the win
-rates of both responses.
+second. So the judge compares each pair in both orders. Then this tendency adds the same amount to
+the win rates of both responses.
 """
 
 from __future__ import annotations

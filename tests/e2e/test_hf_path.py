@@ -28,7 +28,7 @@ from tests.unit.models.one_rank import one_rank_groups
 VOCABULARY = 53  # of the published model; larger than the tokenizer's vocabulary
 LAYOUT = "tp=2,ep=2"
 LAST = "rl_00000002"
-# The tolerance for fp32 logits of size 1 after four layers, if sums have another order.
+# The tolerance for fp32 logits of size 1 after four layers, if sums are computed in another order.
 TOLERANCE = 1e-5
 
 

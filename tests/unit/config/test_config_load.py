@@ -540,7 +540,7 @@ def test_names_of_suites_and_dates_that_are_none_are_told(
 
 def test_dates_without_quotes_are_dates(tmp_path: Path) -> None:
     """Our reader gets a year as a number and a full date as text. PyYAML's own reader turns a full
-    date into a date object. The filter is the same with both."""
+    date into a date object. The filter is the same with both readers."""
     window = "{field: d, first: 2024, last: 2024-05-31}"
     path = write(
         tmp_path, MINIMAL + f"evaluation: {{suites: {{a: {{prompts: p, filter: {window}}}}}}}"
