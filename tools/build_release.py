@@ -3,8 +3,8 @@
     python tools/build_release.py [FOLDER]      # dist by default
 
 The source archive is made from the files that git tracks, and the wheel from the source archive. So
-if one of them lacks a file, the build fails here and not on a user's machine. The tool needs
-setuptools and no network.
+if the archive or the wheel lacks a file, the build fails here and not on a user's machine. The tool
+needs setuptools and no network.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Plan:
         if self.granularity < 1 or width % self.granularity:
             yield f"--granularity {self.granularity}: must divide the width of the MLP, {width}"
         if not 2 <= self.top_k <= self.experts:
-            # if a token has a single expert, its weight is 1, whatever the router says
+            # if a token has a single expert, the expert's weight is 1, whatever the router says
             yield f"--top-k {self.top_k}: must be from 2 to --experts {self.experts}"
         for name, number in (("experts", self.experts), ("top-k", self.top_k)):
             if self.granularity > 1 and number % self.granularity:

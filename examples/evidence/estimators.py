@@ -6,15 +6,16 @@ batch has a random step p = <g, D> along D. Both t and p are means over independ
 responses, so the mean of each group is enough to estimate them. With B groups in a batch:
 
     plain       E p / t, from the sample's mean alone
-    projection  the same with the control variate below. 1 is an unbiased step; a smaller step is
-                too short, and a negative one lowers the reward
+    projection  E p / t, estimated with the control variate below. If it is 1, the step is unbiased.
+                If it is smaller, the step is too short. If it is negative, the step lowers the
+                reward
     noise       Var p / t^2, of one batch
     signal      (E p)^2 / Var p, the signal-to-noise ratio of one batch
 
 Two more figures compare each objective with a base objective on the same responses:
 
-    difference    the objective's projection minus that of the base
-    signal_ratio  the objective's signal divided by that of the base
+    difference    the objective's projection minus the base's projection
+    signal_ratio  the objective's signal divided by the base's signal
 
 For one objective, `unbiased` (importance weights of whole responses), the expectation of the step u
 is known: E u = t. So u serves as a control variate. If the sample's mean of u is too large, the
@@ -22,8 +23,8 @@ means of correlated steps p are too large as well. So E p is estimated as mean p
 with b = Cov(p, u) / Var u. This does not change the expectation, and removes most of the noise if
 the weights of `unbiased` are not too extreme.
 
-Intervals are percentiles of a bootstrap over groups. All objectives use the same groups, so these
-are resampled together. The groups that estimate t are resampled separately.
+Intervals are percentiles of a bootstrap over groups. All objectives use the same groups, so one
+resample of the groups serves all objectives. The groups that estimate t are resampled separately.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def figures(
 ) -> dict[str, dict[str, list[float]]]:
     """The figures that the docstring of this module describes, each as [value, low, high]. `own`
     has, for each objective, the mean step of each group [groups], on the same responses. `true` has
-    the mean steps of the policy gradient, on other groups."""
+    the mean steps of the policy gradient, on groups that are not in `own`."""
     rng = np.random.default_rng(seed)
     names = list(own)
     steps = np.stack([own[name] for name in names])  # [objectives, groups]

@@ -3,7 +3,7 @@
     python tokenize_text.py DATA
 
 reads DATA/corpus.jsonl, and writes DATA/tokenizer and DATA/corpus.bin and .idx, an indexed dataset
-of Megatron-Core. It shows the format; for large corpora use tools/preprocess_data.py of
+of Megatron-Core. The script shows the format; for large corpora use tools/preprocess_data.py of
 Megatron-LM, which works in many processes (docs/data.md).
 """
 

@@ -51,7 +51,7 @@ class PackedBatch:
     sequence_index: Tensor  # [response tokens] int64
     response_index: Tensor  # [response tokens] int64, index into the flat responses
     response_lengths: Tensor  # [sequences] int64, of whole sequences, not of this shard
-    members: tuple[int, ...]  # numbers of these sequences in the rank's batch
+    members: tuple[int, ...]  # the micro-batch's sequences, by their numbers in the rank's batch
 
     def to(self, device: torch.device) -> PackedBatch:
         """Return a copy with the tensors on `device`."""
@@ -70,8 +70,8 @@ class PackSpec:
     padded: bool = False  # True: a row for each branch; False: all branches in one row
     context_parallel_size: int = 1
     context_parallel_rank: int = 0
-    # A rank's number of tokens is a multiple of this. It is TP with sequence parallelism, else 1.
-    # For FP8 it is multiplied by 16 or 32.
+    # A rank's number of tokens is a multiple of this value: TP with sequence parallelism, else 1.
+    # For FP8 the value is multiplied by 16 or 32.
     multiple: int = 1
 
     @property

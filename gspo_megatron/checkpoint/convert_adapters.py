@@ -177,7 +177,8 @@ def merged_to_hf(
     dtype: torch.dtype | None = None,
 ) -> None:
     """Add the adapters to their base and write the result as a new Hugging Face folder. base: the
-    path of the base, if it has moved; dtype: the dtype of the tensors (default: that of the base).
+    path of the base, if it has moved; dtype: the dtype of the tensors (default: the dtype of the
+    base).
 
     Raises DataError if `base` is not the model that the adapters were trained on.
     """

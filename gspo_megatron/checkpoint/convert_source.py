@@ -43,9 +43,9 @@ def open_checkpoint(path: Path, shard: WorkerShard = ALONE) -> Source:
     """Open the checkpoint `path`. If `path` is the folder of a run or of checkpoints, open the
     newest checkpoint in it whose files all have the right sizes.
 
-    Only the main process chooses the checkpoint, because a run may publish a newer one at any time.
-    The processes share the comparison of checksums. A process that works alone compares the
-    checksums of tensor files later, while it reads them (`convert._in_file_order`). Raises
+    Only the main process chooses the checkpoint, because a run may publish a newer checkpoint at
+    any time. The processes share the comparison of checksums. A process that works alone compares
+    the checksums of tensor files later, while it reads them (`convert._in_file_order`). Raises
     DataError with all problems.
     """
     with shard.barrier():
@@ -128,7 +128,7 @@ def _is_small(name: str) -> bool:
 
 def find_checkpoint(path: Path) -> tuple[Path, list[str]]:
     """Return the checkpoint that a path means, and notes about newer checkpoints that are damaged.
-    Raises DataError if there is none."""
+    Raises DataError if there is no checkpoint."""
     folders = checkpoints_at(path)
     if folders == [path]:
         return path, []

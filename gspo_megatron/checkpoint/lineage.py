@@ -13,7 +13,7 @@ from gspo_megatron.observe.history import BRANCH_FILE
 
 @dataclass(frozen=True)
 class RunBranch:
-    """A run that continues a checkpoint of another run in a folder of its own."""
+    """A run in a folder of its own that continues from a checkpoint of another run."""
 
     run: str  # the absolute path of the other run
     step: int  # the RL steps that the other run had finished at the checkpoint

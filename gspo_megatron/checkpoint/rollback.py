@@ -4,7 +4,7 @@ has collapsed goes back to an earlier checkpoint.
 A rollback happens at one moment: when the record gets its new contents, by a rename. If a run is
 killed before that moment, it resumes from its newest checkpoint and comes to the same rollback
 again. After that moment the checkpoints in `undone` do not count: `folder.positions` leaves them
-out, and the next start of the run removes those that are still there.
+out, and the next start of the run removes undone checkpoints that are still there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROLLBACKS_FILE = Path(IN_RUN_FOLDER).name  # in the folder of checkpoints
 class Rollbacks:
     """All rollbacks of a run."""
 
-    # how many rollbacks there were; in a branch, also those of the run that it comes from
+    # how many rollbacks there were; in a branch, plus the rollbacks of the run that it continues
     number: int
     to: str  # the checkpoint to which the last rollback went back
     loader: dict[str, Any]  # the position in the data from which the run continues
@@ -36,7 +36,7 @@ class Rollbacks:
     def write(self, checkpoints: Path) -> None:
         """Write the record atomically: after a loss of power, the file has either the old or the
         new record. Raises OSError."""
-        # if it is left behind, the next start removes it
+        # if this file is left behind, the next start removes it
         partial = checkpoints / f".partial-{ROLLBACKS_FILE}"
         partial.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
         sync(partial)

@@ -261,10 +261,10 @@ def submit(
     """Submit the runs as a job array, with the user's `options`, and the report as a job that
     starts after the array.
 
-    Writes one file for each run into a new folder, with the arguments of `train`, one on each line.
-    One more file has the arguments of `ablate` for the report. Returns the numbers of both jobs,
-    and the folder. Raises UserError if sbatch is missing or refuses the job, or if the runs need
-    different numbers of tasks.
+    Writes one file for each run into a new folder, with the arguments of `train`, one argument on
+    each line. One more file has the arguments of `ablate` for the report. Returns the numbers of
+    both jobs, and the folder. Raises UserError if sbatch is missing or refuses the job, or if the
+    runs need different numbers of tasks.
     """
     try:
         words = shlex.split(options)

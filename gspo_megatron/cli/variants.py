@@ -66,7 +66,8 @@ def default_variants(config: Config) -> list[Variant]:
     variants = []
     for name in names:
         chosen = [override("objective.name", name)]
-        if own != name and not {own, name} <= of_sequences:  # these two clip whole sequences
+        # GSPO and GSPO-token both clip ratios of sequences, so one clip range fits both.
+        if own != name and not {own, name} <= of_sequences:
             chosen += ["objective.clip_low=null", "objective.clip_high=null"]
         for replay in REPLAYS:
             overrides = [*chosen, override("routing.replay", replay)]

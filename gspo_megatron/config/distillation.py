@@ -17,13 +17,14 @@ _FOLDER = (
     "and tokenizer; the training ranks compute its log-probs; null: none"
 )
 _URL = (
-    "a server with a teacher of any shape and the policy's tokenizer, up to /v1: vLLM, or one "
-    "with its prompt_logprobs and /tokenize; null: none"
+    "URL, up to /v1, of a server with a teacher of any shape and the policy's tokenizer: vLLM, or "
+    "a server that has vLLM's prompt_logprobs and /tokenize; null: none"
 )
 
 
 class TeacherSection(Section):
-    """One of several teachers. If neither key is set, its prompts have no teacher."""
+    """One of several teachers. If neither `teacher` nor `url` is set, the prompts with this
+    teacher's name are trained without a teacher."""
 
     teacher: HubPath | None = shapes(None, _FOLDER)
     url: Text | None = harmless(None, _URL)
@@ -36,12 +37,13 @@ class DistillationSection(Section):
     url: Text | None = harmless(None, _URL)
     coefficient: float = shapes(
         1.0,
-        "weight of the teacher's advantages beside the rewards' ones, or of the teacher's loss",
+        "weight of the teacher's advantages, which are added to the rewards' advantages, or weight "
+        "of the teacher's loss",
         gt=0,
     )
     form: Literal[FORMS] = shapes(  # ty: ignore[invalid-type-form]
         "reverse_kl",
-        "reverse_kl: the log-ratio of teacher and policy on the tokens written, as an advantage; "
+        "reverse_kl: the log-ratio of teacher and policy on the policy's tokens, as an advantage; "
         "forward_kl_topk, reverse_kl_topk: KL(teacher, policy) or KL(policy, teacher) over the "
         "teacher's top_k tokens and the rest, as a loss",
     )
@@ -53,10 +55,12 @@ class DistillationSection(Section):
         le=MOST_CANDIDATES,
     )
     field: Text | None = shapes(
-        None, "the field of a prompt's row that names its teacher, one of teachers"
+        None, "the field of a prompt's row with the name of the prompt's teacher, a key of teachers"
     )
     teachers: dict[SuiteName, TeacherSection] = shapes(
-        {}, "several teachers by name, each with teacher or url; NAME: {} for prompts without one"
+        {},
+        "several teachers by name, each with teacher or url; an empty entry, NAME: {}, is for "
+        "prompts that need no teacher",
     )
 
     @property

@@ -2,8 +2,8 @@
 
 A loaded configuration holds the folders. A written configuration holds the names again, with their
 commits, as ORG/NAME@COMMIT, so that the configuration means the same on any machine and on any day.
-The file hub.json in the run folder holds the commit of each name that is given without one. So a
-resumed run, and the ranks of all nodes, use the same commits.
+The file hub.json in the run folder holds the commit of each name that is given without a commit. So
+a resumed run, and the ranks of all nodes, use the same commits.
 """
 
 from __future__ import annotations

@@ -62,7 +62,8 @@ def check_config(
     for rule in (*MODEL_RULES, *_RULES[type(config)]):
         try:
             problems.extend(problem(key, plan.value(key), wrong) for key, wrong in rule(plan))
-        except ConfigError as error:  # no known shape of the model; other rules may not need it
+        except ConfigError as error:
+            # The model has no known shape. Other rules may not need the shape.
             problems.extend(error.problems)
     if is_rl:
         with gathered_in(problems):
@@ -561,8 +562,8 @@ def recomputes_old_logprobs(config: Config) -> bool:
     """Return whether the trainer recomputes old log-probs. `objective.old_logprobs` says so, and
     this function decides if its value is `auto`.
 
-    If the training model itself generates in fp32, its log-probs equal those of a trainer's pass up
-    to rounding (1e-6), so `auto` does not recompute them.
+    If the training model itself generates in fp32, its log-probs equal the log-probs of a trainer's
+    pass up to rounding (1e-6), so `auto` does not recompute them.
     """
     section, routing = config.objective, config.routing
     is_exact = (

@@ -42,11 +42,11 @@ class Box:
     """Elements [source, source + size) of the HF tensor `name`, at [target, target + size) of the
     Megatron tensor.
 
-    One of the two tensors may have fewer dimensions than the other. Its dimensions are then the
-    last dimensions of the other tensor, and the box has size 1 along the other tensor's first
-    dimensions. `axes` has, for each dimension of the HF tensor, the number of this dimension in the
-    Megatron tensor (None: the same order). `step` is the distance between the box's elements along
-    the last dimension of the HF tensor.
+    One of the two tensors may have fewer dimensions than the other. The dimensions of the smaller
+    tensor are then the last dimensions of the larger tensor, and the box has size 1 along the
+    larger tensor's first dimensions. `axes` has, for each dimension of the HF tensor, the number of
+    this dimension in the Megatron tensor (None: the same order). `step` is the distance between the
+    box's elements along the last dimension of the HF tensor.
     """
 
     name: str
@@ -143,7 +143,7 @@ def copy(name: str, *shape: int) -> TensorRecipe:
 
 
 def rows_of(recipe: TensorRecipe, starts: Iterable[int], count: int) -> TensorRecipe:
-    """The rows from each of `starts` on, `count` of them, joined."""
+    """The joined pieces of a tensor: `count` rows from each of `starts` on."""
     others = [slice(0, size) for size in recipe.shape[1:]]
     parts = (recipe.cut([slice(start, start + count), *others]) for start in starts)
     return concatenate([TensorRecipe((count, *recipe.shape[1:]), tuple(boxes)) for boxes in parts])
@@ -174,7 +174,7 @@ def interleave(recipes: Sequence[TensorRecipe], groups: int) -> TensorRecipe:
 
 
 def rows(recipe: TensorRecipe, first: int, count: int) -> TensorRecipe:
-    """The rows from `first` on, `count` of them."""
+    """The `count` rows from row `first` on."""
     rest = recipe.shape[1:]
     slices = [slice(first, first + count), *(slice(0, n) for n in rest)]
     return TensorRecipe((count, *rest), tuple(recipe.cut(slices)))
@@ -520,7 +520,7 @@ def _interleaved_experts(
 ) -> dict[str, TensorRecipe]:
     """The recipes of gpt-oss's experts. Its files have these tensors for all experts of a layer:
     gate_up_proj [experts, hidden, 2 * width], in which the columns of gate and up alternate;
-    down_proj [experts, width, hidden]; and the biases of both."""
+    down_proj [experts, width, hidden]; and the biases of these two tensors."""
     recipes = {}
     for expert in range(experts):
         weight = partial(Box, parts["interleaved_gate_up"], size=(1, width, hidden), step=2)

@@ -52,8 +52,8 @@ def export_hf(
     call this function. The main rank writes the tensors one after the other. The folder appears
     under its name when it is complete.
 
-    hf_config: the config.json that the weights were loaded with. It decides the family. Those
-    of its keys that do not describe a model are kept.
+    hf_config: the config.json that the weights were loaded with. This config.json decides the
+    family. Its keys that do not describe a model are kept.
     tokenizer: a folder, whose settings and tokenizer files are copied, or one file.
     dtype: the dtype of the written weights (default: the model's).
     durable: wait until everything is on the disk, so that a crash of the machine loses nothing.
@@ -112,7 +112,7 @@ def export_adapter(
     private: bool = False,
 ) -> int:
     """Write the policy's adapters to the new PEFT folder `path`, in the same way as `export_hf`.
-    Returns their size in bytes.
+    Returns the size of the adapters in bytes.
 
     section: model.lora; base: the folder or name of the model that they belong to. Every rank
     raises DataError for a destination that cannot be written."""

@@ -55,7 +55,7 @@ class HiddenStates(ColumnParallelLinear):
 
 
 class PolicyModel(GPTModel):
-    """Stock GPTModel with another last stage.
+    """Megatron-Core's GPTModel, whose last stage is replaced.
 
     With `labels=HeadInputs` the last stage returns [2, rows]: the targets' log-probs and the
     entropies. With candidates, the output has k + 2 more rows. The first of these is a flag: 1 if
@@ -142,8 +142,8 @@ class PolicyModel(GPTModel):
     def next_token_logits(self, hidden: Tensor) -> Tensor:
         """The logits [sequences, vocabulary] of hidden [sequences, hidden], in fp32 and gathered
         over TP. These logits take little memory, because decoding needs one position per sequence.
-        Neither these logits nor those that the log-prob head computes are rounded to the dtype of
-        the weight."""
+        Neither these logits nor the logits in the log-prob head are rounded to the dtype of the
+        weight."""
         group = self.pg_collection.tp
         weight = self.head_weight
         size = (len(hidden), len(weight))

@@ -2,7 +2,8 @@
 rule, and how often it was right on stored runs.
 
 The figures are means over the last WINDOW steps. They are compared with the run's best stretch: at
-most STRETCH consecutive steps, those with the highest mean reward. Each of these is an alarm:
+most STRETCH consecutive steps, those with the highest mean reward. Each of the following is an
+alarm:
 
     the reward is more than FALL below the best stretch,
     the reward is more than FALL / 2 below it, and another figure is out of its range (`_SIGNS`),
@@ -27,7 +28,7 @@ from gspo_megatron.observe.progress import number
 WINDOW = 5  # steps: a single step is noisy
 FALL = 0.25  # in examples/evidence, all collapsed runs fall this far, and no converged run does
 STRETCH = 20
-CLEAR = 2.0  # plus sqrt(2 ln(windows)), the expected maximum of so many normal numbers
+CLEAR = 2.0  # plus sqrt(2 ln(windows)), about the largest of `windows` normal numbers
 
 REWARD, SPREAD = "reward/mean", "reward/std"
 
@@ -100,8 +101,8 @@ class CollapseWatch:
         }
 
     def forget_rewards(self) -> None:
-        """Forget the rewards so far. Call it when prompts, rewards or lengths change, because such
-        a change also changes the figures. The last healthy step is kept."""
+        """Forget the rewards so far. Call this method when prompts, rewards or lengths change,
+        because such a change also changes the figures. The last healthy step is kept."""
         self._recent, self._best, self._best_step, self._best_size = [], {}, 0, 0
         self._steps, self._squares, self.alarm = 0, 0.0, None
 

@@ -1,7 +1,8 @@
 """How a command ends: its exit code, and what it prints about an error.
 
 A rank that our launcher started gives its error to the launcher instead of printing it: when one
-rank fails, all others lose their connections, and only the launcher can tell which is the cause.
+rank fails, all others lose their connections, and only the launcher can tell which error is the
+cause.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _LOST_CONNECTION = re.compile(
 
 
 class Failure(NamedTuple):
-    """A rank's report of its error: `text` is all of it, `summary` one line."""
+    """A rank's report of its error: `text` is the whole report, `summary` is one line."""
 
     is_user_error: bool
     text: str
@@ -49,9 +50,9 @@ class Failure(NamedTuple):
 
 
 def exit_code_of(command: Callable[[], int], interrupted: str | None = None) -> int:
-    """Run a command and return its exit code. After an error, call `tell_failure` and return its
-    code. After an interrupt, print `interrupted` and return INTERRUPTED. If the reader of stdout
-    has closed the pipe, return UNREAD."""
+    """Run a command and return its exit code. After an error, return the exit code from
+    `tell_failure`. After an interrupt, print `interrupted` and return INTERRUPTED. If the reader of
+    stdout has closed the pipe, return UNREAD."""
     try:
         code = command()
     except KeyboardInterrupt:
@@ -94,7 +95,8 @@ def tell_failure(error: Exception) -> int:
 
 
 def parse_failure(text: str) -> Failure | None:
-    """Return what `tell_failure` wrote, or None if the rank died before it had written it all."""
+    """Return what `tell_failure` wrote, or None if the rank died before it had written the whole
+    report."""
     try:
         return Failure(**json.loads(text))
     except (ValueError, TypeError):

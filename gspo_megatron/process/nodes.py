@@ -44,10 +44,10 @@ class Node:
 def node_of_job(environ: Mapping[str, str]) -> Node | None:
     """Return the place of this machine, if a scheduler started this process once on each machine.
 
-    It reads the variables of torchrun's options (PET_NNODES and others), which Kubeflow's
-    PyTorchJob and TrainJob and deploy/kubernetes/jobset.yaml set, or the variables of SkyPilot. In
-    a rank it returns None, because the rank's launcher has read the variables already. Raises
-    UserError if variables are missing or have wrong values.
+    This function reads the variables of torchrun's options (PET_NNODES and others), which
+    Kubeflow's PyTorchJob and TrainJob and deploy/kubernetes/jobset.yaml set, or the variables of
+    SkyPilot. In a rank this function returns None, because the rank's launcher has read the
+    variables already. Raises UserError if variables are missing or have wrong values.
     """
     if _OF_A_RANK in environ:
         return None

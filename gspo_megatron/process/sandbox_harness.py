@@ -1,7 +1,7 @@
 """The first program in a sandbox: sets limits, then runs a solution, calls it, or tests it.
 
 It runs in a bare Python, with the standard library only and nothing of this package.
-`process.sandbox` sends it in as text.
+`process.sandbox` sends this file into the sandbox as text.
 """
 
 from __future__ import annotations

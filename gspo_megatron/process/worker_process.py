@@ -33,10 +33,12 @@ class Function:
 
 @dataclass(frozen=True)
 class Job:
-    """The function that workers call, and the limits of a call. It is a worker's first frame."""
+    """The function that workers call, and the limits of a call. The first frame that a worker gets
+    is a Job."""
 
     name: str  # in messages, such as: reward 'exact'
-    load: Callable[..., Function]  # the worker calls it; it must be a function of a module
+    # The worker calls this function. It must be a function of a module, because it is pickled.
+    load: Callable[..., Function]
     arguments: tuple[Any, ...]  # the arguments of `load`
     is_async: bool  # whether the loaded function is a coroutine function
     timeout_seconds: float

@@ -2,9 +2,9 @@
 
     pairs of responses -> both orders -> verdicts -> win rates
 
-A judge tends to prefer the response that it is shown first (or the one that it is shown second). So
-the judge compares each pair in both orders. Then this tendency adds the same to the win rates of
-both responses.
+A judge tends to prefer the response in one place: many judges the first response, others the
+second. So the judge compares each pair in both orders. Then this tendency adds the same amount to
+the win rates of both responses.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ async def judge_pairs(
 
     group: the responses to one prompt.
     template: the judge's prompt. {first} and {second} stand for the two responses. The judge's
-    answer must contain "Verdict: A", "Verdict: B" or "Verdict: tie"; the last one counts. A tie,
-    and an answer without a verdict, is half a win for both responses.
+    answer must contain "Verdict: A", "Verdict: B" or "Verdict: tie"; the last verdict counts. A
+    tie, and an answer without a verdict, is half a win for both responses.
     comparisons: number of pairs of a group that are compared, each in both orders; 0: all pairs.
     seed: the choice of pairs depends on this seed, on the row and on the responses.
 

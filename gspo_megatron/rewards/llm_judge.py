@@ -50,7 +50,7 @@ async def llm_judge(
     key_variable: the environment variable with the API key.
 
     Raises RewardError for mistakes of the user (wrong URL, model, key or template). Raises other
-    errors after which the call should be repeated (`reward.retries`): no connection, an overloaded
+    types of errors if the call should be repeated (`reward.retries`): no connection, an overloaded
     server, no score, a refused question.
     """
 

@@ -65,10 +65,10 @@ def math(sample: Sample) -> float:
     r"""Return 1.0 if the response's final expression equals the answer, else 0.0.
 
     math-verify finds the expression (\boxed{...} first, then other LaTeX, then plain numbers) and
-    compares by value: 1/2, 0.5 and \frac{1}{2} are the same. If a response has several \boxed{...},
-    it is right if the last one is the answer, or if all of them together are the answer (a set).
-    The answer may be plain text, or LaTeX with or without $...$ or \boxed{...}. A response scores
-    0.0 if it has no expression, or if its value takes more than a second to compute.
+    compares by value: 1/2, 0.5 and \frac{1}{2} are the same. A response with several \boxed{...} is
+    right if the last box has the answer, or if the contents of all boxes together are the answer (a
+    set). The answer may be plain text, or LaTeX with or without $...$ or \boxed{...}. A response
+    scores 0.0 if it has no expression, or if its value takes more than a second to compute.
 
     Raises RewardError if the answer is not a mathematical expression.
     """

@@ -138,7 +138,7 @@ def get_reward(
 ) -> Reward:
     """Return the reward `name`, or the user's function at `import_path`, "package.module:function".
 
-    The module is searched in the installed packages, then in the current directory. `options`
+    The module is searched for in the installed packages, then in the current directory. `options`
     become keyword arguments; `workers` is the number of processes that will call the function.
 
     Raises RewardError if there is no such reward, its module cannot be imported, or a package that

@@ -28,7 +28,7 @@ class UnreadableError(Exception):
 
 @dataclass(frozen=True)
 class _Odd:
-    """A value that JSON lacks, such as a set or bytes. It equals no expected value."""
+    """A value that JSON lacks, such as a set or bytes. Such a value equals no expected value."""
 
     text: str
 
@@ -48,8 +48,8 @@ class Result:
     def equals(self, wanted: Any) -> bool:
         """Whether the result equals the JSON value `wanted`.
 
-        Tuples count as lists, and keys as texts. If `wanted` has a float, the number may differ by
-        1e-6, except inside dictionaries."""
+        Tuples count as lists, and keys as texts. Where `wanted` has a float, the result may differ
+        from it by 1e-6, except inside dictionaries."""
         try:
             return _same(self.value, wanted, self.deadline, exact=False)
         except (RecursionError, MemoryError) as error:

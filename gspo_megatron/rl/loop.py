@@ -186,7 +186,8 @@ class ReinforcementLoop:
 
     def _whole_step(self, step: int, progress: Progress) -> None:
         """Run one step to its end. An update that makes the weights non-finite is a collapse, too.
-        After it the run can only roll back, because no usable weights are left to save."""
+        After such a collapse the run can only roll back, because no usable weights are left to
+        save."""
         try:
             metrics = self.step(step)
         except FloatingPointError as error:
@@ -261,8 +262,8 @@ class ReinforcementLoop:
     # The parts of a step, in order
 
     def roll_out(self, step: int) -> Experience:
-        """Return the step's scored responses: new ones, or those that an earlier start of the run
-        saved."""
+        """Return the step's scored responses: new responses, or the responses that an earlier start
+        of the run saved."""
         restored, self.restored = self.restored, None
         if restored is None:
             run, rows = self.run_components, self._rows(step)
@@ -315,7 +316,7 @@ class ReinforcementLoop:
         return step + (self.run_components.checkpoints.rollbacks << STEP_BITS)
 
     def _begin_requests(self, step: int, first: int) -> None:
-        """Make servers generate for this step and for later ones, while the policy trains.
+        """Make servers generate for this step and for later steps, while the policy trains.
 
         first: the step that uses the loader's next prompts. The loader does not advance, so that a
         resumed run uses the same prompts for the same step.
@@ -347,8 +348,8 @@ class ReinforcementLoop:
             yield refills.next()
 
     def _tell_selection(self, experience: Experience) -> None:
-        """Add the metrics of data.selection to those of the step, and mark the prompts that were
-        drawn at random."""
+        """Add the metrics of data.selection to the metrics of the step, and mark the prompts that
+        were drawn at random."""
         if isinstance(self.loader, PromptSelection):
             experience.metrics |= self.loader.metrics()
             for record in experience.draws[: self.loader.explored()]:
@@ -421,7 +422,7 @@ def order_of_prompts(run: RunComponents, step: int) -> PromptLoader | PromptSele
     config, inputs = run.config, run.inputs
     data, per_step, seed = config.data, config.rollout.prompts_per_step, config.training.seed
     if not (data.selection.is_on and inputs.train):
-        # a run that only evaluates uses no training prompts, and may have none
+        # a run that only evaluates needs no training prompts
         sizes = inputs.train_sizes or [len(inputs.train) or 1]
         return PromptLoader(sizes, per_step, seed, shuffle=data.shuffle, weights=data.weights)
     return PromptSelection(

@@ -26,8 +26,8 @@ def play(config: Config, episodes: int) -> list[dict[str, Any]]:
     """Play one episode for each of the first `episodes` prompts. If there are fewer prompts, repeat
     them.
 
-    Every rank calls this function. It returns records of evaluation.jsonl on the main rank, and an
-    empty list on the other ranks. Raises UserError.
+    Every rank calls this function. The main rank gets a record for each episode, in the form of
+    evaluation.jsonl, and the other ranks get an empty list. Raises UserError.
     """
     inputs, wanted = read_inputs(config, tools_of(config)), config.reward
     reward = get_reward(wanted.name, wanted.import_path, wanted.options, wanted.workers)

@@ -201,7 +201,7 @@ class PolicyUpdater:
 
     def reduce_metrics(self) -> dict[str, float]:
         """Return the metrics of the step's mini-batches, the same on every rank. All ranks call
-        it."""
+        this method."""
         reduced = self._metrics.reduce(self.data_group) if self.is_last_stage else None
         metrics = self.objective.complete(share_with_all_stages(reduced, self.pipeline_group))
         if "distill/loss" in metrics and "loss" in metrics:
@@ -272,8 +272,8 @@ class PolicyUpdater:
         means, largest = mismatch_metrics(trained, rollout, inputs.mask)
         self._metrics.add_means(means)
         self._metrics.add_maximum("mismatch/max", largest)
-        # The spread of the log sequence ratios between trainer and engine. A clip range below it
-        # clips noise.
+        # The spread of the log sequence ratios between trainer and engine. A clip range below this
+        # spread clips noise.
         difference = (trained - rollout).double().where(inputs.mask > 0, 0.0)
         sums = segment_sum(difference, inputs.sequence_index, len(inputs.advantages))
         logs = inputs.sum_over_shards(sums) / inputs.sequence_lengths.clamp(min=1)

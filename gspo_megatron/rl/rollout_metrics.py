@@ -162,7 +162,7 @@ def turns_and_branches(batch: RolloutBatch, sampled: Tensor) -> Tensor:
     """
     starts, is_response = branch_starts(batch), batch.in_response
     assert is_response is not None
-    # a turn starts at a token that the policy wrote, if it did not write the token before it
+    # a turn starts where the policy wrote a token but not the token before it
     written = torch.zeros_like(starts).masked_scatter(is_response, sampled)
     turns = written & ~written.roll(1)
     lengths = batch.prompt_lengths + batch.response_lengths

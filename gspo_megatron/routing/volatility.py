@@ -126,7 +126,8 @@ class Observing:
         old = self._old.of_layer(layer, scores.device)
         scored = scored_tokens(len(scores))
         # Round the new scores like the old ones. Otherwise the rounding error of the old scores
-        # (2^-9 relative) would count as a shift, and the true shift of a step is often smaller.
+        # (2^-9 relative) would count as a shift, and the true shift of a step is often smaller than
+        # this error.
         new_scores = scores[scored].to(torch.bfloat16).float()
         old_scores = self._old_scores[layer].to(scores.device, non_blocking=True).float()
         shift = (new_scores - old_scores).abs().mean(dim=-1)

@@ -1,4 +1,5 @@
-"""torch.cuda and NCCL for the device of device.cpp, in processes into which `startup` loads it.
+"""Lets torch.cuda and torch's backend for NCCL use the rehearsed device of device.cpp. The code in
+`startup` calls this module in each process that imports torch.
 
 `load_device` must be called before the first import of torch, and `complete` after it.
 """
@@ -17,7 +18,8 @@ from typing import Any
 LIBRARY = "CUDA_REHEARSAL_LIBRARY"  # the path of the shared object
 # The number of devices on this host; default: the number of its ranks.
 DEVICES = "CUDA_REHEARSAL_DEVICES"
-# A folder with a file for each process, which lists the waits of the host.
+# A folder. Each process writes a file into this folder, with the places where the host waited for
+# the device.
 WAITS = "CUDA_REHEARSAL_WAITS"
 MEMORY = 80 << 30  # bytes; the memory size that each device reports
 
@@ -26,8 +28,8 @@ _Tell = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 
 
 def load_device() -> None:
-    """Register the device. This must come before the import of torch, because torch then looks for
-    CUDA."""
+    """Register the device. This must come before the import of torch, because torch looks for CUDA
+    during its import."""
     global _device
     _device = ctypes.CDLL(os.environ[LIBRARY], ctypes.RTLD_GLOBAL)
     for name in ("allocated", "peak", "stream", "doubles"):

@@ -1,5 +1,5 @@
 """Families of models with the real commands: fine-tuning of a published folder and its export, then
-RL with replayed experts that starts from this export, and another export."""
+RL, which starts from this export and replays experts, and another export."""
 
 from __future__ import annotations
 

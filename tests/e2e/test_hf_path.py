@@ -28,7 +28,7 @@ from tests.unit.models.one_rank import one_rank_groups
 VOCABULARY = 53  # of the published model; larger than the tokenizer's vocabulary
 LAYOUT = "tp=2,ep=2"
 LAST = "rl_00000002"
-# The tolerance for fp32 logits of size 1 after four layers, if sums have another order.
+# The tolerance for fp32 logits of size 1 after four layers, if sums are computed in another order.
 TOLERANCE = 1e-5
 
 
@@ -84,7 +84,8 @@ def test_read_from_the_folder_the_run_is_the_same(
 
 def test_what_was_trained_is_a_model_of_transformers(tmp_path: Path, published: Published) -> None:
     """The trained model is converted by two processes and by one. Both conversions are equal.
-    transformers computes the same with them as Megatron-Core."""
+    With the converted weights, transformers computes the same as Megatron-Core with the trained
+    model."""
     pytest.importorskip("transformers")
     by_two, by_one = tmp_path / "by-two", tmp_path / "by-one"
     gspo("convert", "megatron-to-hf", published.run, by_two, "--layout", "tp=2,ep=2")

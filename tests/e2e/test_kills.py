@@ -30,8 +30,8 @@ STEPS = 8
 LAST = f"rl_{STEPS:08d}"
 TWO = "parallel.layout=dp=2"
 _END_SECONDS = 300
-# In a mount namespace, another file system takes the place of /dev/shm: a folder of the test, or
-# one of 16 kB.
+# In a mount namespace, another file system takes the place of /dev/shm: a folder of the test, or a
+# file system of 16 kB.
 _IN_A_NAMESPACE = ("unshare", "--mount", "--propagation", "private", "sh", "-e", "-c")
 _OWN_MEMORY = 'mount --bind "$0" /dev/shm; exec "$@"'
 _FULL_MEMORY = 'mount -t tmpfs -o size=16k tmpfs /dev/shm; exec "$@"'
@@ -152,8 +152,8 @@ def runs(config_file: Path) -> Iterator[Runs]:
 
 @pytest.fixture
 def own_memory(runs: Runs) -> list[str]:
-    """The beginning of a command line. It runs a command for which the folder `runs.memory` takes
-    the place of /dev/shm."""
+    """The first words of a command line. For the command that follows these words, the folder
+    `runs.memory` takes the place of /dev/shm."""
     return [*_IN_A_NAMESPACE, _OWN_MEMORY, str(runs.memory)] if may_mount() else []
 
 

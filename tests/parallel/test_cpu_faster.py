@@ -67,8 +67,8 @@ def test_the_switch_changes_no_result(pool: Pool, tmp_path: Path) -> None:
     is_on, replaced, without, (tokens, logprobs) = torch.load(path, weights_only=False)
     assert (is_on, replaced) == (False, [])
     for layout, result in updates(pool).items():
-        # Without `faster`, every layout agrees with tp=1. It also agrees with the same layout with
-        # `faster`.
+        # The result without `faster` is compared with two other results: tp=1 without `faster`, and
+        # the same layout with `faster`.
         for reference in (without["tp=1"], result):
             assert_same_update(without[layout], reference, FP32_TOLERANCE)
         assert_norm_is_that_of_the_gradients(without[layout])

@@ -1,5 +1,5 @@
-"""Episodes of several turns with the sharded model. They are the same on all layouts. The tokens,
-log-probs and experts of each turn are those with which the turn was generated."""
+"""Episodes of several turns with the sharded model. The episodes are the same on all layouts. The
+tokens, log-probs and experts of each turn are those with which the turn was generated."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def fail(config: Config) -> str:
 
 
 def test_all_ranks_are_told_that_no_episode_can_be_played(pool: Pool) -> None:
-    """All ranks save the run together after this."""
+    """All ranks save the run together after this error."""
     assert pool.each(odd_moe("tp=2,dp=2"), fail) == ["the bridge is gone"] * 4
 
 

@@ -90,8 +90,9 @@ def round_trip(
     mistake: str | None = None,
     exporting: bool = True,
 ) -> Said | None:
-    """Import and export. If there are prompts, continue them before the export. `mistake`: a fault
-    in the weight map, for the import and, if `exporting`, also for the export."""
+    """Import and export. If there are prompts, the model generates responses to them before the
+    export. `mistake`: a fault in the weight map, for the import and, if `exporting`, also for the
+    export."""
     wrong = mistaken(mistake, importing=True, exporting=exporting) if mistake else nullcontext()
     with wrong:
         policy = _policy(config)

@@ -12,7 +12,8 @@ from tests.slurm.packages import PACKAGES, Unavailable, cache_folder, slurm_pref
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with stand-ins for apt's programs, which is first in PATH; and an empty cache."""
+    """A folder with stand-ins for apt's programs. The folder is first in PATH, and the cache is
+    empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "bin"
     folder.mkdir()

@@ -70,7 +70,8 @@ def test_what_a_stage_cannot_do_is_refused_before_any_task_starts(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     sft, pretrain = (make_stage_run(tmp_path / stage, stage) for stage in ("sft", "pretrain"))
-    # 7 samples do not fit 2 data-parallel ranks. The second file belongs to the other stage.
+    # A batch of 7 samples cannot be divided among 2 data-parallel ranks. The second job gives the
+    # configuration of fine-tuning to pretrain.sbatch.
     bad = pretrain.submit(cluster, "--check-only", "training.batch_size=7")
     foreign = replace(sft, script="pretrain").submit(cluster, "--check-only")
     good = sft.submit(cluster, "--check-only")
@@ -78,6 +79,6 @@ def test_what_a_stage_cannot_do_is_refused_before_any_task_starts(
     for number, text in told.items():
         log = cluster.ended(number, "COMPLETED 0:0" if number == good else "FAILED 2:0")
         assert text in log and "Traceback" not in log
-        # srun would begin each line of a task in this way.
+        # If srun had started tasks, each line would begin with the number of a task.
         assert not re.search(r"^\d: ", log, re.MULTILINE), log
     assert not sft.out.exists() and not pretrain.out.exists()

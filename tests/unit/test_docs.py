@@ -104,7 +104,8 @@ def test_every_rule_stands_there_with_its_ratios_and_numbers() -> None:
         row = rows[name]
         assert tuple(code(row["on ratios"])) == rule.ratios
         assert [each.partition("=")[0] for each in code(row["reads"])] == list(rule.defaults)
-        # An objective that normally has another rule, to see the defaults of this rule's numbers.
+        # The objective's own rule must differ from `name`. Then the resolved numbers are the
+        # defaults of the rule `name`, not values of the objective.
         foreign = "grpo" if name != "min_clip" else "sapo"
         ratio = "token" if "token" in rule.ratios else rule.ratios[0]
         resolved = resolve_objective(ObjectiveSection(name=foreign, rule=name, ratio=ratio))

@@ -17,7 +17,8 @@ from tests.programs import ROOT, gspo
 from tests.unit.objectives.batches import make_inputs, make_objective
 
 PAGE = ROOT / "docs" / "metrics.md"
-# The page writes NAME in place of a part's name, so this part has that name.
+# The page writes NAME in place of the name of a reward's part, so the part of this reward is called
+# NAME.
 REWARD = "def reward(sample):\n    return {'NAME': sample.num_tokens % 3 / 3}\n"
 ENVIRONMENT = """
 class Twice:

@@ -63,8 +63,8 @@ def test_a_server_of_another_model_is_refused_with_every_difference(
         line("megatron.hidden_size", 64, 128),
         line("megatron.moe_ffn_hidden_size", 64, 32),
     ]
-    # Only the spelling of this version of transformers is changed, because two spellings would
-    # contradict each other.
+    # The key has two spellings. The test changes the spelling that this version of transformers
+    # writes, because two keys with different values would contradict each other.
     (spelling,) = {"num_experts", "num_local_experts"} & config.keys()
     assert found(**{spelling: 16}) == [line("megatron.num_moe_experts", 8, 16)]
     # The weights have the same shapes, but the model computes another function.

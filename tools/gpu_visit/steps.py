@@ -70,8 +70,8 @@ def _visit(machine: Machine) -> list[Step]:
     """Return the checks that need only torch and Megatron-Core."""
     out, config = machine.out, str(machine.config)
     layouts = ("tp=1",) if machine.gpus == 1 else ("tp=1", "tp=2")
-    # The reference is computed on the CPU with the same weights, so the layers must be some that a
-    # CPU can run, too.
+    # The reference is computed on the CPU with the same weights, so the model must have layers that
+    # a CPU can run, too.
     on_cpu = ("model.backend=torch_native", "--reference-on-cpu", "--tolerance", "1e-4")
     pytest = ("-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", "tests/gpu")
     trip = _script("gpu_visit/round_trip.py", str(out / "bf16"), str(out / "roundtrip"))

@@ -1,10 +1,10 @@
 """Makes a wheel with CUDA kernels for one kind of GPU only: `thin.py WHEEL FOLDER [ARCH]`.
 
 Transformer Engine's wheel has kernels for eight kinds of GPU, 276 MB. The kernels for Hopper
-(sm_90, ARCH 90) are a tenth of it. CUDA finds a kernel by the header of its entry. So the contents
-of all other entries can be replaced by zeros, which a wheel stores in almost no space. The layout
-of the entries is not published. The tool fails if the wheel has no entry for
-ARCH, or only such entries.
+(sm_90, ARCH 90) are a tenth of these bytes. CUDA finds a kernel by the header of its entry. So the
+contents of all other entries can be replaced by zeros, which a wheel stores in almost no space. The
+layout of the entries is not published. The tool fails if the wheel has no entry for ARCH, or no
+entry for any other kind of GPU.
 """
 
 from __future__ import annotations

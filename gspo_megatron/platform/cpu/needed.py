@@ -24,8 +24,8 @@ CPU = torch.device("cpu")
 FACTORIES = ("empty", "zeros", "ones", "tensor", "empty_like")
 
 # Megatron-Core uses the kernels of these packages whenever it can import them. The packages may be
-# installed on a machine without a GPU, or on one whose GPU is hidden for a dry run. There the
-# kernels cannot compute, so importing these packages must fail.
+# installed on a machine without a GPU, or on a machine whose GPU is hidden for a dry run. On these
+# machines the kernels cannot compute, so importing these packages must fail.
 GPU_PACKAGES = ("transformer_engine", "apex", "amp_C")
 
 

@@ -36,8 +36,8 @@ LINE = 64  # bytes of a cache line. Each rank's numbers have a line of their own
 # int64 in a line. Three are used: the count of meetings, and the purposes of two meetings
 WORDS = LINE // 8
 
-# A rank that waits first polls for this long, and yields its core after each poll. Then it sleeps
-# between two polls, for a twentieth of the time that it has waited.
+# At first a waiting rank polls for this long, and yields its core after each poll. Later the rank
+# sleeps between two polls, for a twentieth of the time that it has waited.
 SPIN_SECONDS = 0.005
 NAP_SECONDS = (5e-5, 1e-2)  # the shortest and the longest sleep
 
@@ -107,7 +107,7 @@ class Window:
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         except OSError:
             return False
-        fcntl.lockf(self.file, fcntl.LOCK_UN, 1, rank)  # so that other ranks can test it, too
+        fcntl.lockf(self.file, fcntl.LOCK_UN, 1, rank)  # so that other ranks can test the lock, too
         return True
 
 
@@ -133,10 +133,10 @@ def turns(
     the memory for it [ranks, rows, elements of the piece], and the function with which the ranks
     meet.
 
-    In each turn every rank writes to its place, all meet, and each reads what the others wrote. The
-    same half is written again two turns later. By then all ranks have met once more, so all have
-    read the half. `work` names the collective, so that ranks in another collective, or with other
-    sizes, are detected.
+    In each turn every rank writes to its place, all ranks meet, and each rank reads what the other
+    ranks wrote. The same half is written again two turns later. By then all ranks have met once
+    more, so all have read the half. `work` names the collective, so that ranks in another
+    collective, or with other sizes, are detected.
     """
     window = window_of(group)
     assert window is not None
@@ -152,8 +152,8 @@ def turns(
 
 
 def _make(group: dist.ProcessGroup) -> Window | None:
-    """Make the window of a group, or return None on all of its ranks if one of them cannot use
-    it."""
+    """Make the window of a group, or return None on all ranks of the group if one of these ranks
+    cannot use the window."""
     dist.barrier(group)  # a rank that is early waits here, before it has made a file
     size, path, window = group.size(), "", None
     try:
@@ -165,8 +165,9 @@ def _make(group: dist.ProcessGroup) -> Window | None:
         if told[0] and os.path.exists(told[0]):  # other hosts do not have the file
             with contextlib.suppress(OSError):
                 window = Window(group, os.open(told[0], os.O_RDWR | os.O_CLOEXEC))
-        # This uses broadcasts, because Megatron-Core lets torch collect all_reduce,
-        # all_gather_into_tensor and reduce_scatter_tensor here, to run them later.
+        # The ranks agree by broadcasts. Where Megatron-Core makes torch collect calls of
+        # all_reduce, all_gather_into_tensor and reduce_scatter_tensor, the collected calls would
+        # run too late.
         has_window = torch.full((size,), window is not None)
         for source in range(size):
             dist.broadcast(has_window[source : source + 1], group=group, group_src=source)
@@ -200,7 +201,7 @@ def _new_file(size: int) -> str:
 
 def _remove_forgotten() -> None:
     """Remove this user's old windows that still have names. (If the ranks of such a window were not
-    killed but suspended, they cannot open it any more, and work without a window.)"""
+    killed but suspended, they cannot open the window any more, and work without one.)"""
     with os.scandir(MEMORY) as entries:
         for entry in entries:
             if not entry.name.startswith(_PREFIX):

@@ -38,9 +38,9 @@ from gspo_megatron.routing.noise import noisy_routers
 from gspo_megatron.routing.replay import no_routes, recorded
 from gspo_megatron.types import RolloutBatch
 
-# Tokens per row between two checks. A check finds the responses that have ended. It synchronises
-# with the device (and, if ranks share experts, runs a collective). A late check costs useless
-# decoding steps for rows that have ended.
+# Tokens per row between two checks. A check finds the responses that have ended. The check
+# synchronises with the device (and, if ranks share experts, runs a collective). A late check costs
+# useless decoding steps for rows that have ended.
 CHECK_INTERVAL = 4
 
 # New responses start once this share of the rows is free, so that several prompts share one
@@ -100,8 +100,8 @@ class MegatronEngine:
     @torch.no_grad()
     def generate(self, requests: Requests, sampling: Sampling, seed: int) -> RolloutBatch:
         """See RolloutEngine.generate."""
-        # Without this, a rank without requests runs no forward pass, and the other ranks would wait
-        # for its weights.
+        # A rank without requests may run no forward pass. Without this call, the other ranks would
+        # then wait for this rank's part of the weights.
         self.policy.finish_parameter_gather()
         self.policy.eval()
         generation = _Generation(self, requests, sampling, seed)
@@ -115,7 +115,8 @@ class MegatronEngine:
         """Return the ids of all tokens that end a response [end ids], and the stops to search for.
 
         Decoding leaves special tokens out. So a stop that is a special token is found by its id,
-        and stops that contain special tokens are searched for in a text that includes these.
+        and stops that contain special tokens are searched for in a text that includes special
+        tokens.
         """
         if not stop:
             return torch.tensor(self.eos_ids, device=self.device), []
@@ -132,8 +133,8 @@ class MegatronEngine:
         return torch.tensor([*self.eos_ids, *special], device=self.device), searches
 
     def _agreed_maxima(self, values: Sequence[int]) -> list[int]:
-        """Return the maximum of each value over all ranks, if all run the same number of passes.
-        Otherwise return the values of this rank."""
+        """Return the maximum of each value over all ranks, if all ranks run the same number of
+        passes. Otherwise return the values of this rank."""
         if not self.lockstep:
             return list(values)
         agreed = torch.tensor(values, device=self.device)
@@ -200,7 +201,8 @@ class _Prefilled:
     routes: Tensor | None  # [prompts, length, layers, k]; None: not recorded
 
     def last(self) -> _Prefilled:
-        """Return a copy of the last prompt, so that the memory of the others can be freed."""
+        """Return a copy of the last prompt's results, so that the memory of the other prompts'
+        results can be freed."""
 
         def cut(values: Tensor) -> Tensor:
             return values[-1:].clone()
@@ -296,8 +298,8 @@ class _Generation:
     def _plan(self) -> _Plan:
         """Agree on the use of free rows, and on the forward passes until the next check.
 
-        Reads from the device once. If ranks share experts, they use the maxima over all ranks of
-        six numbers:
+        Reads from the device once. If ranks share experts, every rank uses the maxima, over all
+        ranks, of six numbers:
 
             needed   rows for the responses in progress or queued; 0: all responses are finished
             is_time  whether enough rows are free to start responses in them; 0: no rank starts any

@@ -109,7 +109,8 @@ class WeightSync:
         }
 
     def wait_for(self, status: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Call `status` on rank 0 until it reports `done`, and return it on all ranks.
+        """Call `status` on rank 0 until the result says `done`, and return this result on all
+        ranks.
 
         `status` itself waits for some seconds. If a server restarts in this time, the ranks write
         a folder with the newest weights for it.
@@ -126,8 +127,8 @@ class WeightSync:
         return self.service
 
     def _weights_status(self) -> dict[str, Any]:
-        """Return the status of the new weights, on rank 0. The service ends the wait for it after
-        rollout.vllm.weight_update_timeout_seconds."""
+        """Return the status of the new weights, on rank 0. The service gives the servers
+        rollout.vllm.weight_update_timeout_seconds to take the weights."""
         heartbeat()
         return self._on_main().weights_status()
 
@@ -191,7 +192,8 @@ class WeightSync:
     # A stream from rank 0
 
     def _send_stream(self, weights: dict[str, Any]) -> int:
-        """Stream the newest weights to all servers that support it. Returns the size in bytes."""
+        """Stream the newest weights to all servers that can take a stream. Returns the size in
+        bytes."""
         family = None if self.hf_config is None else family_of(self.hf_config)
         specs = stream_specs(self.policy, family=family)
         tensors = stream_hf(self.policy, family=family)
@@ -245,8 +247,8 @@ class WeightSync:
 
 
 def _open_stream(config: Config, device: torch.device) -> WeightStream:
-    """Listen at the address where the servers find this machine. It is loopback if all servers run
-    on this machine.
+    """Listen at the address where the servers find this machine. The address is loopback if all
+    servers run on this machine.
 
     Raises RolloutError if this process cannot listen there. Raises UserError if the address on the
     route to other machines is unknown.

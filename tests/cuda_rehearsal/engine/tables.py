@@ -38,7 +38,7 @@ class Table:
 
 def versions() -> list[str]:
     """The versions that have a table: the version that is installed with this Megatron-Core, and
-    later ones."""
+    later versions."""
     found = importlib.metadata.version("megatron-core")
     pins = (ROOT / "requirements" / f"gpu-megatron-{found}.txt").read_text().splitlines()
     (pin,) = (line.partition("==")[2] for line in pins if line.startswith("transformer-engine=="))

@@ -384,10 +384,11 @@ TOKENIZER = {"tokenizer": "t"}
         ({"data": {"prompts": "p", **TOKENIZER}}, "rl"),
         ({"data": {"examples": "e", **TOKENIZER}}, "sft"),
         ({"data": {"train": ["c"], **TOKENIZER}}, "pretrain"),
-        # The kind of data decides. The schema then reports the keys that do not fit.
+        # The kind of data decides the stage. The schema then reports the keys that this stage
+        # lacks.
         ({"data": {"examples": "e"}, "rollout": {"group_size": 4}}, "sft"),
         ({"data": {"train": ["c"], "prompts": None}}, "pretrain"),
-        # Without data, the other keys decide.
+        # Without data, the other keys decide the stage.
         ({"data": TOKENIZER, "rollout": {}}, "rl"),
         ({"data": TOKENIZER, "training": {"keep_step_inputs": 3}}, "rl"),
         ({"data": TOKENIZER, "training": {"epochs": 2, "batch_size": 4}}, "sft"),
@@ -484,7 +485,7 @@ def test_old_logprobs_are_computed_again_where_the_engines_may_differ(
 
 
 def test_every_character_comes_back_from_yaml_and_from_overrides() -> None:
-    """The characters include those that YAML reads as the end of a line, and some with numbers
+    """The characters include those that YAML reads as the end of a line, and some with code points
     beyond 16 bits."""
     points = [*range(0x100), 0x3000, *range(0x2026, 0x202B), 0xFEFF, 0xFFFE, 0xFFFF, 0x1F600]
     texts = [text for c in map(chr, points) for text in (c, f"a{c}b", f"{c} ", f"word {c}\n x")]
@@ -538,7 +539,8 @@ def test_names_of_suites_and_dates_that_are_none_are_told(
 
 
 def test_dates_without_quotes_are_dates(tmp_path: Path) -> None:
-    """YAML reads a year as a number. Other YAML readers turn a full date into a date object."""
+    """Our reader gets a year as a number and a full date as text. PyYAML's own reader turns a full
+    date into a date object. The filter is the same with both readers."""
     window = "{field: d, first: 2024, last: 2024-05-31}"
     path = write(
         tmp_path, MINIMAL + f"evaluation: {{suites: {{a: {{prompts: p, filter: {window}}}}}}}"

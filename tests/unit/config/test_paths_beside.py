@@ -29,7 +29,7 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a configuration and the files that it names. The current folder is its
     parent."""
     for name in ("GSPO_TOLD_PATHS", "GSPO_MODULE_FOLDERS"):
-        monkeypatch.setenv(name, "")  # monkeypatch restores it after the test
+        monkeypatch.setenv(name, "")  # monkeypatch restores the variable after the test
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "task"
     write_toy_dataset(folder / "toy", "mixed", train=4, test=2, seed=1)

@@ -127,7 +127,8 @@ def test_phases_need_checkpoints_and_adapters_have_one_reference() -> None:
 
 
 def test_a_mistake_is_told_once_and_all_are() -> None:
-    """A phase keeps the values of the phase before, and with them its mistakes."""
+    """A phase keeps the values of the phase before. So a mistake in a value is also in all later
+    phases."""
     wrong = {"until_step": 5, "rollout": {"group_size": 0}}
     more = {"until_step": 7, "rollout": {"temperature": -1.0}}
     with pytest.raises(ConfigError) as caught:

@@ -14,8 +14,8 @@ def written(*ids: int) -> Written:
 
 @pytest.fixture
 def transcript() -> Transcript:
-    """A transcript with two branches: one of two turns with a token in between, and one of a single
-    turn."""
+    """A transcript with two branches. The first branch has two turns with a token in between, the
+    second has a single turn."""
     made = Transcript({0: (1, 2)})
     made.add((), written(3, 4))
     made.add((5,), written(6))

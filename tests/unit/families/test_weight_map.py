@@ -1,5 +1,5 @@
-"""The weight map: its recipes give the same as torch's operations on whole tensors, and they cover
-every element once."""
+"""The weight map: its recipes give the same tensors as torch's operations on whole tensors, and
+they cover every element once."""
 
 from __future__ import annotations
 

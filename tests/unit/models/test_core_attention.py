@@ -236,7 +236,7 @@ def test_empty_sequences_are_skipped_and_the_scale_is_the_one_given() -> None:
 def test_context_parallel_shards_join_to_the_whole(
     cp: int, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # This test simulates the gather. Tests with several processes run the real one.
+    # This test simulates the gather. Tests with several processes run the real gather.
     boundaries = random_boundaries(9, unit=2 * cp) if packed else [0, 6 * cp]
     states = tuple(s.detach() for s in random_states(9, boundaries[-1], 4, 2))
     shards = [zigzag_shard(boundaries, cp, rank) for rank in range(cp)]

@@ -1,7 +1,8 @@
 """The objectives compared with TRL's GRPO loss: value, gradient, clip fractions and entropy.
 
-TRL's side is `GRPOTrainer._compute_loss`, in which only the model is replaced. TRL is imported when
-it is called. Some names have another meaning in TRL, and tests show these differences:
+TRL's side is `GRPOTrainer._compute_loss`, in which only the model is replaced. TRL is imported only
+inside the function `_trainer`. Some names have another meaning in TRL, and tests show these
+differences:
 
 - CISPO: TRL's `epsilon_high` is the cap itself; here the cap is 1 + clip_high. TRL counts only
   tokens with a positive advantage as clipped, although the cap changes other weights, too.
@@ -95,8 +96,8 @@ def trl_loss(
         "completion_mask": padded(inputs.mask, 0.0),
         "advantages": inputs.advantages,
         "old_per_token_logps": padded(inputs.old_logprobs, -4.0),
-        # The number for the whole generation batch, which has one micro-batch for each accumulation
-        # step.
+        # The number of tokens of the whole generation batch, which has one micro-batch for each
+        # accumulation step.
         "num_items_in_batch": torch.tensor(float(inputs.global_num_tokens)),
     }
     if inputs.token_advantages is not None:
@@ -196,7 +197,7 @@ PAIRS = [
     ("vespo", "token"),
 ]
 OF_TOKENS = [("gspo_token", "sequence_token"), *[pair for pair in PAIRS if pair[1] == "token"]]
-# Pairs of TRL's main trainer. Its experimental trainer for GSPO-token lacks some features.
+# Pairs of TRL's main trainer. TRL's experimental trainer for GSPO-token lacks some features.
 MAIN = [pair for pair in PAIRS if pair[1] != "sequence_token"]
 CLIPPED = [pair for pair in PAIRS if pair[0] not in ("cispo", "sapo", "vespo")]
 
@@ -245,7 +246,7 @@ def test_loss_gradient_entropy_and_clip_fractions_are_those_of_trl(name, level, 
         counted = "clip/sequence" if level == "sequence" else "clip/token"
         pairs = {"low": "low_mean", "high": "high_mean", "binding": "region_mean"}
         found = {key: theirs.metrics[f"clip_ratio/{pair}"] for key, pair in pairs.items()}
-        # Each bound binds for some values, and neither binds for others.
+        # Some values are clipped at the low bound, some at the high bound, and some not at all.
         assert found["low"] > 0 and found["high"] > 0 and found["low"] + found["high"] < 1
         for key, expected in found.items():
             ours_too = mean(ours.means[f"{counted}/{key}"])

@@ -49,7 +49,7 @@ def healthy(seed: int) -> list[dict[str, Any]]:
 def test_a_healthy_run_gives_no_warning(seed: int) -> None:
     """At the end of the run with seed 1, nearly all groups are right. Most groups have no spread,
     and the entropy is 2% of its start. A step with one wrong answer has a 100 times larger gradient
-    norm than a step without."""
+    norm than a step without wrong answers."""
     config = {
         "rollout": {"max_response_tokens": 5},
         "objective": {"name": "gspo", "clip_low": 0.04, "clip_high": 0.04},
@@ -69,8 +69,8 @@ def test_a_run_without_metrics_gives_no_warning() -> None:
 
 
 def test_the_same_curves_without_a_reward_are_a_collapse() -> None:
-    """The rules notice the entropy and the groups of this run. They give no warning for the healthy
-    run only because its reward is high."""
+    """The rules notice the entropy and the groups of this run. The healthy run would get these
+    warnings, too, if its reward were not high."""
     poor = [record | {"reward/mean": 0.3} for record in healthy(1)]
     assert {finding.metric for finding in advise(poor)} == {
         "policy/entropy",

@@ -1,4 +1,4 @@
-"""The assembler makes one group of responses of all kinds, for both engines."""
+"""The assembler joins responses of all kinds into one group, for both engines."""
 
 from __future__ import annotations
 

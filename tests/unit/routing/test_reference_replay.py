@@ -1,5 +1,5 @@
-"""routing.reference_replay: the experts that the reference policy uses. They do not depend on what
-the policy replays."""
+"""routing.reference_replay: the experts that the reference policy uses. These experts do not depend
+on what the policy replays."""
 
 from __future__ import annotations
 
