@@ -165,8 +165,8 @@ class StopStrings:
     """Finds the token that completes a stop string in a response.
 
     It decodes only the last tokens. A token with text has at least one byte, so a stop string of n
-    UTF-8 bytes has at most n such tokens. A few more are decoded, because special tokens have no
-    text, decoders drop a leading space, and the first token may begin inside a character.
+    UTF-8 bytes has at most n tokens with text. A few more are decoded, because special tokens have
+    no text, decoders drop a leading space, and the first token may begin inside a character.
     """
 
     SPARE_TOKENS = 8
