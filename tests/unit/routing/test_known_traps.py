@@ -185,7 +185,8 @@ def test_trap_a_pass_is_recorded_or_replayed_twice() -> None:
 
 
 def test_trap_layers_of_multi_token_prediction_are_counted_in() -> None:
-    """The layers of multi-token prediction are numbered from 1 again, like those of the decoder."""
+    """The numbers of the layers of multi-token prediction begin with 1, and so do the numbers of
+    the decoder's layers."""
     model, other = moe_policy().models[0], moe_policy().models[0]
     policy = torch.nn.Module()
     policy.decoder, policy.mtp = model.decoder, other.decoder
