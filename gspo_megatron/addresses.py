@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from gspo_megatron.errors import UserError
 
-# Environment variable: the file descriptor of a socket. The launcher has opened this socket for
-# torch's store, which rank 0 serves on it.
+# Environment variable: the file descriptor of a socket. The launcher has opened this socket, and
+# rank 0 serves torch's store on this socket.
 STORE_DESCRIPTOR = "GSPO_STORE_FD"
 # comma-separated names of the job's hosts that only serve rollouts
 ROLLOUT_NODES = "GSPO_ROLLOUT_NODES"
@@ -97,7 +97,8 @@ def _ways_to_others(environ: Mapping[str, str]) -> list[str]:
 
 
 def _way_abroad(problem: str) -> str:
-    """Return this machine's address on its default route. Raises UserError if it has none."""
+    """Return this machine's address on its default route. Raises UserError if there is no default
+    route."""
     way = route_to(_ABROAD)
     if way is None or is_loopback(way):
         raise UserError(f"{problem}; set it to an address of the first host of the job")

@@ -37,7 +37,7 @@ SIDE_FILES = (
     "chat_template.json",
 )
 
-_MOST_NESTED = 100  # levels; no file of this package or of a known program has so many
+_MOST_NESTED = 100  # levels; no file of this package or of a known program is nested so deep
 SETTLED = 64 << 20  # bytes that a writer of a large file writes between two calls of `settle`
 
 
@@ -152,9 +152,9 @@ _SAMPLE, _SAMPLES = 1 << 16, 16  # bytes of a sample, and the number of samples 
 def fingerprint_of_weights(folder: str | Path) -> str:
     """Return the SHA-256 of a model's folder. Raises DataError.
 
-    It covers small files as a whole. Of a safetensors file it covers only the size and 16 samples,
-    spread over the file. Reading a whole large model would take minutes. The samples are enough,
-    because two separately trained models differ everywhere.
+    The hash covers small files as a whole. Of a safetensors file, the hash covers only the size and
+    16 samples, spread over the file. Reading a whole large model would take minutes. The samples
+    are enough, because two separately trained models differ everywhere.
     """
     folder, digest = Path(folder), hashlib.sha256()
     try:

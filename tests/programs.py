@@ -53,8 +53,8 @@ def gspo(*words: object, expect: int = 0, **environ: str) -> subprocess.Complete
 
 
 def peak_memory(*words: str) -> int:
-    """The largest resident set of a Python process, in bytes. A small process starts this process,
-    because a new process begins with the peak of its parent."""
+    """The largest resident set of a Python process, in bytes. The Python process is started by a
+    small process, because a new process begins with the peak of its parent."""
     script = (
         "import json, os, subprocess, sys\n"
         "process = subprocess.Popen(sys.argv[1:], stdout=2)\n"

@@ -84,7 +84,7 @@ def calls_of(function: str) -> list[str]:
 
 def shapes() -> dict[str, str]:
     """Return the shape of each field of all data classes, by Class.field. The shape is in the
-    comment after the field; without one, return the field's type."""
+    comment after the field. For a field without a comment, return the type of the field."""
     found = {}
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text(encoding="utf-8")

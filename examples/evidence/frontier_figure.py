@@ -146,7 +146,8 @@ def draw_sizes(axes: Axes, records: Sequence[Record], axis: str) -> None:
 
 
 def edge_table(records: Sequence[Record]) -> list[str]:
-    """The table of edges for every arm, in units of the axis and as sizes of steps. Markdown."""
+    """The table of the edges (see `edge`) of every arm, in units of the axis and as sizes of steps.
+    Markdown."""
     rows = [
         "| axis | arm | all converge | not all | step there | no collapse | one | heals |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -232,7 +233,8 @@ def gap_text(found: tuple[int, float, float, float]) -> str:
 
 
 def replay_cost_table(records: Sequence[Record]) -> list[str]:
-    """The table of the effect of replay at values where all seeds converge without it. Markdown."""
+    """The table of the effect of replay at values where all seeds converge without replay.
+    Markdown."""
     rows = [
         "| engine | with over without | rates | pairs | reward at the end | held-out accuracy |",
         "| --- | --- | --- | --- | --- | --- |",

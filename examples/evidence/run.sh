@@ -3,11 +3,11 @@
 # and tables.
 #   bash examples/evidence/run.sh           # measures what results/ lacks; everything takes 4 hours of one core
 #   bash examples/evidence/run.sh --quick   # measures one point of each figure again, and compares it with
-#                                           # the kept interval: 5 minutes of one core, with a start model
+#                                           # the kept interval: 5 minutes of one core, if the start model exists
 # Every result is a line in results/. A result that has its line is not measured again, so after an
 # interruption the script continues where it stopped. To measure everything anew, move
 # results/*.jsonl away. WITHOUT_VLLM=1 leaves out the measurements that need vLLM. The first run
-# with vLLM makes an environment for it, of 2.4 GB.
+# with vLLM makes an environment for vLLM, which takes 2.4 GB.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=

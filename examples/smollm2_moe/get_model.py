@@ -93,7 +93,7 @@ def dequantise(file: Path, folder: Path) -> None:
 
     source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     read = AutoModelForCausalLM.from_pretrained(**source)
-    # transformers recognises a model from GGUF by this field, and refuses to save it.
+    # By this field transformers recognises a model from GGUF, and would refuse to save the model.
     del read.config.quantization_config
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(read.config)

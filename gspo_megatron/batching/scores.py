@@ -33,10 +33,10 @@ def score_micro_batch(
 ) -> MicroBatch:
     """Build a micro-batch in which the score head scores every branch.
 
-    members: the numbers of the sequences in the micro-batch. A preference is one sequence, and its
-    branches are its responses, so all of them are in one micro-batch. tokens: for each member, the
-    tokens of its branches, end to end. branches: by sequence number, the number of tokens of each
-    branch."""
+    members: the numbers of the sequences in the micro-batch. A preference is one sequence. Its
+    branches are the responses that it compares, so all these responses are in one micro-batch.
+    tokens: for each member, the tokens of its branches, end to end. branches: by sequence number,
+    the number of tokens of each branch."""
     nothing = [0] * len(members)
     parts = {n: [(length, 0) for length in branches[n]] for n in members}
     built = builder.build(

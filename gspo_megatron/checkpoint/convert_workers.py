@@ -17,7 +17,7 @@ from gspo_megatron.observe.progress import Progress
 from gspo_megatron.process.cores import usable_cores
 
 _MILLION = 1_000_000
-_QUEUED = 2  # the most unfinished items that are submitted, for each thread
+_QUEUED = 2  # for each thread: limit of the items that are submitted and not finished
 _MOST_THREADS = 4  # each thread holds a few blocks of tensors in memory
 
 Item = TypeVar("Item")

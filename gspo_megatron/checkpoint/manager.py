@@ -85,7 +85,8 @@ class Checkpoints:
         self.folder = run_folder(config) / CHECKPOINTS
         self._newest = start.state.position if start.state else None
         self.warned = list(start.state.warned) if start.state else []
-        # Ranks may differ in the last digit of a metric, so the main rank decides.
+        # Ranks may differ in the last digit of a metric, so the main rank decides whether the run
+        # has collapsed.
         self.watch = CollapseWatch(start.state.watch if start.state else None)
         self.rollbacks = start.state.rollbacks if start.state else 0
         self.reward_moments = dict(start.state.reward_moments) if start.state else {}
@@ -158,10 +159,10 @@ class Checkpoints:
         """Inside the context, give the policy the weights of the reference policy, if `needed`.
 
         At the start of RL, and when a phase renews the reference, the policy itself is the
-        reference. If `kept`, this method then saves it. At any other time the reference is read
-        from its checkpoint, and at the end of the context the policy's own weights are read again.
-        A policy whose adapters had no effect at the start of RL needs no saved reference: without
-        its adapters it is the reference."""
+        reference. If `kept`, this method then saves the reference. At any other time the reference
+        is read from its checkpoint, and at the end of the context the policy's own weights are read
+        again. A policy whose adapters had no effect at the start of RL needs no saved reference:
+        without its adapters it is the reference."""
         lora = self.policy.lora
         is_base = lora is not None and lora.starts_as_base
         needed, kept = needed and not is_base, kept and not is_base
@@ -376,8 +377,8 @@ class Checkpoints:
         ) from error
 
     def next_start(self) -> Start:
-        """Return the start of the next phase, from the checkpoint that was just saved at its
-        border."""
+        """Return the start of the next phase, from the checkpoint that was just saved at the end of
+        this phase."""
         assert self._newest is not None
         checkpoint = self.folder / self._newest.name
         state = on_main(lambda: RunState.read(checkpoint))

@@ -130,9 +130,9 @@ def _saved(records: Sequence[dict[str, Any]]) -> str | None:
     """Return a text that says how many responses data.selection has saved.
 
     Returns None if data.selection has chosen no prompts at random. The text compares the run with
-    uniform draws: it takes the share of groups with differing rewards among the prompts that were
-    chosen at random. Retired prompts are never among these, so with uniform draws the share would
-    be the same or smaller."""
+    uniform draws of prompts. It assumes that with uniform draws, rewards would differ in the same
+    share of groups as among the prompts that this run chose at random. Retired prompts are never
+    chosen at random, so the share with uniform draws may be smaller, but not larger."""
     first = next((each["step"] for each in records if each.get("explored")), None)
     if first is None:
         return None

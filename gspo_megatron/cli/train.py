@@ -134,7 +134,7 @@ def run(name: str, arguments: argparse.Namespace) -> int:
         return code
     if rank_of is None:
         os.environ[SAVES] = "1"
-        # Several ranks get this variable from the launcher.
+        # If a run has several ranks, the launcher sets OMP_NUM_THREADS for each of them.
         if usable_cores() < (os.cpu_count() or 1):
             os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores()))
     try:

@@ -103,8 +103,8 @@ def at_step(config: Any, step: int) -> Any:
 
 
 def phase_configs(config: Any) -> list[Any]:
-    """Return one configuration for each phase, with its values. For a run without phases, the list
-    has only the configuration itself."""
+    """Return one configuration for each phase, with the values of this phase. For a run without
+    phases, the list has only the configuration itself."""
     ends = [phase.until_step for phase in phases_of(config)[:-1]]
     return [at_step(config, (end or 0) + 1) for end in (0, *ends)]
 
@@ -120,8 +120,8 @@ def reference_step(config: Any, step: int) -> int:
 
 
 def later_phases_need_reference(config: Any, step: int) -> bool:
-    """Return whether a phase after that of `step` has a KL penalty against the reference policy of
-    `step`."""
+    """Return whether a phase after the phase of `step` has a KL penalty against the reference
+    policy of `step`."""
     since, number = reference_step(config, step), phase_number(config, step)
     ends = [phase.until_step for phase in phases_of(config)[number:]]
     begins = [end + 1 for end in ends if end is not None and end < config.training.steps]

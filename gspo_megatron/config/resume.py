@@ -92,7 +92,8 @@ def decides_rollouts(config: Config) -> dict[str, Any]:
     """Return, by dotted key, the values that decide responses and rewards before the first update.
 
     The contents of input files decide too, but are not included. The answers of a teacher or a
-    reward model behind a URL are stored with the rewards.
+    reward model behind a URL are stored with the rewards, so the result also has the values that
+    decide whether there are such answers.
     """
     keys, unread = keys_of(type(config)), ("objective.", "optimizer.")
     found: dict[str, Any] = {

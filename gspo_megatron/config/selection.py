@@ -19,12 +19,12 @@ class SelectionSection(Section):
     by: Literal["uniform", "pass_rate"] = shapes(
         "uniform",
         "uniform: all prompts in turn; pass_rate: prompts whose last responses were solved neither "
-        "too often nor too seldom, and new ones",
+        "too often nor too seldom, and new prompts",
     )
     low: Share = shapes(0.01, "the lowest pass rate of the band: share of solved responses")
     high: Share = shapes(0.99, "the highest pass rate of the band")
     floor: Share = shapes(
-        0.1, "share of prompts that are drawn at random from all that are not retired"
+        0.1, "share of a step's prompts that are drawn at random from all prompts not retired"
     )
     retire_after: Positive | None = shapes(
         None,

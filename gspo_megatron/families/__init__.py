@@ -81,8 +81,8 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
 
 
 def language_model(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of the text model, if this is a vision-language model of a known family. A config
-    of any other model is returned unchanged."""
+    """The config of the text model, if `hf_config` belongs to a vision-language model of a known
+    family. The config of any other model is returned unchanged."""
     model_type, text = hf_config.get("model_type"), hf_config.get("text_config")
     family = _VISION_MODELS.get(model_type) if isinstance(model_type, str) else None
     if family is None or not isinstance(text, Mapping):

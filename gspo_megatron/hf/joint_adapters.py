@@ -76,8 +76,8 @@ def split_joint(
     found: Sequence[tuple[Box, Matrix]], stem: str, ranks: tuple[int, int], shape: Sequence[int]
 ) -> Iterator[tuple[str, Part]]:
     """Yield the names of A and B of each matrix, and their places in the pair of all experts.
-    ranks: the rank of this pair, and the rank of one matrix; shape: the shape of the parameter
-    [experts, ...]."""
+    ranks: the rank of this pair, and the rank of the pair of one matrix; shape: the shape of the
+    parameter [experts, ...]."""
     experts, axis = shape[0], _row_axis(found[0][0])
     joint_rank, rank = ranks
     numbers = dict.fromkeys(range(experts), 0)

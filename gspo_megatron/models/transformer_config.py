@@ -99,7 +99,7 @@ def transformer_config(config: AnyConfig, parallel: ResolvedParallel) -> Transfo
     made = kind(**{name: value for name, value in values.items() if name in known})
     made.moe_router_score_function = score_function
     for name, value in values.items():
-        # attributes that GPTModel reads, but no fields of TransformerConfig
+        # These are attributes that GPTModel reads. TransformerConfig has no such fields.
         if name.startswith(YARN_PREFIX):
             setattr(made, name, value)
     return made
@@ -160,8 +160,8 @@ def without_fp8(models: Sequence[torch.nn.Module]) -> contextlib.AbstractContext
 
     Decoding has one row for each sequence, but FP8 matrix products need multiples of 16 or 32 rows.
     For an export, the weights are converted to bf16 anyway. Transformer Engine's scales stay
-    unchanged. It is enough to change the config, because Megatron-Core reads these fields in every
-    forward pass.
+    unchanged. It is enough to change the config, because Megatron-Core reads the fields for FP8 in
+    every forward pass.
     """
     found = (m.config for model in models for m in model.modules() if hasattr(m, "config"))
     configs = {id(config): config for config in found if getattr(config, "fp8", None)}.values()

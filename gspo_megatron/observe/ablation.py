@@ -32,7 +32,7 @@ from gspo_megatron.observe.report import (
     window_means,
 )
 
-COLLAPSED_BELOW = 0.5  # share of the best window's mean reward
+COLLAPSED_BELOW = 0.5  # times the mean reward of the best window
 LEAST_SEEDS = 3  # with fewer seeds no difference counts as significant
 LEAST_PROMPTS = 30  # held-out prompts; with fewer no accuracy difference counts as significant
 

@@ -25,7 +25,7 @@ METRICS_FILE = "metrics.jsonl"
 DRAWS_FILE = "draws.jsonl"  # one record for each group: what became of a prompt of a step
 SAMPLES_FILE = "samples.jsonl"
 CHANGES_FILE = "changes.jsonl"  # one record for each step after which configuration values change
-PHASE_CONFIG = "config.from_step_"  # a file name begins so; the first step with the values follows
+PHASE_CONFIG = "config.from_step_"  # begins a file name; the first step with these values follows
 EVALUATION_FILE = "evaluation.jsonl"
 RL = "rl"
 # stages that are runs of their own
@@ -335,9 +335,9 @@ def load_runs(run_dirs: Sequence[str | Path]) -> list[Run]:
 def run_names(paths: Sequence[Path]) -> list[str]:
     """Return a unique name for each run folder.
 
-    This is the folder's name. If the name is only a seed, the parent's name comes before it
-    ("gspo/seed1"). If these names are not unique, the result has the paths below the common parent
-    instead."""
+    The name of a run is the name of its folder. If this name is only a seed, the parent's name
+    comes before it ("gspo/seed1"). If these names are not unique, the result has the paths below
+    the common parent instead."""
     names = [p.name if group_name(p.name) else f"{p.parent.name}/{p.name}" for p in paths]
     if len(set(names)) < len(names):
         common = Path(os.path.commonpath([str(path) for path in paths]))

@@ -85,8 +85,9 @@ class StepMetrics:
         torch.maximum(extremes, torch.stack([-logs.min(), logs.max()]), out=extremes)
 
     def reduce(self, group: dist.ProcessGroup) -> dict[str, float]:
-        """Combine the contributions over `group`. Raises UserError on all its ranks if they have
-        not collected the same names. A custom objective's names may depend on its inputs."""
+        """Combine the contributions over `group`. Raises UserError on all ranks of `group` if the
+        ranks have collected different names. This can happen because the names of a custom
+        objective may depend on its inputs."""
         self._check_names(group)
         sums = all_reduce_by_name(
             {("mean", name): pair for name, pair in self._means.items()}

@@ -31,9 +31,9 @@ _FUNCTIONS: dict[str, Callable[..., complex]] = {
 def value_text(form: Any) -> str:
     """Return the text of an expression that math-verify has parsed.
 
-    A number is written as a fraction. If it is not a fraction, it is written with twelve digits. `x
-    = 5` becomes 5. Sets, tuples and intervals are written with the values of their members. Other
-    forms are written as sympy writes them."""
+    A rational number is written as a fraction, any other number with twelve digits. `x = 5` becomes
+    5. Sets, tuples and intervals are written with the values of their members. Other forms are
+    written as sympy writes them."""
     kind = type(form).__name__
     if kind == "Equality" and getattr(form.lhs, "is_Symbol", False):
         return value_text(form.rhs)

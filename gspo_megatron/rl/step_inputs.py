@@ -248,7 +248,7 @@ class StepInputs:
             raise DataError(f"{folder}: not the inputs of a step") from None
 
     def logged_loss(self) -> float | None:
-        """Return the loss that the run logged for the step; None if it did not."""
+        """Return the loss that the run logged for the step; None if the run logged no loss."""
         try:
             records = read_metrics(self.run)
         except DataError:
@@ -298,8 +298,8 @@ def find_weights(step: StepInputs, config: Config, given: str | None) -> StepWei
         checkpoint = Path(given)
         _check_whole(checkpoint)
     else:
-        # the position after the previous step, when the responses of this step are already
-        # generated
+        # The latest position that can be used: the previous step is finished, and the responses of
+        # this step are already generated.
         start = Position(RL, step.step - 1, True)
         for position in positions(step.run / CHECKPOINTS):
             if position.order > start.order:
@@ -316,7 +316,8 @@ def find_weights(step: StepInputs, config: Config, given: str | None) -> StepWei
         objective.needs_reference
         and (reference := reference_of(checkpoint, config, step.step)) is not None
     ):
-        # If this folder does not exist, the run's first weights, which are equal, are used.
+        # Without this folder, `verify` takes the run's first weights as the reference. A reference
+        # that no phase has renewed has these weights.
         way = "replace it by an undamaged copy, or move it away: the first weights are the same"
         _check_whole(reference, f"damaged, and needed; {way}")
     if not (checkpoint / STATE_FILE).is_file():  # a checkpoint of weights alone

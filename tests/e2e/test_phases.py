@@ -24,8 +24,8 @@ from tests.e2e.resuming import (
 from tests.programs import gspo, wait_until
 
 LAST = "rl_00000006"
-# Keys of each kind change: lengths and sizes, the prompts, a learning rate, and the objective. The
-# number of updates per step stays the same.
+# The phases change keys of each kind: lengths and sizes, the prompts, a learning rate, and the
+# objective. The number of updates per step stays the same.
 LONGER = {"rollout": {"max_response_tokens": 9, "prompts_per_step": 3}}
 OTHER = {
     "data": {"prompts": "other.jsonl"},

@@ -33,8 +33,8 @@ def rule() -> ModuleType:
 
 
 def test_the_rule_is_that_of_the_page() -> None:
-    """The score is 1 for the 4 letters of the prompt. A choice depends on the score and, less
-    strongly, on the length."""
+    """A response of 4 letters that all occur in the prompt has the score 1. A choice depends on the
+    score and, less strongly, on the length."""
     own = rule()
     assert own.score("abcd", "abca") == 1.0 and own.score("abcd", "") == 0.0
     assert own.score("abcd", "abxx") == own.score("abcd", "ab") - 0.125

@@ -23,8 +23,8 @@ pytestmark = [
     ),
 ]
 
-# The program of a rank. Like a command, it ends with exit code 2 and one line after a mistake of
-# the user.
+# The program of a rank. If the user makes a mistake, this program ends as a command does: with exit
+# code 2 and one line.
 _RANK = """
 import os, sys
 import torch

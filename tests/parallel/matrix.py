@@ -41,8 +41,9 @@ LAYOUTS = (
 @dataclass(frozen=True)
 class Case:
     """One case of an update. `split` says how the batch is cut into micro-batches. "one": each data
-    rank has one micro-batch; "even": it has several with equal numbers of sequences; "uneven": it
-    has several, each filled up to a token budget."""
+    rank has one micro-batch; "even": each data rank has several micro-batches with equal numbers of
+    sequences; "uneven": each data rank has several micro-batches, each filled up to a token
+    budget."""
 
     layout: str = "tp=1"
     dispatcher: str = "alltoall"

@@ -32,7 +32,7 @@ from tests.parallel.pool import Pool, RankError
 
 SMALL_WINDOW = 2**11  # few bytes, so that a tensor needs several turns and the last turn is shorter
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
-WIDTH = 3  # the number of elements in a row that a rank sends to another one
+WIDTH = 3  # the number of elements in a row that a rank sends to another rank
 
 
 def pair(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -63,8 +63,8 @@ class Drawn:
         self.given = torch.randint(0, 50, shape).to(kind)
 
     def run(self, collective: Callable[..., Any], *, in_place: bool) -> torch.Tensor:
-        """The result on this rank. in_place: the tensor of a rank's share is a part of the tensor
-        of the whole, as in Megatron-Core's buffers."""
+        """The result on this rank. in_place: the tensor with this rank's share is a part of the
+        tensor with the shares of all ranks, as in Megatron-Core's buffers."""
         given, group = self.given.clone(), self.group
         if self.name == "all_reduce":
             collective(given, self.op, group=group)

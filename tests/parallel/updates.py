@@ -24,9 +24,9 @@ from tests.parallel.matrix import Case
 from tests.parallel.models import VOCAB_SIZE
 from tests.parallel.pool import Pool
 
-# The tolerance for fp32, because layouts add numbers in different orders. The gradients of q/k
-# norms differ by 3e-6, because they are sums over all tokens whose terms nearly cancel. A wrong
-# sequence, shard or factor gives a difference of 1e-2 or more.
+# In fp32 results differ by rounding, because layouts add numbers in different orders. The gradients
+# of q/k norms differ by 3e-6, because they are sums over all tokens whose terms nearly cancel. A
+# wrong sequence, shard or factor gives a difference of 1e-2 or more.
 FP32_TOLERANCE = 2e-5
 # In float64, too, only the order of sums differs. The largest difference that we have seen was
 # 5e-15.
@@ -158,8 +158,8 @@ def assert_follows_formulas(
 ) -> None:
     assert_same_gradients(result, explicit, tolerance)
     tolerance = gradient_tolerance(case)
-    # fp32 losses are sums of terms of both signs. So their absolute errors have the size of the
-    # terms.
+    # A loss is a sum of terms of both signs. So its rounding error depends on the size of the
+    # terms, which may be much larger than the loss.
     floor = 1e-7 if tolerance == FP32_TOLERANCE else 1e-12
     loss = explicit.metrics["loss"]
     assert result.metrics["loss"] == pytest.approx(loss, rel=tolerance, abs=floor)

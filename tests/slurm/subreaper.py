@@ -1,9 +1,9 @@
 """Run a command, and end all its descendants with it: python subreaper.py COMMAND ARGUMENT ...
 
 A daemon's grandchildren leave the daemon's process group and session, and get another parent.
-Slurm's job steps do so, too. This process is their subreaper (Linux, prctl(2)), so they stay its
-descendants. It kills all of them when the command ends, on SIGTERM, or at the end of standard
-input, which shows that the process at the other end has died.
+Slurm's job steps do so, too. The process of this program is the subreaper (Linux, prctl(2)) of all
+these processes, so they stay its descendants. It kills all descendants when the command ends, on
+SIGTERM, or at the end of standard input, which shows that the process at the other end has died.
 """
 
 from __future__ import annotations

@@ -125,8 +125,8 @@ def run_options(model: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def serve(python: Path, folder: Path, options: Mapping[str, Any]) -> Iterator[Server]:
     """Run a server with these options of vLLM, in the Python of vLLM's environment. Its log goes to
-    `folder`. It ends when this process ends. If it does not start, raises AssertionError with the
-    end of the log."""
+    `folder`. The server ends when this process ends. If the server does not start, raises
+    AssertionError with the end of the log."""
     held = hold_port("127.0.0.1", 0)
     port = held.getsockname()[1]
     server = Server(port, folder / "server.log")

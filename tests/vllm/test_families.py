@@ -40,7 +40,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
     "glm4_moe": HEADS,
     "llama": HEADS,
-    # This family has no YaRN, so vLLM uses another rotary kernel than above.
+    # This family has no YaRN, so vLLM uses another rotary kernel than for the families above.
     "glm4_moe_lite": LATENT | TYPES,
     "hy_v3": HEADS | TYPES | {"expert_hidden_dim": 28},  # vLLM has its own name for this size
     "mixtral": HEADS,

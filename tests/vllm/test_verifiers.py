@@ -43,7 +43,7 @@ def test_a_taskset_trains_for_twenty_steps(
     steps = run.steps()
     assert [record["step"] for record in steps] == list(range(1, 21))
     for record in steps:
-        # The servers generated exactly the tokens that are trained on. Otherwise this would be
-        # about 1.
+        # The servers generated exactly the tokens that are trained on. Otherwise the difference
+        # would be about 1.
         assert record["mismatch/abs_mean"] <= 1e-5, record["step"]
         assert record["environment/errors"] == 0, record["step"]

@@ -104,8 +104,8 @@ def _inverted(weights: Tensor, uniform: Tensor) -> Tensor:
     because running sums over a whole vocabulary in float64 take ten times as long as the softmax.
     """
     size = weights.shape[1]
-    # A width near the square root balances the cost of the two sums. A vocabulary is often a
-    # multiple of 128 and then needs no padding.
+    # A width near the square root of the vocabulary size balances the cost of the two sums. A
+    # vocabulary is often a multiple of 128 and then needs no padding.
     width = min(BLOCK, 1 << ((size - 1).bit_length() + 1) // 2)
     missing = -size % width
     padded = F.pad(weights, (0, missing)) if missing else weights
@@ -165,8 +165,8 @@ class StopStrings:
     """Finds the token that completes a stop string in a response.
 
     It decodes only the last tokens. A token with text has at least one byte, so a stop string of n
-    UTF-8 bytes has at most n such tokens. A few more are decoded, because special tokens have no
-    text, decoders drop a leading space, and the first token may begin inside a character.
+    UTF-8 bytes has at most n tokens with text. A few more are decoded, because special tokens have
+    no text, decoders drop a leading space, and the first token may begin inside a character.
     """
 
     SPARE_TOKENS = 8

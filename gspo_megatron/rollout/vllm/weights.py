@@ -36,7 +36,7 @@ class Weights:
     version: int  # steps that these weights have been trained for
     folder: str | None  # Hugging Face folder; None: not written until a server asks for it
     check: WeightCheck | None = None  # None: the trainer still computes it
-    stream: Mapping[str, Any] | None = None  # WeightStream.plan: rank 0 sends them
+    stream: Mapping[str, Any] | None = None  # WeightStream.plan, if rank 0 sends the weights
 
 
 class WeightChanges:
@@ -94,7 +94,8 @@ class WeightLoader:
         return weights
 
     async def first_weights(self, server: Server, started_with: Weights, deadline: float) -> None:
-        """Check a new server's weights. A server that this run did not start loads them first."""
+        """Check a new server's weights. A server that this run did not start first loads
+        `started_with`."""
         weights = started_with
         if server.start is None:
             await self._load(server, weights, deadline)
@@ -182,7 +183,8 @@ class WeightLoader:
         split_at_update(responses, counts, version, ended)
 
     async def _expected_responses(self, version: int) -> WeightCheck | None:
-        """Wait for the check of these weights. Returns None if there are newer weights now."""
+        """Wait for the check of the weights of this version. Returns None if there are newer
+        weights now."""
         await self.changes.wait_until(
             lambda: self.newest.version != version or self.newest.check is not None
         )

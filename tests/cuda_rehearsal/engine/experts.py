@@ -22,8 +22,9 @@ def moe_permute_with_probs(
 
 
 def _order(routing_map: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The token of each row, with rows ordered by expert; the rows of each token (-1 if none); and
-    the expert of each row."""
+    """Make one row for each pair of a token and an expert that it goes to, ordered by expert.
+    Returns the token of each row; the row of each token at each expert, or -1; and the expert of
+    each row."""
     tokens, experts = routing_map.shape
     by_expert = routing_map.bool().t().contiguous().view(-1).nonzero()[:, 0]
     rows, of_experts = by_expert % tokens, by_expert // tokens

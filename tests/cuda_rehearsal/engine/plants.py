@@ -191,7 +191,7 @@ def recipe(kind: str = "DelayedScaling", fp8_format: str = "HYBRID") -> None:
 class Plant:
     call: Callable[..., None]
     argument: str  # the argument that the message must name
-    changes: Callable[[], dict[str, Any]]  # changes of the arguments, made on the rank
+    changes: Callable[[], dict[str, Any]]  # makes the wrong arguments of the call, by name
     only: str | None = None  # the only version that refuses the call; None: all versions
 
 
@@ -284,8 +284,8 @@ PLANTS = {
 
 
 def refusals() -> dict[str, str]:
-    """The message that refuses each mistake; "" if it is not refused. Also checks that the same
-    calls without mistakes are accepted."""
+    """The message with which the stand-in refuses each mistake; "" for a mistake that it accepts.
+    Also checks that the same calls without mistakes are accepted."""
     for call in {plant.call for plant in PLANTS.values()}:
         call()
     found = {}

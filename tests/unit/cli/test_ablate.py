@@ -134,7 +134,8 @@ def test_rewards_of_turns_and_the_own_objective_have_their_variants(
     given: list[str],
     objectives: list[str] | None,
 ) -> None:
-    """GSPO cannot use rewards of turns. GSPO-token takes its place, with its clip range."""
+    """GSPO cannot use rewards of turns, so GSPO-token takes the place of GSPO. Only the variants of
+    the configured objective use the configured clip range."""
     (tmp_path / "games.py").write_text(GAME)
     monkeypatch.syspath_prepend(tmp_path)
     runs = plan([], "objective.clip_low=0.01", "objective.clip_high=0.02", *given)

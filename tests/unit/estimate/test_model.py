@@ -103,8 +103,8 @@ def test_a_reference_policy_is_a_second_copy_of_the_weights(make_config: ConfigM
 
 
 def test_experts_are_sharded_over_their_own_data_parallel_ranks(make_config: ConfigMaker) -> None:
-    """The optimizer has 12 bytes for each weight. These are sharded over dp ranks, but for experts
-    only over dp / ep ranks."""
+    """The optimizer has 12 bytes for each weight. The bytes of experts are sharded over dp / ep
+    ranks, all other bytes over dp ranks."""
     config = make_config("tiny", "ep=4,dp=8", model={"vocab_size": 99})
     with rank_model(config, resolve_parallel(config, 8), 0, 99) as model:
         state = state_bytes(model)

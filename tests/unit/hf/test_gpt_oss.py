@@ -1,5 +1,6 @@
 """gpt-oss compared with transformers, on texts longer than its window and longer than the context
-from which YaRN extends. Each test of an easy mistake shows that the comparison notices it."""
+from which YaRN extends. Further tests plant easy mistakes, and show that the comparison notices
+each mistake."""
 
 from __future__ import annotations
 
@@ -82,8 +83,8 @@ def _rounded(policy: Policy) -> None:
 
 def _no_concentration(policy: Policy) -> None:
     policy.config.yarn_mscale, policy.config.yarn_mscale_all_dim = 1.0, 1.0
-    # Changing the config is not enough, because Megatron-Core 0.19 reads the two values when it
-    # builds a layer.
+    # Changing the config is not enough, because Megatron-Core 0.19 reads the two values of mscale
+    # when it builds a layer.
     for layer in policy.models[0].decoder.layers:
         layer.self_attention._yarn_concentration_factor = 1.0
 

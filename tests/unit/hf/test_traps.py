@@ -89,7 +89,7 @@ class Trap:
     rope: dict[str, Any] = field(default_factory=dict)  # wrong fields, as keys of rope_scaling
     positions: dict[str, Any] = field(default_factory=dict)  # wrong fields of Rope
     constants: tuple[tuple[Any, str, float], ...] = ()  # wrong constants of modules
-    # misread tensors by the end of their names
+    # the function that misreads a tensor, by the end of the tensor's name
     misread: dict[str, Misread] = field(default_factory=dict)
     change: Callable[[Policy], None] = lambda policy: None
 

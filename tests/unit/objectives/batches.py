@@ -20,8 +20,7 @@ from tests.unit.objectives.papers import LONGEST, PAPERS
 EVERY_OBJECTIVE = pytest.mark.parametrize("name", list(PAPERS))
 # Both sides compute in float64, so only the order of additions differs.
 EXACT = {"rtol": 1e-10, "atol": 1e-13}
-# The vectors with a value for each token. The number is the sign that their values outside the mask
-# have.
+# The vectors with a value for each token. The number is the sign of the values outside the mask.
 OF_TOKENS = {"logprobs": 1, "old_logprobs": -1, "mask": 0, "sequence_index": 0, "entropy": 1,
              "token_advantages": 1, "rollout_logprobs": 1, "reference_logprobs": -1}  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 The numbers of system calls are those of x86-64. `call` raises OSError if the kernel refuses the
 call. FOLDER, OWNER, PORT and DATAGRAMS are replaced by things outside of the sandbox: a folder with
-the file `secret`, the process of the tests, and sockets on which it listens.
+the file `secret`, the process of the tests, and sockets on which this process listens.
 """
 
 from __future__ import annotations

@@ -143,7 +143,8 @@ def test_a_server_starts_and_ends_as_the_service_says(run: Run) -> None:
             first.kill()  # this late request to end the earlier server must not end the new one
             await asyncio.sleep(2)
             assert again.has_ended() is None and answer_of(again.url) == "server 0"
-        await until(lambda: not run.processes())  # the service has told the agent that it ends
+        # The service has told the agent that the service ends.
+        await until(lambda: not run.processes())
 
     asyncio.run(go())
 

@@ -1,11 +1,11 @@
 """The known traps of Routing Replay, by name. Each test plants a trap, checks that it is noticed,
 and that the package does not fall into it.
 
-Some traps are tested elsewhere. test_gates.py tests weights of the recorded pass, and weights of
-the experts that the router would have chosen: it compares the current weights and their gradients.
-test_replayed_steps.py tests near ties that flip in recomputation, and a first mini-batch without
-routes: each pass takes the recorded experts. Traps that need several stages are in
-tests/parallel/test_replay.py.
+Some traps are tested elsewhere. test_gates.py is for two wrong kinds of gate weights: those of the
+recorded pass, and those of the experts that the router would have chosen. It compares the gate
+weights and their gradients with the right ones. test_replayed_steps.py is for near ties that flip
+in recomputation, and for a first mini-batch without routes. It checks that each pass takes the
+recorded experts. Traps that need several stages are in tests/parallel/test_replay.py.
 """
 
 from __future__ import annotations
@@ -185,7 +185,8 @@ def test_trap_a_pass_is_recorded_or_replayed_twice() -> None:
 
 
 def test_trap_layers_of_multi_token_prediction_are_counted_in() -> None:
-    """The layers of multi-token prediction are numbered from 1 again, like those of the decoder."""
+    """The numbers of the layers of multi-token prediction begin with 1, and so do the numbers of
+    the decoder's layers."""
     model, other = moe_policy().models[0], moe_policy().models[0]
     policy = torch.nn.Module()
     policy.decoder, policy.mtp = model.decoder, other.decoder

@@ -49,7 +49,7 @@ def remove_folder() -> None:
 
 
 def _members(group: int) -> dict[int, bool]:
-    """Return the other running processes of a group -> whether each is a resource tracker."""
+    """Return, for each other running process of a group, whether it is a resource tracker."""
     found = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # the process has ended meanwhile
