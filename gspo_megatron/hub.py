@@ -495,7 +495,7 @@ def failures() -> tuple[type[Exception], ...]:
     """Return the exceptions of huggingface_hub and of its HTTP client."""
     from huggingface_hub import errors
 
-    # of httpx or of requests, depending on huggingface_hub's version
+    # These are classes of httpx or of requests, depending on huggingface_hub's version.
     of_client: Any = errors.HfHubHTTPError.__bases__
     return (*of_client, errors.EntryNotFoundError, OSError, ValueError, RuntimeError)
 

@@ -50,8 +50,8 @@ def load(settings: dict[str, Any]) -> Any:
     roles = agent_config_fields(resolve_env_config({**options, "taskset": taskset}))
     for role, config in roles.items():
         given = dict(options.get(role, {}))
-        # The defaults of verifiers would rent a machine from its authors' company, or give the
-        # policy a shell on this machine.
+        # With the defaults of verifiers, a task could run on a machine rented from the company that
+        # makes verifiers, or the policy would get a shell on this machine.
         if "runtime" not in given and type(config.runtime) is PrimeConfig:
             given["runtime"] = {"type": "subprocess"}
         if config.harness is None and default_harness_id(name) == "bash":

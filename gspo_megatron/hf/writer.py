@@ -158,9 +158,8 @@ class HfWriter(NewFolder):
         # The kernel lets only one thread at a time write to a file. Without the lock, other threads
         # would wait in a busy loop.
         self._writing = threading.Lock()
-        # For tensors whose elements have another order than those of the boxes: (name, index on the
-        # first axis) -> the elements collected so far, and the number of those that are still
-        # missing.
+        # For boxes whose elements are not contiguous in the HF tensor: (tensor's name, index on the
+        # first axis) -> the elements collected so far, and the number of missing elements.
         self._parts: dict[tuple[str, int], tuple[Tensor, int]] = {}
 
     def write_box(self, box: Box, part: Tensor) -> None:

@@ -89,8 +89,8 @@ def test_each_disturbance_by_itself(
 def test_a_run_is_saved_before_its_time_is_over_without_any_signal(
     cluster: Cluster, tmp_path: Path, undisturbed: Run
 ) -> None:
-    # A stop may take longer than the time limit of the first start. So the run stops as soon as it
-    # can.
+    # The time limit of the first start is 600 s. It is shorter than the margin of 700 s for a stop,
+    # so the run stops as soon as it can.
     run = make_run(tmp_path, training={"stop_margin_seconds": 700})
     number = run.submit(cluster, options=["--time=10", "--signal=B:USR1@1"])
     cluster.wait(number, lambda job: job["Restarts"] == "1")

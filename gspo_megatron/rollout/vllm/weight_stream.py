@@ -126,7 +126,8 @@ class WeightStream:
     ) -> Group | None:
         """Make the group with a server's workers. Returns None if the workers do not join.
 
-        Making a group blocks, so this first waits until all workers have announced themselves.
+        Making a group blocks, so this function first waits until all workers have announced
+        themselves.
         """
         names = [f"{key}/{rank}" for rank in range(1, workers + 1)]
         while not self._store.check(names):
