@@ -1,10 +1,10 @@
 """Models and datasets of the Hugging Face Hub, by name, as folders of this machine.
 
 A model's name is ORG/NAME[@REVISION], and a dataset's name is ORG/NAME[:[CONFIG/]SPLIT][@REVISION].
-If this machine has a file or folder of the same name, that is used. Only what a run reads is
-downloaded: settings, tokenizer and safetensors of a model, the files of one split of a dataset.
-Code and pickles are never fetched. The files lie in the cache of huggingface_hub; one process of a
-node downloads and the others wait.
+If this machine has a file or folder of the same name, the file or folder is used. Only what a run
+reads is downloaded: settings, tokenizer and safetensors of a model, the files of one split of a
+dataset. Code and pickles are never fetched. The files lie in the cache of huggingface_hub; one
+process of a node downloads and the others wait.
 """
 
 from __future__ import annotations

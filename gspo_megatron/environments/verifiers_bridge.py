@@ -183,7 +183,8 @@ async def play(descriptor: int) -> None:
 def main() -> None:
     """Run the command line."""
     sys.path.append(os.getcwd())  # the option -P has removed this folder
-    # verifiers uses this environment's uv to prepare the programs that call the policy.
+    # verifiers calls `uv` to prepare the programs that call the policy. The `uv` of this Python
+    # installation comes first on the path.
     places = itertools.chain(
         [os.path.dirname(sys.executable)], [os.environ.get("PATH", os.defpath)]
     )

@@ -270,7 +270,7 @@ class GroupScorer:
 
     @property
     def shapes(self) -> bool:
-        """Whether the reward to train on may differ from the reward."""
+        """Whether the reward to train on may differ from the logged reward."""
         return self.shaping.is_on or self.scorer.section.model.normalize != "none"
 
     @property

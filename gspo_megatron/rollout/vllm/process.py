@@ -45,7 +45,8 @@ _CONSEQUENCE = re.compile(r"EngineDeadError|See stack trace|Engine core initiali
 _PREFIX = re.compile(
     r"^(\([^)]*\)\s+)*([A-Z]+ [\d: -]+\[[^\]]*\] )?"
 )  # (process) LEVEL time [file]
-# Characters in the path of a temporary folder; with more, the paths of its sockets are too long.
+# The most characters in the path of a temporary folder. In a folder with a longer path, the paths
+# of sockets would be too long.
 _LONGEST = 40
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
