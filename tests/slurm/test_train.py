@@ -137,7 +137,7 @@ def test_a_cancelled_job_does_not_come_back(cluster: Cluster, run: Run) -> None:
     run.let_go()
     job = cluster.finish(number)
     assert (job["JobState"], job["Restarts"]) == ("CANCELLED", "0")
-    time.sleep(3)  # a script needs less time to requeue a job
+    time.sleep(3)  # a script that requeued the job would have done so in this time
     assert cluster.job(number)["JobState"] == "CANCELLED"
 
 
