@@ -45,8 +45,8 @@ def test_any_two_values_of_two_dimensions_meet_in_the_selection(
     for (a, left), (b, right) in itertools.combinations(dimensions.items(), 2):
         for pair in itertools.product(left, right):
             assert ((a, pair[0]), (b, pair[1])) in met
-    # The selection is hardly larger than the product of the two largest dimensions, which is the
-    # minimum.
+    # The selection needs at least as many cases as the product of the two largest dimensions. It
+    # has hardly more.
     sizes = sorted(map(len, dimensions.values()))
     assert len(selection) < 1.1 * sizes[-1] * sizes[-2]
 

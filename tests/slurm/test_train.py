@@ -66,7 +66,7 @@ def test_a_run_that_everything_happens_to_ends_as_the_one_that_nothing_happened_
     log = finish_as(cluster, run, number, undisturbed)
     for restart in range(1 + len(everything)):
         assert f"slurm: job {number}, restart {restart}: 2 tasks on 2 nodes" in log
-    # a start may get too little time to stop as asked, so not all starts do
+    # Some starts may get too little time to stop as asked, so not all starts print this line.
     assert log.count("stopped as asked") >= 2
     assert log.count("killed from outside") >= 2
     environment = json.loads((run.out / "environment.json").read_text())

@@ -72,8 +72,9 @@ class WeightStream:
     ) -> None:
         """Send the tensors to the receivers: key of a server -> number of its workers.
 
-        A server that fails is dropped, and the service finds the cause. The whole iterator is
-        always consumed. receiving(): returns the keys of the servers that still wait for weights.
+        A server that fails is dropped, and the service finds the cause. `tensors` is always
+        consumed to its end. receiving(): returns the keys of the servers that still wait for
+        weights.
         """
         deadline = time.monotonic() + self.seconds
         groups = self._groups_with(receivers, receiving, deadline)
