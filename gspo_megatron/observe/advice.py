@@ -41,7 +41,8 @@ TRUNCATED_GROWTH = 2.0
 # useless.
 ZERO_SPREAD = 0.75
 ZERO_SPREAD_STEPS = 10  # warn after this many steps in a row; fewer may be chance
-NOISY_STEPS = 0.1  # share of steps with noise above the clip range; a single one is harmless
+# Share of steps with a difference above the clip range. A single step of this kind is harmless.
+NOISY_STEPS = 0.1
 SLOW_REWARDS = 0.5  # share of a step's time spent waiting for rewards
 SOLVED = 0.9  # mean reward of a window, as a share of evaluation.correct_at
 

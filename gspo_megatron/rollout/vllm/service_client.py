@@ -88,8 +88,8 @@ class ServiceClient:
         return self._call("GET", "/weights/receivers")
 
     def add_to_weights(self, **parts: Any) -> None:
-        """Add a part of the newest weights that was not known before: their `folder`, or the
-        `check` that servers with these weights must pass."""
+        """Tell the service the `folder` of the newest weights, or the `check` that servers with
+        these weights must pass."""
         assert self._weights is not None, "weights that nobody has made"
         self._weights.update(parts)
         self._call("POST", "/weights/parts", parts)
