@@ -37,8 +37,8 @@ REPEATED = 0.1  # share of repeated text
 REPEATED_GROWTH = 2.0
 TRUNCATED = 0.25  # share of the responses that are truncated, and so have no answer
 TRUNCATED_GROWTH = 2.0
-# Share of groups with equal rewards. They have no gradient, so three quarters of the rollout are
-# useless.
+# Share of groups with equal rewards. These groups have no gradient, so three quarters of the
+# rollout are useless.
 ZERO_SPREAD = 0.75
 ZERO_SPREAD_STEPS = 10  # warn after this many steps in a row; fewer may be chance
 # Share of steps with a difference above the clip range. A single step of this kind is harmless.

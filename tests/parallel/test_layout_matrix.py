@@ -138,7 +138,7 @@ def test_update_on_edge_cases_follows_the_formulas(
 
 def masked_batch() -> SyntheticBatch:
     """Responses in which some tokens are not learnt from: runs of tokens, like a tool's output
-    between two turns, and single tokens. Their ratios are NaN."""
+    between two turns, and single tokens. The ratios of all these tokens are NaN."""
     generator = torch.Generator().manual_seed(6)
     batch = replace(edge_batch(), masks=[])
     for number, ratios in enumerate(batch.log_ratios):

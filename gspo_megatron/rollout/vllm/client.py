@@ -197,8 +197,8 @@ class ServerClient:
         left during the pause.
 
         forgets_prepacked: make vLLM pack the experts for its kernels again, which needs our worker
-        extension. On CPUs vLLM otherwise packs them only at the first load, and silently ignores
-        new weights of experts."""
+        extension. On CPUs vLLM otherwise packs the experts only at the first load, and silently
+        ignores new weights of experts."""
         await self._call("POST", "/pause", query=pause, seconds=seconds)
         try:
             async with paused or contextlib.nullcontext():
