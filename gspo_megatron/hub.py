@@ -1,10 +1,10 @@
 """Models and datasets of the Hugging Face Hub, by name, as folders of this machine.
 
 A model's name is ORG/NAME[@REVISION], and a dataset's name is ORG/NAME[:[CONFIG/]SPLIT][@REVISION].
-If this machine has a file or folder of the same name, that is used. Only what a run reads is
-downloaded: settings, tokenizer and safetensors of a model, the files of one split of a dataset.
-Code and pickles are never fetched. The files lie in the cache of huggingface_hub; one process of a
-node downloads and the others wait.
+If this machine has a file or folder of the same name, the file or folder is used. Only what a run
+reads is downloaded: settings, tokenizer and safetensors of a model, the files of one split of a
+dataset. Code and pickles are never fetched. The files lie in the cache of huggingface_hub; one
+process of a node downloads and the others wait.
 """
 
 from __future__ import annotations
@@ -495,7 +495,7 @@ def failures() -> tuple[type[Exception], ...]:
     """Return the exceptions of huggingface_hub and of its HTTP client."""
     from huggingface_hub import errors
 
-    # of httpx or of requests, depending on huggingface_hub's version
+    # These are classes of httpx or of requests, depending on huggingface_hub's version.
     of_client: Any = errors.HfHubHTTPError.__bases__
     return (*of_client, errors.EntryNotFoundError, OSError, ValueError, RuntimeError)
 

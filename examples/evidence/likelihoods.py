@@ -7,8 +7,8 @@ The script exports a policy that has been warmed up in fp32. vLLM on a CPU gener
 256 tokens in bf16, or in fp32 for comparison, and the trainer computes the log-probs of the same
 tokens. The script measures the sequence ratio of trainer to engine before any update, and the share
 of ratios outside GSPO's clip range, over the first 8, 32, 128 and all 256 tokens of the responses.
-One JSON line for each dtype and seed is added to the output. If the output has the line already, it
-is not measured again.
+One JSON line for each dtype and seed is added to the output. The script skips a
+dtype and seed if the output already has the line of both.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def redistribute(
     data_ranks: [num_sequences], the data-parallel rank of each sequence. All context-parallel ranks
     of that data-parallel rank get the sequence. group: data-parallel x context-parallel; the CP
     ranks of a data-parallel rank are neighbours in it. token_advantages: [response tokens of
-    `batch`]; on all ranks, or on none.
+    `batch`]; all ranks pass them, or no rank does.
     """
     me, size, cp = group.rank(), group.size(), context_parallel_size
     source, target = torch.tensor(index.source), torch.tensor(data_ranks)  # [num_sequences]
@@ -163,8 +163,8 @@ def redistribute(
     def move(flat: Tensor, pieces: Tensor, sizes: Tensor) -> Tensor:
         """Send `flat`, which holds one piece for each local sequence, in the order of `batch`.
 
-        pieces: the length of each of these pieces; sizes: the same lengths for all sequences of the
-        step.
+        pieces: the length of the piece of each local sequence; sizes: the length of the piece of
+        each sequence of the step.
         """
         rows = _rows_of(row_of[torch.cat(sent)], pieces.cpu()).to(flat.device)
         send_counts = [int(sizes[mine[numbers]].sum()) for numbers in sent]

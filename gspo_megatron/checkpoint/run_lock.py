@@ -15,9 +15,9 @@ from gspo_megatron.errors import UserError
 from gspo_megatron.files import WRONG_VALUES, make_folder, parse_json
 
 LOCK_FILE = ".lock"
-# Environment variables that a scheduler sets to the same value in all starts of a job. Each has a
-# pair: the name of such a job in messages, and the variable that counts the starts of the job, or
-# None if no variable counts them.
+# Environment variables that a scheduler sets to the same value in all starts of a job -> (the words
+# by which messages call the job, the variable that counts the starts of the job, or None if no
+# variable counts them).
 _JOBS = {
     "SLURM_JOB_ID": ("Slurm job", "SLURM_RESTART_COUNT"),
     "GSPO_JOB": ("job", None),  # set in deploy/kubernetes
@@ -141,7 +141,7 @@ def _this_process() -> dict[str, str]:
 def _is_later_start(process: Mapping[str, str], holder: Mapping[str, str]) -> bool:
     """Return whether a process belongs to a later start of the job that holds the lock. If so, the
     scheduler has ended the earlier start. If the scheduler does not count starts, any other process
-    of the job belongs to a later one."""
+    of the job belongs to a later start."""
     for job, restart in _JOBS.values():
         if job in holder and holder[job] == process.get(job):
             now, before = (each.get(_RESTART, "0") for each in (process, holder))

@@ -34,7 +34,8 @@ MODEL, OPTIMIZER, SCALES = "model", "optimizer", "fp8_scales"
 
 
 def start_work(work: Callable[[], T], *, asynchronous: bool) -> Future[T]:
-    """Call `work`, in a daemon thread if `asynchronous`. The future's `result` raises its error."""
+    """Call `work`, in a daemon thread if `asynchronous`. The future's `result` raises
+    the error of `work`."""
     future: Future[T] = Future()
     device = torch.cuda.current_device()
 

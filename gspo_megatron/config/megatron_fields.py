@@ -102,9 +102,9 @@ def installed_fields(section_key: str) -> Mapping[str, Any]:
     megatron-core.
 
     Importing Megatron-Core imports torch and takes seconds, so it is imported only for a
-    configuration with such fields. The package `gspo_megatron.platform` must be imported before,
-    because it prepares a machine without a GPU. This package belongs to a higher layer, so this
-    function does not use an import statement for it.
+    configuration that sets fields of Megatron-Core. The package `gspo_megatron.platform` must be
+    imported before, because it prepares a machine without a GPU. This package belongs to a higher
+    layer, so this function does not use an import statement for it.
     """
     class_name, module = MEGATRON_CLASSES[section_key]
     if importlib.util.find_spec("megatron") is None:

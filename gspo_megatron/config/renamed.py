@@ -24,7 +24,8 @@ RENAMED = {
 def with_new_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the sections of a configuration with the new names of keys, also in its phases.
 
-    Also returns a line for each key that has both names. The caller's values do not change.
+    Also returns an error line for each key that is set by its old and by its new name. The caller's
+    values do not change.
     """
     result, problems = _renamed_in(values, "")
     training = result.get("training")

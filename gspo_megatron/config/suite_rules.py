@@ -1,5 +1,4 @@
-"""Rules that the keys of evaluation suites must satisfy together, and together with other
-sections."""
+"""Rules for combinations of the keys of evaluation suites, also with keys of other sections."""
 
 from __future__ import annotations
 

@@ -66,7 +66,8 @@ class PromptLoader:
     def for_refills(self, step: int) -> PromptLoader:
         """Return a loader of further prompts for this step, independent of other steps.
 
-        It uses the same files and shares, in a random order that depends on seed and step."""
+        The returned loader uses the same files and shares, in a random order that depends on seed
+        and step."""
         words = np.random.SeedSequence((self._seed, step)).generate_state(1, np.uint64)
         sizes = [file.size for file in self._files]
         return PromptLoader(sizes, self._prompts_per_step, int(words[0]), weights=self._shares)

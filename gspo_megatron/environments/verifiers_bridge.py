@@ -50,8 +50,8 @@ def load(settings: dict[str, Any]) -> Any:
     roles = agent_config_fields(resolve_env_config({**options, "taskset": taskset}))
     for role, config in roles.items():
         given = dict(options.get(role, {}))
-        # The defaults of verifiers would rent a machine from its authors' company, or give the
-        # policy a shell on this machine.
+        # With the defaults of verifiers, a task could run on a machine rented from the company that
+        # makes verifiers, or the policy would get a shell on this machine.
         if "runtime" not in given and type(config.runtime) is PrimeConfig:
             given["runtime"] = {"type": "subprocess"}
         if config.harness is None and default_harness_id(name) == "bash":
@@ -183,7 +183,8 @@ async def play(descriptor: int) -> None:
 def main() -> None:
     """Run the command line."""
     sys.path.append(os.getcwd())  # the option -P has removed this folder
-    # verifiers uses this environment's uv to prepare the programs that call the policy.
+    # verifiers calls `uv` to prepare the programs that call the policy. The `uv` of this Python
+    # installation comes first on the path.
     places = itertools.chain(
         [os.path.dirname(sys.executable)], [os.environ.get("PATH", os.defpath)]
     )

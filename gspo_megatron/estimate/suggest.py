@@ -144,8 +144,8 @@ def _layouts(config: AnyConfig, world_size: int) -> Iterator[tuple[Layout, dict[
     """Yield all layouts whose tp stays inside a node, each with fields that place the layers.
 
     A layout comes once without such fields, and once with fields that count embedding and loss as
-    layers. If neither of the two splits the layers evenly, a third variant makes the last stage
-    smaller."""
+    layers. If neither of these variants splits the layers evenly, a third variant makes the last
+    stage smaller."""
     shape = config.resolved_model()
     placed = any(shape.megatron.get(name) for name in _PLACED_BY)
     for tp in _divisors(world_size, GPUS_PER_NODE):

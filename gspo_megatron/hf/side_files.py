@@ -33,8 +33,8 @@ def export_config(
 
     original: the config.json that the weights were imported with. If it still describes the model,
     all its keys are kept. Otherwise the keys that describe a model are replaced, and the other keys
-    are kept. Raises ConfigError if the family of `original` has no models of this shape; without
-    `original`, if no family has models of this shape.
+    are kept. Raises ConfigError if the family of `original` has no models of this shape. Without
+    `original`, raises ConfigError if no family has models of this shape.
     """
     original = None if original is None else language_model(original)
     if original is not None and shape.scores and not is_score_model(original):

@@ -42,10 +42,10 @@ class NewFolder:
     `publish` renames it to `path`. If `publish` is not called, the hidden folder is removed at the
     end. The hidden folder of a killed process is replaced.
 
-    With owner=False it uses a folder that another process, the owner, makes and publishes. With
-    durable=False it does not wait for the disk: a crash of the machine may lose or damage the
-    folder. `reuse` is a folder that nobody reads any more. If it exists, it becomes the new folder,
-    with all its files.
+    With owner=False the context manager uses a folder that another process, the owner, makes and
+    publishes. With durable=False nothing waits for the disk: a crash of the machine may lose or
+    damage the folder. `reuse` is a folder that nobody reads any more. If it exists, it becomes the
+    new folder, with all its files.
 
     Raises DataError if `path` is not empty, cannot be written, or is being written by another
     process, or if the disk has less than `size` bytes free.
@@ -158,9 +158,8 @@ class HfWriter(NewFolder):
         # The kernel lets only one thread at a time write to a file. Without the lock, other threads
         # would wait in a busy loop.
         self._writing = threading.Lock()
-        # For tensors whose elements have another order than those of the boxes: (name, index on the
-        # first axis) -> the elements collected so far, and the number of those that are still
-        # missing.
+        # For boxes whose elements are not contiguous in the HF tensor: (tensor's name, index on the
+        # first axis) -> the elements collected so far, and the number of missing elements.
         self._parts: dict[tuple[str, int], tuple[Tensor, int]] = {}
 
     def write_box(self, box: Box, part: Tensor) -> None:

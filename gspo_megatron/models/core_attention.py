@@ -47,7 +47,8 @@ class Positions:
     # [sequences, queries], or [1, queries] if they are equal in all sequences.
     on_host: Tensor
     of_queries: Tensor | None  # None for a fused kernel, which needs no mask
-    tiles: list[tuple[slice, slice]]  # of each tile: its queries, and the keys that they can see
+    # For each tile: its queries, and the keys that these queries can see.
+    tiles: list[tuple[slice, slice]]
     # the number of keys that a query sees, including its own key; None: all keys up to its own
     window: int | None = None
 

@@ -118,7 +118,7 @@ def block_spec(
             attention = layer.submodules.self_attention
             if delta_nets[number]:
                 parts = attention.submodules
-                # in Transformer Engine's spec, linear_qkv contains the input norm of the layer
+                # In Transformer Engine's spec, linear_qkv contains the input norm of the layer.
                 layer.submodules.self_attention = _delta_net(parts.linear_qkv, parts.linear_proj)
                 continue
             latent = config.multi_latent_attention

@@ -37,11 +37,12 @@ REPEATED = 0.1  # share of repeated text
 REPEATED_GROWTH = 2.0
 TRUNCATED = 0.25  # share of the responses that are truncated, and so have no answer
 TRUNCATED_GROWTH = 2.0
-# Share of groups with equal rewards. They have no gradient, so three quarters of the rollout are
-# useless.
+# Share of groups with equal rewards. These groups have no gradient, so three quarters of the
+# rollout are useless.
 ZERO_SPREAD = 0.75
 ZERO_SPREAD_STEPS = 10  # warn after this many steps in a row; fewer may be chance
-NOISY_STEPS = 0.1  # share of steps above the clip range, because a single outlier is harmless
+# Share of steps with a difference above the clip range. A single step of this kind is harmless.
+NOISY_STEPS = 0.1
 SLOW_REWARDS = 0.5  # share of a step's time spent waiting for rewards
 SOLVED = 0.9  # mean reward of a window, as a share of evaluation.correct_at
 

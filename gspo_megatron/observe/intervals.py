@@ -38,8 +38,8 @@ def bootstrap_interval(of_problems: Sequence[float], seed: int = 0) -> tuple[flo
 def share_interval(share: float, count: int) -> tuple[float, float]:
     """Return the 95% interval (Wilson's score) of a share of `count` independent trials.
 
-    The interval has a width even if all trials were right or all were wrong. Raises ValueError if
-    count < 1."""
+    The interval is wider than 0 even if all trials were right or all were wrong. Raises ValueError
+    if count < 1."""
     if count < 1:
         raise ValueError(f"an interval of {count} trials")
     z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)

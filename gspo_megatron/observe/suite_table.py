@@ -103,8 +103,8 @@ def suite_text(figures: Mapping[str, float]) -> str:
 
 
 def failed_text(figures: Mapping[str, float]) -> str:
-    """Return a text: how many calls of a suite's reward failed, and how these problems were
-    counted."""
+    """Return a text that says how many calls of a suite's reward failed, and whether their
+    responses counted as wrong or their problems were left out."""
     calls = int(figures["failed"])
     told = f"{calls} call{'s' if calls > 1 else ''} of the reward failed"
     if "left_out" not in figures:  # recorded by an earlier version

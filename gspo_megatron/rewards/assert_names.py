@@ -187,7 +187,7 @@ def _called(node: ast.AST, names: Sequence[str]) -> set[str]:
 
 def _innermost(trees: Sequence[ast.AST], names: Sequence[str]) -> list[str]:
     """Return the functions among `names` that are called, and never with the result of another
-    function among `names` as an argument. If no function is like this, return all names."""
+    function among `names` as an argument. If there is no such function, return all names."""
     outer: set[str] = set()
     inner: set[str] = set()
     for node in _nodes(trees):
@@ -204,7 +204,7 @@ def _judges(trees: Sequence[ast.AST], asked: Sequence[str]) -> list[str]:
 
     An example is `is_sorted` in `assert is_sorted(f(x))`, or `g` in `assert f(x) == g(x)`, if the
     solution defines both functions of the assert."""
-    # a class is only called to make arguments
+    # Names with a capital are classes. A class is called only to make arguments.
     functions = [name for name in asked if not name[:1].isupper()]
     found: dict[str, None] = {}
     for node in _nodes(trees):

@@ -47,7 +47,7 @@ class Question:
     """A question to the judge, and where its answer is kept."""
 
     request: dict[str, Any]
-    name: str  # equal for equal questions to the same server
+    name: str  # equal questions to one server have equal names
     path: Path | None  # the answer's file in the cache; None: no cache
 
 

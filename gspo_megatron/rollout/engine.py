@@ -64,8 +64,8 @@ class Requests:
     prompts: Sequence[Sequence[int]]  # token ids
     group_index: Sequence[int]  # the prompts' numbers in the step, over all ranks
     responses_per_prompt: int = 1
-    # token limit for the responses to each prompt, at most `Sampling.max_tokens`; None: that limit
-    # for all prompts
+    # token limit for the responses to each prompt, at most `Sampling.max_tokens`; None: the limit
+    # of all prompts is `Sampling.max_tokens`
     max_tokens: Sequence[int] | None = None
     router_noise: bool = True  # False: switch off the engine's router noise, if it has any
 

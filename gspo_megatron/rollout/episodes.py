@@ -270,7 +270,7 @@ class GroupScorer:
 
     @property
     def shapes(self) -> bool:
-        """Whether the reward to train on may differ from the reward."""
+        """Whether the reward to train on may differ from the logged reward."""
         return self.shaping.is_on or self.scorer.section.model.normalize != "none"
 
     @property
@@ -298,7 +298,7 @@ class GroupScorer:
                 prompt_length = int(np.argmax(kinds))
                 transcript = self._decode(group.tokens[start + prompt_length : end])
                 responses_end += length
-                others = np.flatnonzero(~kinds)[-1] + 1  # the last branch's prompt ends there
+                others = np.flatnonzero(~kinds)[-1] + 1  # where the last branch's prompt ends
                 last = group.sampled[responses_end - (end - start - others) : responses_end]
                 ids = group.tokens[end - len(last) : end][_last_turn(last) :]
             prompt = prompts[number]

@@ -1,4 +1,4 @@
-"""Routing Replay: a forward pass uses the experts of an earlier one (arXiv 2507.18071, 5.3).
+"""Routing Replay: a forward pass uses the experts of an earlier pass (arXiv 2507.18071, 5.3).
 
 It replays only the choice of experts. Their weights come from the scores of the router in the
 current pass, and gradients flow through them.

@@ -47,7 +47,8 @@ def library() -> Path:
         include = [f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}"]
         libraries = [f"-L{home / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{home / 'lib'}"]
         subprocess.run([compiler, *flags, *include, SOURCES[0], *libraries, "-o", part], check=True)
-        # A rename is one operation. Another process may have made the file, too.
+        # Another process may make the same file at the same time. Because a rename is atomic,
+        # each process then finds a whole file.
         part.replace(made)
     return made
 

@@ -62,8 +62,8 @@ def make_small(config_file: Path, **sections: dict[str, Any]) -> Path:
     (config_file.parent / "resuming_reward.py").write_text(REWARD)
     config["model"] = {"megatron": dict(TINY_MODEL)}
     config["reward"] = {"import_path": "resuming_reward:reward"}
-    # The rate is so large that the results of different steps differ visibly. A lost moment of the
-    # optimizer would show, and so would a schedule that begins again.
+    # The rate is so large that the results of different steps differ visibly. So a test
+    # notices if the optimizer loses its moments, or if the schedule begins again.
     config["optimizer"] = {"learning_rate": 3e-3, "warmup_steps": 3}
     config["checkpoint"] = {"interval": 1}
     for section, values in sections.items():

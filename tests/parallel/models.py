@@ -28,8 +28,8 @@ ODD_MOE: dict[str, Any] = {
     "moe_layer_freq": [0, 1, 1, 1],
     "moe_aux_loss_coeff": 0.01,
     "moe_z_loss_coeff": 0.001,
-    # Larger than usual, so that mistakes show. They hardly change routes, log-probs and gradients
-    # of an untrained model.
+    # Larger than usual, so that mistakes are visible. With weights of the usual size, a mistake
+    # hardly changes the routes, log-probs and gradients of an untrained model.
     "init_method_std": 0.15,
 }
 

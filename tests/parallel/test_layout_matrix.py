@@ -45,8 +45,8 @@ def test_any_two_values_of_two_dimensions_meet_in_the_selection(
     for (a, left), (b, right) in itertools.combinations(dimensions.items(), 2):
         for pair in itertools.product(left, right):
             assert ((a, pair[0]), (b, pair[1])) in met
-    # The selection is hardly larger than the product of the two largest dimensions, which is the
-    # minimum.
+    # The selection needs at least as many cases as the product of the two largest dimensions. It
+    # has hardly more.
     sizes = sorted(map(len, dimensions.values()))
     assert len(selection) < 1.1 * sizes[-1] * sizes[-2]
 
@@ -138,7 +138,7 @@ def test_update_on_edge_cases_follows_the_formulas(
 
 def masked_batch() -> SyntheticBatch:
     """Responses in which some tokens are not learnt from: runs of tokens, like a tool's output
-    between two turns, and single tokens. Their ratios are NaN."""
+    between two turns, and single tokens. The ratios of all these tokens are NaN."""
     generator = torch.Generator().manual_seed(6)
     batch = replace(edge_batch(), masks=[])
     for number, ratios in enumerate(batch.log_ratios):

@@ -232,7 +232,8 @@ def node_failed(cluster: Cluster, run: Run, number: str) -> None:
 
 def killed_late(cluster: Cluster, run: Run, number: str) -> None:
     """Kill the tasks. Slurm itself sometimes does so after a node has failed: signals to the tasks
-    of the earlier start, which could not be delivered then, reach the tasks of the new start."""
+    of the earlier start, which could not be delivered while the node was down, reach the tasks of
+    the new start."""
     cluster.run("scancel", "--signal=KILL", f"{number}.0")
     run.let_go()
 

@@ -66,7 +66,7 @@ def test_a_run_that_everything_happens_to_ends_as_the_one_that_nothing_happened_
     log = finish_as(cluster, run, number, undisturbed)
     for restart in range(1 + len(everything)):
         assert f"slurm: job {number}, restart {restart}: 2 tasks on 2 nodes" in log
-    # a start may get too little time to stop as asked, so not all starts do
+    # Some starts may get too little time to stop as asked, so not all starts print this line.
     assert log.count("stopped as asked") >= 2
     assert log.count("killed from outside") >= 2
     environment = json.loads((run.out / "environment.json").read_text())
@@ -89,8 +89,8 @@ def test_each_disturbance_by_itself(
 def test_a_run_is_saved_before_its_time_is_over_without_any_signal(
     cluster: Cluster, tmp_path: Path, undisturbed: Run
 ) -> None:
-    # A stop may take longer than the time limit of the first start. So the run stops as soon as it
-    # can.
+    # The time limit of the first start is 600 s. It is shorter than the margin of 700 s for a stop,
+    # so the run stops as soon as it can.
     run = make_run(tmp_path, training={"stop_margin_seconds": 700})
     number = run.submit(cluster, options=["--time=10", "--signal=B:USR1@1"])
     cluster.wait(number, lambda job: job["Restarts"] == "1")
@@ -137,7 +137,7 @@ def test_a_cancelled_job_does_not_come_back(cluster: Cluster, run: Run) -> None:
     run.let_go()
     job = cluster.finish(number)
     assert (job["JobState"], job["Restarts"]) == ("CANCELLED", "0")
-    time.sleep(3)  # a script needs less time to requeue a job
+    time.sleep(3)  # a script that requeued the job would have done so in this time
     assert cluster.job(number)["JobState"] == "CANCELLED"
 
 

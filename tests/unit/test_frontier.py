@@ -50,7 +50,8 @@ def curve(*parts: tuple[float, int]) -> list[float]:
     return [value for value, count in parts for _ in range(count)]
 
 
-# Computed by hand. With a start of 0.4, a run has converged from 0.7 on, and collapsed below 0.2.
+# The limits are computed by hand. A run that starts at a reward of 0.4 has converged if the mean of
+# its last rewards is at least 0.7, and it has collapsed if this mean is below 0.2.
 @pytest.mark.parametrize(
     ("rewards", "ends"),
     [
@@ -70,7 +71,7 @@ def test_the_end_of_a_run_decides_its_outcome(rewards: list[float], ends: str) -
 
 def test_outcome_is_measured_from_the_start() -> None:
     rewards = curve((0.61, 20))
-    # with this start, a run has converged from 0.6 on
+    # with this start, a run has converged if its last rewards are at least 0.6
     assert outcome(rewards, start=0.2) == "converged"
     assert outcome(rewards, start=0.5) == "stuck"
 

@@ -94,8 +94,8 @@ def test_noise_makes_the_experts_differ(tmp_path: Path) -> None:
 
 
 def test_a_few_tensors_are_in_memory_at_one_time(tmp_path: Path) -> None:
-    """Three tensors of 35 MB become twelve such tensors. Memory that the process had before does
-    not count."""
+    """Three tensors of 35 MB become twelve tensors of the same size. Memory that the process had
+    before does not count."""
     dense = write_model(
         tmp_path / "dense", "qwen3", seed=6, intermediate_size=200_000, num_hidden_layers=1
     )

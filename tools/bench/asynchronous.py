@@ -15,8 +15,8 @@ other.
 
 The first two steps do not count: the server compiles, and no responses were generated ahead yet.
 The last two steps do not count either, because no responses are generated ahead any more. The
-figures are means over the other steps, so a long response counts as much as it costs. The last line
-has the medians of the rounds.
+figures are means over the remaining steps, so a long response counts as much as it costs. The last
+line has the medians of the rounds.
 """
 
 from __future__ import annotations

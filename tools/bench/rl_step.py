@@ -4,10 +4,10 @@
 
 Both sides run the workloads of peers/workload.py on the same cores: a random Qwen3-MoE-shaped
 model, GSPO loss, old log-probs, 4 optimizer steps, 2 threads. Sizes small and mid have 128
-responses of 32 tokens; long has 64 with log-normal lengths up to 512, a larger vocabulary and 64
-experts. smollm2 has the shape of examples/smollm2_moe, 64 responses of 64 tokens and 2 optimizer
-steps. The lengths are planned, so they are the same on both sides. The sides take turns, round
-after round, each in its own process. The output has two figures for each round: our rate /
+responses of 32 tokens; long has 64 responses with log-normal lengths up to 512, a larger vocabulary
+and 64 experts. smollm2 has the shape of examples/smollm2_moe, 64 responses of 64 tokens and 2
+optimizer steps. The lengths are planned, so they are the same on both sides. The sides take turns,
+round after round, each in its own process. The output has two figures for each round: our rate /
 TRL's rate, and the limit. The limit is the share of our step that the matrix products of the step
 take if they run alone on this machine. The last line has the medians. With --busy another program
 keeps one core busy all the time. TRL has its own environment, .venv-bench, made on first use from

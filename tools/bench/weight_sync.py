@@ -6,7 +6,7 @@ One rank holds a random Qwen3-MoE-shaped model; one server on the same machine h
 round changes all weights and calls ServedRollouts.take_weights, as a run does after each step. The
 trainer writes a Hugging Face folder. The server is paused, loads the folder, clears its prefix
 cache and continues. Then its answers to 23 prompts are compared with the trainer's own. The
-measured time is that of the whole call, so it includes all of this.
+measured time is that of the whole call, so it includes all these parts.
 
 This time is compared with the time of `cp -r` of the same folder to the same file system, in the
 same round. Call and `cp` take turns in going first. `cp` calls no fsync, and nothing is read from a

@@ -165,8 +165,8 @@ class ServerClient:
                 yield ended
 
     async def take_back(self, names: Sequence[str], *, seconds: float) -> set[str]:
-        """Cancel these responses of parts. Returns the names of those that have already ended;
-        their answers will still arrive."""
+        """Cancel responses that `generate_part` requested, by their names. Returns the names of the
+        responses that have already ended; their answers will still arrive."""
         found = await self._call("POST", TAKE_BACK, {"names": list(names)}, seconds=seconds)
         with malformed():
             return set(found["ended"])
@@ -196,8 +196,9 @@ class ServerClient:
         of them except KEEP clear the server's prefix cache; paused: a context that is entered and
         left during the pause.
 
-        forgets_prepacked: True if the server has our worker extension. On CPUs vLLM packs experts
-        for its kernels only at the first load, and would silently ignore new weights of experts."""
+        forgets_prepacked: make vLLM pack the experts for its kernels again, which needs our worker
+        extension. On CPUs vLLM otherwise packs the experts only at the first load, and silently
+        ignores new weights of experts."""
         await self._call("POST", "/pause", query=pause, seconds=seconds)
         try:
             async with paused or contextlib.nullcontext():

@@ -45,7 +45,8 @@ _CONSEQUENCE = re.compile(r"EngineDeadError|See stack trace|Engine core initiali
 _PREFIX = re.compile(
     r"^(\([^)]*\)\s+)*([A-Z]+ [\d: -]+\[[^\]]*\] )?"
 )  # (process) LEVEL time [file]
-# Characters in the path of a temporary folder; with more, the paths of its sockets are too long.
+# The most characters in the path of a temporary folder. In a folder with a longer path, the paths
+# of sockets would be too long.
 _LONGEST = 40
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -332,10 +333,10 @@ def common_environment(token: str, device_numbers: Sequence[str] = ()) -> dict[s
 def hold_port(host: str, port: int) -> socket.socket:
     """Return a socket that reserves a port for a server; 0: any free port. Raises RolloutError.
 
-    A server opens its port only after seconds. In that time another program must not take the port
-    and get the server's requests. With SO_REUSEPORT alone, the system shares the port only with
-    sockets of the same user that also have this option (see `gspo_vllm_server`). No other socket
-    gets the port while this one is open. This socket does not listen.
+    A server opens its port some seconds after its start. Until then no other program may take the
+    port and get the server's requests. With SO_REUSEPORT alone, the system shares the port only
+    with sockets of the same user that also have this option (see `gspo_vllm_server`). No other
+    socket gets the port while this one is open. This socket does not listen.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     held = socket.socket(family)
@@ -365,8 +366,8 @@ def raise_open_files() -> None:
 def end_with_parent() -> None:
     """Prepare a new process before its program starts. It will get SIGTERM when its parent dies.
 
-    The process also ignores SIGUSR1. With this signal Slurm tells the ranks to stop, but sends it
-    to all processes of the step.
+    The process also ignores SIGUSR1. Slurm sends this signal to tell the ranks to stop, but
+    it sends the signal to all processes of the job step.
     """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if _libc is not None:

@@ -88,7 +88,8 @@ class ServiceClient:
         return self._call("GET", "/weights/receivers")
 
     def add_to_weights(self, **parts: Any) -> None:
-        """Add the `folder` or the `check` of the newest weights."""
+        """Tell the service the `folder` of the newest weights, or the `check` that servers with
+        these weights must pass."""
         assert self._weights is not None, "weights that nobody has made"
         self._weights.update(parts)
         self._call("POST", "/weights/parts", parts)
@@ -162,9 +163,9 @@ class ServiceClient:
         """Start a process. Its first line, which is returned, says that the process listens, or
         why it cannot start.
 
-        The line is empty if the process has ended. This process reserves the port, so that no other
-        user can listen there after a service has died. Each process gets a new token, so that the
-        token of a dead service is useless.
+        The line is empty if the process has ended. Rank 0 reserves the port, so that no other user
+        can listen there after a service has died. Each process of the service gets a new token, so
+        that the token of a dead service is useless.
         """
         earlier, self._port = self._port, hold_port("127.0.0.1", 0)
         if earlier is not None:

@@ -72,8 +72,9 @@ class WeightStream:
     ) -> None:
         """Send the tensors to the receivers: key of a server -> number of its workers.
 
-        A server that fails is dropped, and the service finds the cause. The whole iterator is
-        always consumed. receiving(): returns the keys of the servers that still wait for weights.
+        A server that fails is dropped, and the service finds the cause. `tensors` is always
+        consumed to its end. receiving(): returns the keys of the servers that still wait for
+        weights.
         """
         deadline = time.monotonic() + self.seconds
         groups = self._groups_with(receivers, receiving, deadline)
@@ -126,7 +127,8 @@ class WeightStream:
     ) -> Group | None:
         """Make the group with a server's workers. Returns None if the workers do not join.
 
-        Making a group blocks, so this first waits until all workers have announced themselves.
+        Making a group blocks, so this function first waits until all workers have announced
+        themselves.
         """
         names = [f"{key}/{rank}" for rank in range(1, workers + 1)]
         while not self._store.check(names):

@@ -1,5 +1,5 @@
-"""The parameters of a rank as boxes of global tensors, for any way in which an optimizer cuts
-them."""
+"""Parts of a rank's parameters are stored as boxes (one slice for each axis) of global tensors. An
+optimizer may cut the parameters at any element."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_a_sound_section_has_no_problems() -> None:
         "correct_at=0.5",
     ]
     assert problems_of(1, BY, *(f"data.selection.{each}" for each in words)) == []
-    # every run has the statistics that this key concerns
+    # This key is legal without a selection, too, because it concerns statistics that every run has.
     assert problems_of(1, "data.selection.correct_at=0.5") == []
 
 

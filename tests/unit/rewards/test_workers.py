@@ -167,7 +167,7 @@ def test_values_come_back_as_they_were(scorer: Callable[..., Scorer], tmp_path: 
 
 
 def test_as_many_calls_at_a_time_as_workers(scorer: Callable[..., Scorer], tmp_path: Path) -> None:
-    """Each call waits for three others, so four workers are needed."""
+    """Each call waits for three other calls, so four workers are needed."""
     assert rewards(scorer(workers=4), *["meet4"] * 4) == [1] * 4
     assert len(set(processes(tmp_path))) == 4
 
@@ -234,7 +234,8 @@ def test_a_call_that_fails_costs_its_sample_only(
     scorer: Callable[..., Scorer],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Plain functions run one after the other. Coroutines run at the same time as a healthy one."""
+    """Plain functions run one after the other. Coroutines run at the same time as a healthy
+    coroutine."""
     found = scorer(function, workers=1, timeout_seconds=1.0, memory_mb=512)
     for response in responses:
         failed, told = FAILURES[response]

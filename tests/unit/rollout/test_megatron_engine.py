@@ -413,7 +413,7 @@ def test_the_adapters_of_each_rollout_are_joined_once(
     num_layers = len(policy.models[0].decoder.layers)
     assert joined == 4 * num_layers and len(calls) == 2 * joined  # qkv, proj, fc1 and fc2
     monkeypatch.setattr(lora.Lora, "unchanged", lambda _: contextlib.nullcontext())
-    expected = generate(policy)  # joins them at each pass
+    expected = generate(policy)  # joins the adapters at each pass
     assert len(calls) > 4 * joined
     assert torch.equal(second.rollout_logprobs, expected.rollout_logprobs)
     assert not torch.equal(second.rollout_logprobs, first.rollout_logprobs)
