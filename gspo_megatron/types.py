@@ -67,7 +67,8 @@ class Sample:
 
 
 class Reasoned(float):
-    """A reward with an explanation, which a reward function may return instead of a number.
+    """A reward with an explanation and named figures. A reward function may return it instead of a
+    number.
 
     Evaluations write the reason beside the response. The mean of each figure over a step's
     responses becomes the metric reward/NAME; `figures`, an attribute of the function, names the

@@ -45,8 +45,8 @@ _NEW_CHOICES = (
     "moe_pad_expert_input_to_capacity",
     "moe_token_drop_policy",
 )
-# A message about a refused change begins with one of these keys if the change asks for other
-# weights.
+# A message about a refused change begins with one of these keys if the change asks for weights that
+# differ from the weights of the run.
 _OTHER_WEIGHTS = ("model.hf_path ", "model.checkpoint_path ", "model.preset ", "data.tokenizer ")
 
 

@@ -23,5 +23,5 @@ class CollapseKeys(Section):
         "end; or go back to the last healthy checkpoint, with other samples and prompts",
     )
     max_rollbacks: Rollbacks = harmless(
-        2, "largest number of rollbacks of a run; the next collapse ends it, as with stop"
+        2, "largest number of rollbacks of a run; the next collapse ends the run, as with stop"
     )

@@ -36,12 +36,13 @@ class DistillationSection(Section):
     url: Text | None = harmless(None, _URL)
     coefficient: float = shapes(
         1.0,
-        "weight of the teacher's advantages beside the rewards' ones, or of the teacher's loss",
+        "weight of the teacher's advantages, which are added to the advantages of the rewards, or "
+        "of the teacher's loss",
         gt=0,
     )
     form: Literal[FORMS] = shapes(  # ty: ignore[invalid-type-form]
         "reverse_kl",
-        "reverse_kl: the log-ratio of teacher and policy on the tokens written, as an advantage; "
+        "reverse_kl: the log-ratio of teacher and policy on the policy's tokens, as an advantage; "
         "forward_kl_topk, reverse_kl_topk: KL(teacher, policy) or KL(policy, teacher) over the "
         "teacher's top_k tokens and the rest, as a loss",
     )
@@ -56,7 +57,9 @@ class DistillationSection(Section):
         None, "the field of a prompt's row that names its teacher, one of teachers"
     )
     teachers: dict[SuiteName, TeacherSection] = shapes(
-        {}, "several teachers by name, each with teacher or url; NAME: {} for prompts without one"
+        {},
+        "several teachers by name, each with teacher or url; NAME: {} stands for prompts "
+        "that have no teacher",
     )
 
     @property

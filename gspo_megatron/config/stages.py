@@ -129,7 +129,7 @@ class FineTuningTrainingSection(RunSection):
     steps: Positive | None = key("steps", None, "maximum number of updates; null: epochs decide")
     # "harmless" here, because the resulting training.steps is compared on resume.
     epochs: Positive | None = harmless(
-        None, "maximum number of passes over the examples; null: steps decide, or 1 without them"
+        None, "maximum number of passes over the examples; null: steps decide; without steps, 1"
     )
     batch_size: Positive = shapes(64, "number of examples of a step, over all ranks")
     packing: bool = harmless(
@@ -196,21 +196,21 @@ class PreferenceDataSection(Section):
     )
     chosen_field: Text = shapes("chosen", "the field that holds the better response")
     rejected_field: Text = shapes(
-        "rejected", "the field that holds the worse response, or an array of several"
+        "rejected", "the field that holds the worse response, or an array of worse responses"
     )
     margin_field: Text | None = shapes(
         None,
-        "the field that holds by how much the better score must be larger, a number from 0, or one "
-        "for each rejected response; null: no margin",
+        "the field that holds the margin by which the score of the chosen response must be larger: "
+        "a number from 0, or an array with a number for each rejected response; null: no margin",
     )
     response_field: Text = shapes(
         "response", "with preference.loss = regression: the field that holds the response"
     )
     rating_field: Text = shapes(
-        "rating", "with preference.loss = regression: the field that holds its rating, a number"
+        "rating", "with preference.loss = regression: the field that holds the rating, a number"
     )
     source_field: Text | None = shapes(
-        None, "a field that groups rows, by which evaluations are listed; null: none"
+        None, "a field with the source of a row; evaluations also list each source; null: none"
     )
     system_prompt: Text | None = shapes(None, SYSTEM_PROMPT)
     chat_template: bool = shapes(
@@ -219,8 +219,8 @@ class PreferenceDataSection(Section):
     chat_template_options: dict[str, Any] = shapes({}, "variables of the tokenizer's chat template")
     max_tokens: Positive | None = shapes(
         None,
-        "largest number of tokens of a prompt with a response; a pair with a longer one is left "
-        "out and counted; null: model.max_sequence_length",
+        "largest number of tokens of a prompt with a response; a pair with a longer response is "
+        "left out and counted; null: model.max_sequence_length",
     )
     shuffle: bool = shapes(
         True, "take the preferences in a new order in every epoch, from training.seed"
@@ -237,8 +237,8 @@ class PreferenceSection(Section):
     )
     center_coefficient: float = shapes(
         0.0,
-        "coefficient of the mean squared sum of the scores of a pair, which holds the scores "
-        "around 0; 0.01 is usual; 0.0: off",
+        "coefficient of a penalty that keeps the scores around 0: the squared sum of the two "
+        "scores of a pair, as a mean over pairs; 0.01 is usual; 0.0: off",
         ge=0,
     )
 
@@ -290,7 +290,8 @@ class PretrainingDataSection(Section):
         None, "number of tokens of a sample; null: model.max_sequence_length"
     )
     mask_end_of_document: bool = shapes(
-        False, "do not learn the first token of a document from the end of the one before"
+        False,
+        "do not learn to predict the first token of a document from the document before it",
     )
 
 
