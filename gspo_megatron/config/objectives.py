@@ -246,13 +246,15 @@ class ObjectiveSection(Section):
         False, "allow a clip range of sequence ratios that is as wide as for token ratios"
     )
     dual_clip: float | None = shapes(
-        None, "bound of dual_clip: the largest ratio that counts if the advantage is below 0", gt=1
+        None,
+        "bound of the rule dual_clip: the largest ratio that counts if the advantage is below 0",
+        gt=1,
     )
     tau_positive: float | None = shapes(
         None, "temperature of the soft gate for advantages above 0", gt=0
     )
     tau_negative: float | None = shapes(
-        None, "temperature of the soft gate for the other advantages", gt=0
+        None, "temperature of the soft gate for all other advantages", gt=0
     )
     log_clip: float | None = shapes(None, "bound of a token's log-ratio in a geometric mean", gt=0)
     max_divergence: float | None = shapes(

@@ -171,7 +171,9 @@ class DataSection(Section):
         "the share of each file of data.prompts in the prompts of a step, up to a common factor; "
         "null: in proportion to the number of its prompts",
     )
-    eval_prompts: HubPaths | None = key("shown", None, "held-out prompts, as data.prompts")
+    eval_prompts: HubPaths | None = key(
+        "shown", None, "held-out prompts, in a form of data.prompts"
+    )
     tokenizer: HubPath = key("contents", ..., TOKENIZER)
     format: Literal["gsm8k", "math", "dapo", "apps"] | None = shapes(None, FORMAT)
     prompt_field: Text = shapes(
@@ -392,7 +394,9 @@ class TrainingSection(RunSection, CollapseKeys):
     steps: NotNegative = key(
         "steps", 100, "number of RL steps; 0: only evaluate, on data.eval_prompts"
     )
-    packing: bool = harmless(True, "pack sequences into one row; false: a padded row for each")
+    packing: bool = harmless(
+        True, "pack sequences into one row; false: a padded row for each sequence"
+    )
     evaluation_prompts: Positive = harmless(256, "largest number of data.eval_prompts to use")
     keep_step_inputs: NotNegative = harmless(
         0,

@@ -19,7 +19,7 @@ class SelectionSection(Section):
     by: Literal["uniform", "pass_rate"] = shapes(
         "uniform",
         "uniform: all prompts in turn; pass_rate: prompts whose last responses were solved neither "
-        "too often nor too seldom, and new ones",
+        "too often nor too seldom, and new prompts",
     )
     low: Share = shapes(0.01, "the lowest pass rate of the band: share of solved responses")
     high: Share = shapes(0.99, "the highest pass rate of the band")

@@ -97,7 +97,9 @@ class FineTuningDataSection(Section):
         "examples to learn: a .jsonl or .parquet file, a folder of such files, or ORG/NAME[:SPLIT]"
         "[@REVISION] of the Hub; required to train",
     )
-    eval_examples: HubPath | None = key("shown", None, "held-out examples, as data.examples")
+    eval_examples: HubPath | None = key(
+        "shown", None, "held-out examples, in a form of data.examples"
+    )
     tokenizer: HubPath = key("contents", ..., TOKENIZER)
     messages_field: Text | None = shapes(
         None,
@@ -183,11 +185,13 @@ class PreferenceDataSection(Section):
         "[:SPLIT][@REVISION] of the Hub; required to train",
     )
     eval_preferences: HubPath | None = key(
-        "shown", None, "held-out preferences, as data.preferences"
+        "shown", None, "held-out preferences, in a form of data.preferences"
     )
     tokenizer: HubPath = key("contents", ..., TOKENIZER)
     format: Literal[PREFERENCE_FORMATS] | None = shapes(  # ty: ignore[invalid-type-form]
-        None, "published dataset of the rows; replaces the fields of prompt, responses and rating"
+        None,
+        "the published dataset that the rows come from; replaces the fields of prompt, responses "
+        "and rating",
     )
     prompt_field: Text | None = shapes(
         None,
