@@ -281,7 +281,7 @@ class ObjectiveSection(Section):
     )
     correction_low: _Bound | dict[_CorrectionName, _Bound] | None = shapes(
         None,
-        "smallest ratio of old policy to rollout that counts; for several corrections "
+        "smallest ratio of old policy to rollout that counts; for several corrections: "
         "{name: number}",
     )
     correction_high: _Bound | dict[_CorrectionName, _Bound] | None = shapes(

@@ -272,7 +272,7 @@ class RewardSection(Section):
     options: dict[str, Any] = shapes({}, "keyword arguments of the reward")
     weights: dict[str, float] = shapes(
         {},
-        "weight of each part, by name, if the reward returns parts; a part not named here has 1.0",
+        "weight of each part, by name, if the reward returns parts; 1.0 for parts without a weight",
     )
     workers: NotNegative | None = harmless(
         None,

@@ -131,7 +131,8 @@ class FineTuningTrainingSection(RunSection):
     steps: Positive | None = key("steps", None, "maximum number of updates; null: epochs decide")
     # "harmless" here, because the resulting training.steps is compared on resume.
     epochs: Positive | None = harmless(
-        None, "maximum number of passes over the examples; null: steps decide; without steps, 1"
+        None,
+        "maximum number of passes over the examples; null: steps decide, or 1 if steps is null, too",
     )
     batch_size: Positive = shapes(64, "number of examples of a step, over all ranks")
     packing: bool = harmless(
