@@ -132,7 +132,7 @@ class FineTuningTrainingSection(RunSection):
     # "harmless" here, because the resulting training.steps is compared on resume.
     epochs: Positive | None = harmless(
         None,
-        "maximum number of passes over the examples; null: steps decide, or 1 if steps is null, too",
+        "maximum number of passes over the examples; null: steps decide, or 1 if steps is null too",
     )
     batch_size: Positive = shapes(64, "number of examples of a step, over all ranks")
     packing: bool = harmless(
