@@ -34,8 +34,8 @@ class Prompt:
     text: str  # the prompt; for messages, the text of the last user message
     answer: Any  # the row's value, mostly a string; None: the file has no answers
     source: str  # "file:line", for error messages
-    # The other fields of the row. If only a part of a field is the prompt or the answer, the whole
-    # field is here, too.
+    # The fields of the row other than prompt and answer. If only a part of a field is the prompt or
+    # the answer, the whole field is here, too.
     fields: dict[str, Any] = field(default_factory=dict)
     token_ids: tuple[int, ...] = ()  # filled in by data.prompts
     # Input of the chat template: the row's messages, or one user message; () without a template.
@@ -54,7 +54,7 @@ class Sample:
     # Decoded without the end-of-sequence token; for an episode, only the last turn.
     response: str
     truncated: bool  # the response reached the length limit before it ended
-    fields: dict[str, Any] = field(default_factory=dict)  # the other fields of the prompt's row
+    fields: dict[str, Any] = field(default_factory=dict)  # as in Prompt
     # Tokens of the response with its end-of-sequence token; for an episode, of all its turns and
     # the tokens between them.
     num_tokens: int = 0
@@ -67,7 +67,8 @@ class Sample:
 
 
 class Reasoned(float):
-    """A reward with an explanation, which a reward function may return instead of a number.
+    """A reward with an explanation and named figures. A reward function may return it instead of a
+    number.
 
     Evaluations write the reason beside the response. The mean of each figure over a step's
     responses becomes the metric reward/NAME; `figures`, an attribute of the function, names the

@@ -1,7 +1,7 @@
 """Writes the measured results of docs/figures.yaml into the pages that quote them.
 
     python tools/figures.py            write them
-    python tools/figures.py --check    print each page that differs, and exit with 1 if one does
+    python tools/figures.py --check    print each page that differs; exit with 1 if there is any
 
 A page quotes a figure as its value and a comment with its name. Readers do not see the comment:
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """The sequences of one optimizer update, by number: for each data-parallel rank its
-    micro-batches.
+    """The numbers of the sequences of one optimizer update, for each micro-batch of each
+    data-parallel rank.
 
     All ranks have the same number of micro-batches; some may be empty.
     """

@@ -45,8 +45,8 @@ _NEW_CHOICES = (
     "moe_pad_expert_input_to_capacity",
     "moe_token_drop_policy",
 )
-# A message about a refused change begins with one of these keys if the change asks for other
-# weights.
+# A message about a refused change begins with one of these keys if the change asks for weights that
+# differ from the weights of the run.
 _OTHER_WEIGHTS = ("model.hf_path ", "model.checkpoint_path ", "model.preset ", "data.tokenizer ")
 
 
@@ -96,7 +96,7 @@ def conclude(
     """Return the start of a run from `chosen`, the newest undamaged checkpoint. `damage`: the
     damage of newer checkpoints. `command`: the words with which the user started the run, for
     advice that can be copied. `change`: the run may continue with new values of the keys that a
-    phase may change. A branch may always do so at its beginning.
+    phase may change. A branch may always begin with such new values.
 
     Raises UserError if all checkpoints are damaged, and ConfigError with all keys that have changed
     but must not change.

@@ -135,7 +135,7 @@ def count_restart(
     path = run_folder(config) / RESTARTS_FILE
     position = None if start.state is None else start.state.position.name
     # The file does not count the first start of the job. If there is no checkpoint, the first start
-    # made no progress either, so it counts.
+    # made no progress either, so it is counted here.
     count = 1 if position is None else 0
     with contextlib.suppress(OSError, *WRONG_VALUES):
         before = parse_json(path.read_bytes())

@@ -264,7 +264,7 @@ def count_parameters(shape: ModelShape, vocab_size: int) -> tuple[int, int] | No
     vocabulary are not counted.
 
     If the model belongs to a family, the numbers come from the family's tensors. Otherwise a
-    formula gives the numbers. Returns None for a model without a family that has parts which the
+    formula gives the numbers. Returns None if the model belongs to no family and has parts that the
     formula leaves out.
     """
     with contextlib.suppress(ConfigError):

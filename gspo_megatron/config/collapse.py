@@ -19,9 +19,10 @@ class CollapseKeys(Section):
 
     on_collapse: Literal["warn", "stop", "rollback"] = harmless(
         "warn",
-        "what the run does when its policy collapses (docs/campaigns.md): one warning; save and "
-        "end; or go back to the last healthy checkpoint, with other samples and prompts",
+        "what the run does when its policy collapses (docs/campaigns.md): it prints one "
+        "warning (warn), saves and ends (stop), or goes back to the last healthy checkpoint and "
+        "continues with other samples and prompts (rollback)",
     )
     max_rollbacks: Rollbacks = harmless(
-        2, "largest number of rollbacks of a run; the next collapse ends it, as with stop"
+        2, "largest number of rollbacks of a run; the next collapse ends the run, as with stop"
     )

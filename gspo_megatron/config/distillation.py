@@ -17,14 +17,13 @@ _FOLDER = (
     "and tokenizer; the training ranks compute its log-probs; null: none"
 )
 _URL = (
-    "URL, up to /v1, of a server with a teacher of any shape and the policy's tokenizer: vLLM, or "
-    "a server that has vLLM's prompt_logprobs and /tokenize; null: none"
+    "a server with a teacher of any shape and the policy's tokenizer, up to /v1: vLLM, or one "
+    "with its prompt_logprobs and /tokenize; null: none"
 )
 
 
 class TeacherSection(Section):
-    """One of several teachers. If neither `teacher` nor `url` is set, the prompts with this
-    teacher's name are trained without a teacher."""
+    """One of several teachers. If neither key is set, its prompts have no teacher."""
 
     teacher: HubPath | None = shapes(None, _FOLDER)
     url: Text | None = harmless(None, _URL)
@@ -37,7 +36,7 @@ class DistillationSection(Section):
     url: Text | None = harmless(None, _URL)
     coefficient: float = shapes(
         1.0,
-        "weight of the teacher's advantages, which are added to the rewards' advantages, or weight "
+        "weight of the teacher's advantages, which are added to the advantages of the rewards, or "
         "of the teacher's loss",
         gt=0,
     )
@@ -55,12 +54,12 @@ class DistillationSection(Section):
         le=MOST_CANDIDATES,
     )
     field: Text | None = shapes(
-        None, "the field of a prompt's row with the name of the prompt's teacher, a key of teachers"
+        None, "the field of a prompt's row that names its teacher, one of teachers"
     )
     teachers: dict[SuiteName, TeacherSection] = shapes(
         {},
-        "several teachers by name, each with teacher or url; an empty entry, NAME: {}, is for "
-        "prompts that need no teacher",
+        "several teachers by name, each with teacher or url; NAME: {} stands for prompts "
+        "that have no teacher",
     )
 
     @property

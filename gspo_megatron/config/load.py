@@ -66,7 +66,7 @@ def parse_config(
     schema: Any = Config,
 ) -> Any:
     """Make a configuration from values in memory; without `logging.dir` the run folder is
-    runs/<name>. Otherwise like `load_config`.
+    runs/<name>. In everything else, this function does the same as `load_config`.
 
     Raises ConfigError.
     """

@@ -230,14 +230,15 @@ class ObjectiveSection(Section):
     )
     advantage: Literal[ADVANTAGES] | None = shapes(  # ty: ignore[invalid-type-form]
         None,
-        "reward minus the group's mean, divided by the group's std, by nothing, or by the batch's "
-        "std; leave_one_out: minus the mean of the others in the group; max_rl: divided by the "
-        "group's mean; gdpo: the sum of group_mean_std of each part of the reward",
+        "reward minus the group's mean (group_mean), then divided by the group's std "
+        "(group_mean_std), by the batch's std (batch_std) or by the group's mean (max_rl); "
+        "leave_one_out: reward minus the mean of the other rewards in the group; gdpo: the sum of "
+        "group_mean_std over the parts of the reward",
     )
     correction: Literal[("none", *CORRECTIONS)] | list[_CorrectionName] | None = shapes(  # ty: ignore[invalid-type-form]
         None,
-        "weights for old log-probs that differ from the rollout engine's; the weights of a "
-        "list are multiplied",
+        "weights that correct for old log-probs that differ from the rollout engine's; if several "
+        "corrections are listed, their weights are multiplied",
     )
     clip_low: float | None = shapes(None, "the ratio is clipped below at 1 - clip_low", gt=0, lt=1)
     clip_high: float | None = shapes(None, "the ratio is clipped above at 1 + clip_high", gt=0)
@@ -245,19 +246,22 @@ class ObjectiveSection(Section):
         False, "allow a clip range of sequence ratios that is as wide as for token ratios"
     )
     dual_clip: float | None = shapes(
-        None, "bound of dual_clip: the largest ratio that counts if the advantage is below 0", gt=1
+        None,
+        "bound of the rule dual_clip: the largest ratio that counts if the advantage is below 0",
+        gt=1,
     )
     tau_positive: float | None = shapes(
         None, "temperature of the soft gate for advantages above 0", gt=0
     )
     tau_negative: float | None = shapes(
-        None, "temperature of the soft gate for the other advantages", gt=0
+        None, "temperature of the soft gate for all other advantages", gt=0
     )
     log_clip: float | None = shapes(None, "bound of a token's log-ratio in a geometric mean", gt=0)
     max_divergence: float | None = shapes(
         None,
-        "largest divergence of a token's probability from the old policy's at which the token is "
-        "learned from: the difference, or with rule binary_kl_mask the binary KL divergence",
+        "bound on the divergence between a token's probabilities under the old and the new policy; "
+        "the rule may mask tokens beyond it; the divergence is the difference, or with rule "
+        "binary_kl_mask the binary KL divergence",
         gt=0,
     )
     log_ratio_penalty: float | None = shapes(
@@ -277,7 +281,8 @@ class ObjectiveSection(Section):
     )
     correction_low: _Bound | dict[_CorrectionName, _Bound] | None = shapes(
         None,
-        "smallest ratio of old policy to rollout that counts; for several: {name: number}",
+        "smallest ratio of old policy to rollout that counts; for several corrections: "
+        "{name: number}",
     )
     correction_high: _Bound | dict[_CorrectionName, _Bound] | None = shapes(
         None,
@@ -287,7 +292,7 @@ class ObjectiveSection(Section):
     off_policy_mask: float | None = shapes(
         None,
         "a sequence with a negative advantage is dropped when the mean of log(old / new policy) "
-        "over its tokens exceeds this; null: none is dropped",
+        "over its tokens exceeds this number; null: no sequence is dropped",
         gt=0,
     )
     max_token_staleness: int | None = shapes(
@@ -299,7 +304,7 @@ class ObjectiveSection(Section):
     old_logprobs: Literal["auto", "recompute", "rollout"] = shapes(
         "auto",
         "the denominator of the ratio: a forward pass of the trainer before the first mini-batch, "
-        "or the log-probs that the rollout engine reported; auto: those of the engine where both "
+        "or the log-probs that the rollout engine reported; auto: the engine's log-probs if both "
         "are equal (rollout.engine = megatron in fp32), else the forward pass",
     )
     mini_batches: Positive = shapes(

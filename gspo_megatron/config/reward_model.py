@@ -27,12 +27,13 @@ class RewardModelSection(Section):
     )
     url: Text | None = harmless(
         None,
-        "a server of such a model with vLLM's /classify, as http://host:port; null: none",
+        "a server that gives the scores of a reward model by vLLM's /classify, as "
+        "http://host:port; null: none",
     )
     tokenizer: Text | None = shapes(
         None,
         "Hugging Face folder with the model's own tokenizer and chat template, or "
-        "ORG/NAME[@REVISION] of the Hub; null: that of folder",
+        "ORG/NAME[@REVISION] of the Hub; null: the tokenizer in folder",
     )
     chat_template: bool | None = shapes(
         None,
@@ -50,8 +51,8 @@ class RewardModelSection(Section):
     batch_size: Positive = harmless(_BATCH, "conversations in a request to url")
     normalize: Literal["none", "running", "group"] = shapes(
         "none",
-        "the mean that is subtracted from a score, and the standard deviation that divides it, "
-        "before scale: those of all scores of the run so far (running) or of the prompt's group",
+        "whether a score is normalized before scale, by the mean and the standard deviation of all "
+        "scores of the run so far (running) or of the scores of the prompt's group (group)",
     )
 
     @property

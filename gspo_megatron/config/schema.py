@@ -69,8 +69,8 @@ class ModelSection(Section):
     )
     checkpoint_path: Text | None = shapes(
         None,
-        "checkpoint of gspo-megatron with the weights to start from; of a run folder or its "
-        "checkpoints folder, the newest checkpoint is taken; null: random weights",
+        "checkpoint of gspo-megatron with the weights to start from; a run folder or its "
+        "checkpoints folder stands for its newest checkpoint; null: random weights",
     )
     backend: Literal["auto", "torch_native", "transformer_engine"] = shapes(
         "auto",
@@ -95,8 +95,8 @@ class ModelSection(Section):
         return values
 
     def starting_shape(self) -> ModelPreset:
-        """Return the model before other keys change it. Raises ConfigError if its file cannot be
-        read."""
+        """Return the model before other keys change it. Raises ConfigError if the file that
+        describes the model cannot be read."""
         if self.hf_path is not None:
             return preset_of_folder(self.hf_path)
         if self.preset is None and self.checkpoint_path is not None:
@@ -104,8 +104,9 @@ class ModelSection(Section):
         return PRESETS[self.preset or "tiny"]
 
     def family(self, shape: ModelShape) -> Family:
-        """Return the family that names the tensors. If the weights have a config.json, this is its
-        family, otherwise a family that has models of this shape. Raises ConfigError."""
+        """Return the family that names the tensors. It is the family of the config.json of the
+        weights, or, without a config.json, a family that has models of this shape. Raises
+        ConfigError."""
         hf = config_of_weights(self.hf_path, self.checkpoint_path)
         return family_of_shape(shape) if hf is None else family_of(hf)
 
@@ -170,7 +171,9 @@ class DataSection(Section):
         "the share of each file of data.prompts in the prompts of a step, up to a common factor; "
         "null: in proportion to the number of its prompts",
     )
-    eval_prompts: HubPaths | None = key("shown", None, "held-out prompts, as data.prompts")
+    eval_prompts: HubPaths | None = key(
+        "shown", None, "held-out prompts, in a form of data.prompts"
+    )
     tokenizer: HubPath = key("contents", ..., TOKENIZER)
     format: Literal["gsm8k", "math", "dapo", "apps"] | None = shapes(None, FORMAT)
     prompt_field: Text = shapes(
@@ -182,7 +185,7 @@ class DataSection(Section):
     template: Text | None = shapes(None, TEMPLATE)
     system_prompt: Text | None = shapes(None, SYSTEM_PROMPT)
     id_field: Text | None = harmless(
-        "id", "the field with the id of a row; null, or a row without it: file name and line"
+        "id", "the field with the id of a row; null, or no such field: the id is file name and line"
     )
     max_prompt_tokens: Positive | None = shapes(
         None, "longest prompt; null: model.max_sequence_length - rollout.max_response_tokens"
@@ -221,13 +224,14 @@ class RolloutSection(Section):
     max_refills: NotNegative = shapes(4, "additional batches of prompts for a step, at most")
     max_staleness: NotNegative | None = shapes(
         None,
-        "updates that the weights of a token may be behind: servers generate so many later steps "
-        "while the policy trains; null: 1 with engine = vllm, else 0",
+        "how many updates the weights that generate a token may be behind the policy; with n, "
+        "servers generate responses of up to n later steps while the policy trains; null: 1 with "
+        "engine = vllm, else 0",
     )
     kv_after_update: Literal["recompute", "keep"] = shapes(
         "recompute",
         "the key/value cache of responses in progress after a weight update: recompute it with the "
-        "new weights, or keep that of the old ones",
+        "new weights, or keep the cache that the old weights computed",
     )
     vllm: VllmSection = Field(default_factory=VllmSection)
 
@@ -267,7 +271,8 @@ class RewardSection(Section):
     )
     options: dict[str, Any] = shapes({}, "keyword arguments of the reward")
     weights: dict[str, float] = shapes(
-        {}, "weight of each part, by name, if the reward returns parts; 1.0 for the others"
+        {},
+        "weight of each part, by name, if the reward returns parts; 1.0 for parts without a weight",
     )
     workers: NotNegative | None = harmless(
         None,
@@ -280,7 +285,9 @@ class RewardSection(Section):
         2, "how often a call is repeated if it raises an error or ends its worker"
     )
     on_failure: Literal["stop", "drop_group"] = harmless(
-        "stop", "if all calls fail: save the run and end it (stop), or leave out the prompt's group"
+        "stop",
+        "if a call and all its repetitions fail: save the run and end it (stop), or leave out the "
+        "prompt's group (drop_group)",
     )
     scale: float = shapes(1.0, "factor for all rewards; applied first", gt=0)
     clip: float | None = shapes(
@@ -296,7 +303,8 @@ class RewardSection(Section):
     )
     repetition_penalty: float = shapes(
         0.0,
-        "the repeated share of the response, times this, is subtracted from the reward; 0.0: off",
+        "this number times the repeated share of the response is subtracted from the reward; "
+        "0.0: off",
         ge=0,
     )
     repetition_words: Positive = shapes(
@@ -312,7 +320,7 @@ class RoutingSection(Section):
         "off", "Routing Replay of the old policy's experts (r2) or of the rollout's (r3)"
     )
     reference_replay: Literal["off", "r2", "r3"] = shapes(
-        "off", "the same for the reference policy, independent of replay"
+        "off", "Routing Replay for the reference policy, whatever the value of replay"
     )
     store_on_host: bool = harmless(False, "keep routes in host memory until their micro-batch")
     volatility: bool = harmless(False, "measure how many experts change during a step, by layer")
@@ -370,12 +378,13 @@ class RunSection(Section):
     )
     stop_margin_seconds: NotNegative = harmless(
         300,
-        "a run in a Slurm job is saved and stops when less time is left than this plus the longest "
-        "step so far",
+        "a run in a Slurm job is saved and stops when the job's remaining time is less than this "
+        "number plus the time of the longest step so far",
     )
     max_restarts_without_progress: NotNegative = harmless(
         3,
-        "largest number of restarts of a Slurm job at the same point of the run; one more ends it",
+        "largest number of restarts of a Slurm job at the same point of the run; the next restart "
+        "ends the job",
     )
 
 
@@ -385,7 +394,9 @@ class TrainingSection(RunSection, CollapseKeys):
     steps: NotNegative = key(
         "steps", 100, "number of RL steps; 0: only evaluate, on data.eval_prompts"
     )
-    packing: bool = harmless(True, "pack sequences into one row; false: a padded row for each")
+    packing: bool = harmless(
+        True, "pack sequences into one row; false: a padded row for each sequence"
+    )
     evaluation_prompts: Positive = harmless(256, "largest number of data.eval_prompts to use")
     keep_step_inputs: NotNegative = harmless(
         0,
@@ -396,15 +407,17 @@ class TrainingSection(RunSection, CollapseKeys):
 
 
 class WindowSection(Section):
-    """A window of dates: only rows of a suite's file with a date in it are problems."""
+    """A window of dates. Only rows whose date is in the window are problems of the suite."""
 
     field: Text | None = harmless(None, "the field with the date, as 2025-01-31…; null: all rows")
     first: Date | None = harmless(None, "the first day, month or year, as 2025-01; null: any")
-    last: Date | None = harmless(None, "the last day, month or year, the whole of it; null: any")
+    last: Date | None = harmless(
+        None, "the last day, month or year, which is included as a whole; null: any"
+    )
 
 
 class SuiteSection(Section):
-    """Problems, how responses to them are generated, and how these are judged."""
+    """Problems, how responses to them are generated, and how the responses are judged."""
 
     prompts: HubPaths = harmless(
         ...,

@@ -66,7 +66,7 @@ ImportPath = Annotated[str, Field(pattern=r"^\w+(\.\w+)*:\w+$")]
 
 # The help texts of keys that several sections have.
 TOKENIZER = "a sentencepiece .model file, a Hugging Face folder, or ORG/NAME[@REVISION] of the Hub"
-FORMAT = "published dataset of the rows; replaces prompt_field and answer_field"
+FORMAT = "the published dataset that the rows come from; replaces prompt_field and answer_field"
 TEMPLATE = (
     "the prompt, in which {field} stands for a field of the row, and {{ for a brace before a "
     "name; null: prompt_field is the prompt"

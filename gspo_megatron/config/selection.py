@@ -24,7 +24,8 @@ class SelectionSection(Section):
     low: Share = shapes(0.01, "the lowest pass rate of the band: share of solved responses")
     high: Share = shapes(0.99, "the highest pass rate of the band")
     floor: Share = shapes(
-        0.1, "share of a step's prompts that are drawn at random from all prompts not retired"
+        0.1,
+        "share of a step's prompts that are drawn at random, from all prompts that are not retired",
     )
     retire_after: Positive | None = shapes(
         None,

@@ -15,15 +15,15 @@ class VllmSection(Section):
 
     servers: NotNegative = harmless(
         0,
-        "number of servers that the run starts: beside rank 0, or on the rollout nodes of a job, "
-        "the same number on each; 0: the servers of urls are running already",
+        "number of servers that the run starts, beside rank 0 or on the rollout nodes of a job "
+        "(each node has the same number); 0: none, because the servers of urls are running already",
     )
     urls: list[Text] = harmless(
         [], "addresses of running servers, as http://host:port; GSPO_SERVER_TOKEN has their token"
     )
     tensor_parallel_size: Positive = harmless(1, "GPUs of each server that the run starts")
     python: Text | None = harmless(
-        None, "Python interpreter of the environment that has vLLM; null: that of the training"
+        None, "Python interpreter of the environment that has vLLM; null: the training interpreter"
     )
     options: dict[str, Any] = harmless(
         {}, "further vLLM options of the servers that the run starts, as {max_num_seqs: 128}"
@@ -48,7 +48,8 @@ class VllmSection(Section):
     )
     weight_update_timeout_seconds: Positive = harmless(
         600,
-        "time limit for the start of a server, and for loading new weights; then it is restarted",
+        "time limit for the start of a server, and for loading new weights; then the server is "
+        "restarted",
     )
     stall_timeout_seconds: Positive = harmless(
         120, "time limit without an answer or a new token; then the server is restarted"

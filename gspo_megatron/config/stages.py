@@ -97,7 +97,9 @@ class FineTuningDataSection(Section):
         "examples to learn: a .jsonl or .parquet file, a folder of such files, or ORG/NAME[:SPLIT]"
         "[@REVISION] of the Hub; required to train",
     )
-    eval_examples: HubPath | None = key("shown", None, "held-out examples, as data.examples")
+    eval_examples: HubPath | None = key(
+        "shown", None, "held-out examples, in a form of data.examples"
+    )
     tokenizer: HubPath = key("contents", ..., TOKENIZER)
     messages_field: Text | None = shapes(
         None,
@@ -129,7 +131,8 @@ class FineTuningTrainingSection(RunSection):
     steps: Positive | None = key("steps", None, "maximum number of updates; null: epochs decide")
     # "harmless" here, because the resulting training.steps is compared on resume.
     epochs: Positive | None = harmless(
-        None, "maximum number of passes over the examples; null: steps decide, or 1 without them"
+        None,
+        "maximum number of passes over the examples; null: steps decide, or 1 if steps is null too",
     )
     batch_size: Positive = shapes(64, "number of examples of a step, over all ranks")
     packing: bool = harmless(
@@ -183,11 +186,13 @@ class PreferenceDataSection(Section):
         "[:SPLIT][@REVISION] of the Hub; required to train",
     )
     eval_preferences: HubPath | None = key(
-        "shown", None, "held-out preferences, as data.preferences"
+        "shown", None, "held-out preferences, in a form of data.preferences"
     )
     tokenizer: HubPath = key("contents", ..., TOKENIZER)
     format: Literal[PREFERENCE_FORMATS] | None = shapes(  # ty: ignore[invalid-type-form]
-        None, "published dataset of the rows; replaces the fields of prompt, responses and rating"
+        None,
+        "the published dataset that the rows come from; replaces the fields of prompt, responses "
+        "and rating",
     )
     prompt_field: Text | None = shapes(
         None,
@@ -196,21 +201,21 @@ class PreferenceDataSection(Section):
     )
     chosen_field: Text = shapes("chosen", "the field that holds the better response")
     rejected_field: Text = shapes(
-        "rejected", "the field that holds the worse response, or an array of several"
+        "rejected", "the field that holds the worse response, or an array of worse responses"
     )
     margin_field: Text | None = shapes(
         None,
-        "the field that holds by how much the better score must be larger, a number from 0, or one "
-        "for each rejected response; null: no margin",
+        "the field that holds the margin by which the score of the chosen response must be larger: "
+        "a number from 0, or an array with a number for each rejected response; null: no margin",
     )
     response_field: Text = shapes(
         "response", "with preference.loss = regression: the field that holds the response"
     )
     rating_field: Text = shapes(
-        "rating", "with preference.loss = regression: the field that holds its rating, a number"
+        "rating", "with preference.loss = regression: the field that holds the rating, a number"
     )
     source_field: Text | None = shapes(
-        None, "a field that groups rows, by which evaluations are listed; null: none"
+        None, "a field with the source of a row; evaluations also list each source; null: none"
     )
     system_prompt: Text | None = shapes(None, SYSTEM_PROMPT)
     chat_template: bool = shapes(
@@ -219,8 +224,8 @@ class PreferenceDataSection(Section):
     chat_template_options: dict[str, Any] = shapes({}, "variables of the tokenizer's chat template")
     max_tokens: Positive | None = shapes(
         None,
-        "largest number of tokens of a prompt with a response; a pair with a longer one is left "
-        "out and counted; null: model.max_sequence_length",
+        "largest number of tokens of a prompt with a response; a pair with a longer response is "
+        "left out and counted; null: model.max_sequence_length",
     )
     shuffle: bool = shapes(
         True, "take the preferences in a new order in every epoch, from training.seed"
@@ -237,8 +242,8 @@ class PreferenceSection(Section):
     )
     center_coefficient: float = shapes(
         0.0,
-        "coefficient of the mean squared sum of the scores of a pair, which holds the scores "
-        "around 0; 0.01 is usual; 0.0: off",
+        "coefficient of a penalty that keeps the scores around 0: the squared sum of the two "
+        "scores of a pair, as a mean over pairs; 0.01 is usual; 0.0: off",
         ge=0,
     )
 
@@ -290,7 +295,8 @@ class PretrainingDataSection(Section):
         None, "number of tokens of a sample; null: model.max_sequence_length"
     )
     mask_end_of_document: bool = shapes(
-        False, "do not learn the first token of a document from the end of the one before"
+        False,
+        "do not learn to predict the first token of a document from the document before it",
     )
 
 

@@ -351,8 +351,8 @@ _NEUTRAL_STARTS = """
 
 
 def _windows(hf: Mapping[str, Any], legal_types: tuple[str, ...]) -> list[str]:
-    """Return a problem for sliding-window attention, and for kinds of layers outside of
-    `legal_types`: neither is supported."""
+    """Return a problem if the model has sliding-window attention, and a problem if it has layer
+    types outside of `legal_types`. Neither is supported."""
     window, used = hf.get("sliding_window"), hf.get("use_sliding_window", "sliding_window" in hf)
     problems = []
     if window is not None and used:

@@ -51,7 +51,7 @@ FP4_BLOCK = 32
 
 _PACKED = {FP8: torch.float8_e4m3fn, BYTES: torch.uint8}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_MAPPED_BYTES = 32 << 20  # pages of mapped files are released whenever so many bytes were read
+_MAPPED_BYTES = 32 << 20  # after this many bytes were read, pages of mapped files are released
 
 
 class FileTensor(NamedTuple):
@@ -214,7 +214,7 @@ class HfFolder:
 
     def _read_tensors(self, problems: list[str]) -> dict[str, FileTensor]:
         single, index = self.path / SINGLE_FILE, self.path / WEIGHT_INDEX
-        # if both exist, the single file is used and not the index, as in transformers
+        # If a single file and an index exist, the single file is used, as in transformers.
         if single.exists():
             return read_header(single, problems) or {}
         if index.exists():

@@ -3,8 +3,8 @@
 Megatron-Core's modules are made for training: many tokens, gradients, several ranks. When each
 sequence has one new token, their Python code takes longer than the matrix products. In the context
 `decoding`, they are replaced by plain modules, which have no code for gradients and for other
-ranks. A module whose weights are sharded over several ranks is not replaced. The results are the
-same.
+ranks. A module whose weights are sharded over several ranks is not replaced. The results do not
+change.
 """
 
 from __future__ import annotations

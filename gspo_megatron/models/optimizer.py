@@ -121,8 +121,8 @@ def build_trainer(policy: Policy, section: OptimizerSection, schedule: Schedule)
     policy.config.finalize_model_grads_func = _finalize_gradients
     if ddp.overlap_grad_reduce:
         # DDP reduces gradients during the backward pass of the last micro-batch. Without no_sync,
-        # DDP would count the backward passes of the first update and expect as many in later ones.
-        # But the number of micro-batches differs between updates.
+        # DDP would count the backward passes of the first update and expect the same number in
+        # later updates. But the number of micro-batches differs between updates.
         silent = [chunk.no_sync for chunk in policy.chunks]
         policy.config.no_sync_func = silent if len(silent) > 1 else silent[0]
     return Trainer(optimizer, scheduler)

@@ -27,7 +27,7 @@ def history(run: Path) -> list[str]:
 
 
 def _of_branch(branch: Mapping[str, Any]) -> str:
-    """Say where a branch and the runs above it in the lineage branched off."""
+    """Say where a branch, and each branch that it descends from, branched off."""
     lines: Sequence[Mapping[str, Any]] = [branch, *branch.get("lineage", [])]
     places = [f"{each.get('run')} after step {each.get('step')}" for each in lines]
     return f"This run is a branch of {', itself a branch of '.join(places)}."

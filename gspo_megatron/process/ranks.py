@@ -62,10 +62,10 @@ def world_size_of_rank(environ: MutableMapping[str, str]) -> int | None:
     """Return the number of ranks if torchrun or srun made this process one of them, else None.
 
     In a task of srun, this adds torchrun's variables to `environ`. If MASTER_ADDR is not set, it
-    becomes the first node of the step. If MASTER_PORT is not set, it is computed from the job's
-    number. A process that a scheduler has started once on each machine is not a rank; it starts the
-    ranks (process/nodes.py). Raises UserError if variables are missing or contradict each other, or
-    if the node list is unreadable.
+    becomes the first node of the Slurm step. If MASTER_PORT is not set, it is computed from the
+    job's number. A process that a scheduler has started once on each machine is not a rank; it
+    starts the ranks (process/nodes.py). Raises UserError if variables are missing or contradict
+    each other, or if the node list is unreadable.
     """
     if node_of_job(environ) is not None:
         return None

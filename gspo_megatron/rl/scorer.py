@@ -25,7 +25,7 @@ class FrozenScorer:
         """Load the *ForSequenceClassification folder. All ranks call it, after
         set_up_model_parallel.
 
-        config: the run's configuration; its section `model` is replaced for this model.
+        config: the run's configuration; the scorer gets a section `model` of its own.
         `scorer_problems` has checked that the run's layout fits this model. Raises UserError if the
         folder is damaged or holds no preference model."""
         own: Any = config_of_scorer(config, folder)

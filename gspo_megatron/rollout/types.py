@@ -101,7 +101,7 @@ class RolloutGroup:
     parts: Annotated[np.ndarray | None, Column(SEQUENCE, np.float64)] = None
     part_names: Annotated[tuple[str, ...] | None, Column(SHARED)] = None
     # [num_sequences, figures], in the order of `Reward.figures`; NaN: the response has no such
-    # figure; None: the reward has none
+    # figure; None: the reward has no figures
     figures: Annotated[np.ndarray | None, Column(SEQUENCE, np.float64, is_added=True)] = None
     # distillation: log-probs of a teacher behind a URL, and wall seconds [1] of its requests;
     # None: there is no such teacher

@@ -34,7 +34,7 @@ PIN, LATEST = versions()[0], versions()[-1]
 # bf16 keeps 8 bits, so each operand is rounded by up to 2**-9. The largest difference measured over
 # 4 layers was 0.014 of a gradient.
 BF16_TOLERANCE = 0.03
-# As in large models, heads have 16 channels, and all norms have the same epsilon.
+# Queries and keys of a head have 16 channels, and all norms of a model have the same epsilon.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"hidden_size": 48, "num_attention_heads": 4, "head_dim": 16},
     "qwen2_moe": {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16},

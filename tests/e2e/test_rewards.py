@@ -166,7 +166,7 @@ def test_a_run_of_no_steps_evaluates(toy: Path, tmp_path: Path, undisturbed: Pat
         final = records(undisturbed)[-1]
         for key in ("evaluation/reward", "evaluation/accuracy"):
             assert record[key] == final[key]
-        # The model at the end of the complete run gives the same responses.
+        # The responses are those of the last evaluation of the complete run.
         mine, theirs = held_out(run), held_out(undisturbed)[EVALUATED:]
         assert [r["response"] for r in mine] == [r["response"] for r in theirs]
         assert record["step"] == 0 and not checkpoint_names(run)

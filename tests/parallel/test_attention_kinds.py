@@ -21,8 +21,9 @@ from tests.parallel.updates import (
 from tests.unit.hf.policies import config_of
 from tests.unit.hf.published import DELTA_NETS, VOCABULARY, write_model
 
-# Latent attention with YaRN from 8 tokens on; rotary positions for half of each head, with biases;
-# and gated delta nets beside attention with an output gate.
+# Some families have special kinds of attention: latent attention with YaRN from 8 tokens on;
+# rotary positions for half of each head, with biases; and gated delta nets beside attention with an
+# output gate.
 YARN = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 8}
 # The tolerance is that of fp32 even in fp64: Megatron-Core computes output gates' sigmoid in fp32.
 FP32_GATES = 1e-7

@@ -178,7 +178,7 @@ def test_writing_is_shared_by_data_parallel_ranks(pool: Pool, tmp_path: Path) ->
 def test_one_rank_looks_for_what_all_have_written(
     pool: Pool, tmp_path: Path, asynchronous: bool
 ) -> None:
-    """The manifest names every file of every rank. No message about it goes over a group of
+    """The manifest names every file of every rank. No message about the files goes over a group of
     devices."""
     config = run_config("dp=2")
     by_rank = pool.each(config, publish, folder=tmp_path, asynchronous=asynchronous)

@@ -151,8 +151,8 @@ class Cluster:
         return self._components(number)[0]
 
     def _components(self, number: str) -> list[dict[str, str]]:
-        """The output of `scontrol show job` for each component of a heterogeneous job, or for the
-        job."""
+        """The output of `scontrol show job` for each component of a heterogeneous job. Any other
+        job has one component."""
         lines = self.run("scontrol", "-o", "show", "job", number).splitlines()
         return [dict(re.findall(r"([\w/:]+)=(.*?)(?= [\w/:]+=|\s*$)", line)) for line in lines]
 

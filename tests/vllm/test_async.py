@@ -143,8 +143,8 @@ def test_whatever_is_killed_each_draw_is_trained_once_in_the_synchronous_order(
     assert [record["step"] for record in run.steps()] == list(range(1, steps + 1))
     assert trained_prompts(run) == synchronous_prompts(steps)
     oldest = [record["staleness/max"] for record in run.steps()]
-    # The first requests use the first weights, so the first steps have fresher tokens than the
-    # limit allows.
+    # The first requests use the first weights, so the tokens of the first steps cannot be as old as
+    # the limit allows.
     assert all(age <= min(STALENESS, n) for n, age in enumerate(oldest)) and max(oldest) > 0
     assert all(0 <= record["staleness/mean"] <= age for record, age in zip(run.steps(), oldest))
     rows = Counter(row for row, _ in run.calls())

@@ -20,8 +20,8 @@ def test_the_responses_after_a_border_are_the_synchronous_ones(
     tmp_path: Path, vllm_python: Path
 ) -> None:
     """In the first step after a border, the responses are generated with the weights at the border,
-    and have the lengths of the new phase. Within a phase, the weights that generate are one step
-    older. A run that is killed at the border still uses each prompt once."""
+    and have the lengths of the new phase. In the later steps of a phase, the weights that
+    generate are one step old. A run that is killed at the border still uses each prompt once."""
     phases = [{"until_step": BORDER}, {"rollout": {"max_response_tokens": 12}}]
     run = make_run(
         tmp_path,

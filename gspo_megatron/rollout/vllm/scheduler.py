@@ -1,7 +1,7 @@
 """Chooses the order of requests, and a server for each.
 
-Requests wait in a queue, those of earlier rollouts first, until a server with the weights that they
-need has room. Responses that a server loses are sent to other servers.
+Requests wait in a queue until a server with the weights that they need has room. Requests of
+earlier rollouts go first. Responses that a server loses are sent to other servers.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class RequestQueue(Generic[Chosen]):
         entries: deque[QueueEntry[Chosen]],
         choose: Callable[[int], tuple[Chosen, int] | None],
     ) -> bool:
-        """Grant the first entry all places that `choose` finds. Returns False if it finds none."""
+        """Give the first entry all places that `choose` finds. Returns False if it finds none."""
         entry, granted = entries[0], []
         if entry.granted.done():  # cancelled
             self.remove(entry)
@@ -231,7 +231,8 @@ class Scheduler:
                 is_granted = entry.granted.done() and not entry.granted.cancelled()
                 if is_granted and entry.granted.exception() is None:
                     for server, count in entry.granted.result():
-                        server.expected -= count  # the caller sends them at once, or never
+                        # The caller sends these requests at once, or never.
+                        server.expected -= count
             serving = [
                 (server, count)
                 for server, count in granted
@@ -260,8 +261,8 @@ class Scheduler:
         """Choose the least loaded server with room, and its number of places; None: wait.
 
         A server gets at most its share of all waiting requests. It must have room for the whole
-        group, or for a part that is large enough (`_WORTH`). Servers of version `kept` or later
-        are not used.
+        group, or for a part that is large enough (`_WORTH`). Servers of version `kept` or later are
+        reserved for earlier rollouts.
         """
         chosen, chosen_load, is_any_able = None, 0, False
         for server in self.fleet.servers:

@@ -1,9 +1,9 @@
 """Checks that a server has the trainer's weights, by responses to prompts and by sums of tensors.
 
-The responses decide, because log-probs depend on everything that a server computes with. If they
-are wrong, the sums show which tensors are suspect. When a server starts, the sums of each layer's
-tensors are also compared with the sums of the folder's tensors. This comparison is exact in any
-precision. The sums cannot detect errors in the copies of parameters that kernels make; the
+The responses decide, because log-probs depend on everything that a server computes with. If the
+responses are wrong, the sums show which tensors are suspect. When a server starts, the sums of each
+layer's tensors are also compared with the sums of the folder's tensors. This comparison is exact in
+any precision. The sums cannot detect errors in the copies of parameters that kernels make; the
 responses can.
 """
 

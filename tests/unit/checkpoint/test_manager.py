@@ -118,7 +118,8 @@ def test_a_run_that_an_error_ends_says_what_has_to_work_again(
 
 
 def test_damaged_checkpoints_after_the_newest_do_not_count(tmp_path: Path) -> None:
-    """A run that was resumed before a damaged checkpoint keeps the newest complete ones."""
+    """A run that was resumed from a checkpoint before the damaged ones keeps the newest complete
+    checkpoints."""
     checkpoints = manager(tmp_path, [], keep_last=2)
     for step in (1, 2, 3, 5, 6):  # 5 and 6 are damaged: the run was resumed from 2
         (checkpoints.folder / Position(RL, step).name).mkdir(parents=True)

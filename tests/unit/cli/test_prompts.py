@@ -87,7 +87,7 @@ def test_how_many_responses_are_saved(gspo: Command, run: Path) -> None:
     _, out, _ = gspo("prompts", run)
     assert "from step 2: rewards differ in 80.0% of 40 groups, and in 20.0% of the 10 chosen" in out
     assert "uniform draws would take about 160 groups, so 75% of the responses are saved" in out
-    # If uniform draws have the same share of spreads, the selection saves nothing.
+    # If uniform draws have a spread as often as chosen prompts, the selection saves nothing.
     records = [each | {"spread": True} for each in records]
     (run / "draws.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
     _, out, _ = gspo("prompts", run)

@@ -203,8 +203,8 @@ def test_limits_end_an_episode(
     with pytest.raises(LimitReached):
         asyncio.run(play())
     assert len(client.transcript.turns) == turns and client.is_cut
-    # A turn has 4 tokens, and 3 are between two turns. The second turn has room for 5 tokens.
-    # A third turn has no room.
+    # A turn has 4 tokens, and 3 tokens are between two turns. The second turn has room for 5
+    # tokens. A third turn has no room.
     assert [each.max_tokens for each in asked] == [
         limits.response_tokens,
         limits.response_tokens - 7,

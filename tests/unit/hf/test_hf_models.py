@@ -32,8 +32,8 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 # The tolerance for fp32 logits of size 3 to 5 from four layers. The package and transformers add up
 # in different orders. The largest error seen was 5e-6.
 TOLERANCE = 1e-5
-# The tolerance for delta nets and texts of 150 tokens. In comparison with fp64, the error of
-# transformers is as large, because norms amplify small values.
+# The tolerance for delta nets and texts of 150 tokens. Compared with fp64, transformers has an
+# error as large as that of the package, because norms amplify small values.
 DELTA_TOLERANCE = 5e-5
 
 YARN = {

@@ -81,8 +81,8 @@ def _shape(hf: dict[str, Any], **megatron: Any) -> ModelShape:
     return shape_of(describe(hf), megatron)
 
 
-# A shape alone does not show these families. Their models are exported as models of an earlier
-# family of the same shape.
+# A model of one of these families may have the same shape as a model of a family that is earlier in
+# the table. Without a config.json it is exported as a model of the earlier family.
 FIRST_OF_ITS_SHAPE = {
     "hy_v3": "glm4_moe",
     "bailing_moe_v2": "glm4_moe",

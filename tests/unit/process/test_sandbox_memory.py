@@ -1,4 +1,4 @@
-"""The memory of a program, limited by a cgroup if one can be made, and without a cgroup."""
+"""The memory limit of a program in a sandbox, with a cgroup (if one can be made) and without."""
 
 from __future__ import annotations
 

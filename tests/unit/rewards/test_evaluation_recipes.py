@@ -122,7 +122,7 @@ def test_responses_become_submissions_and_a_rating(tmp_path: Path) -> None:
     path = tmp_path / "evaluation.jsonl"
     given = {"9001/A": [True, False], "9001/B": [False, True, False], "9002/A": [True]}
     contest, missing, rating = rated(path, given)
-    # The points are 500 and 1000 - 50, which equals the best participant.
+    # The points are 500 and 1000 - 50. The best participant has the same sum.
     assert contest.startswith("contest 9001: 2 problems, 1450 points, place 1.5 of 5, rating ")
     assert missing.startswith("contest 9002: left out, no ")
     (number,) = {float(line.split("rating ")[1].split(",")[0]) for line in (contest, rating)}

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 SEED = 1
 THREADS = 2  # threads of each side: one process with two threads, or two ranks with one thread each
 
-# By default TRL would use the model's own coefficient, 1e-3. Without this loss TRL is faster. Both
-# sides must have the same value.
+# The coefficient of the routers' auxiliary loss, the same on both sides. By default TRL would use
+# the model's own coefficient, 1e-3. Without the loss TRL is faster.
 ROUTER_AUX_LOSS_COEF = 0.0
 
 SHAPES: dict[str, dict[str, int]] = {

@@ -116,7 +116,7 @@ class Response:
     # [prompt + response tokens, layers, k] uint8 or int16; None: not requested. A token has zeros
     # if the server reported no valid experts. The last token never goes through the model.
     routes: np.ndarray | None = None
-    # (weights version, number of tokens up to its end); None: the server reports no versions
+    # (weights version, tokens until this version ended); None: the server reports no versions
     spans: tuple[tuple[str, int], ...] | None = None
     versions: np.ndarray | None = None  # [tokens] int32, weights version of each token
 
