@@ -20,11 +20,11 @@ range of 0.01 on both sides clipped 3% of the tokens at a learning rate of 1e-4,
 at 1e-3. The paper reports 15%; its range of 3e-4 is for much longer responses. GRPO has the range
 that the paper uses for GRPO, which clipped 0.2% to 4%.
 
-Arms are compared at equal learning rates, and also at equal effects of an update. From different
-gradients Adam makes updates of about the same length, but not of the same effect. So each line has
-`update_change`: the mean absolute change of a token's log-prob by one update, on responses that the
-update did not use, computed without replay. It is a mean over the first updates of the first five
-steps.
+Arms are compared at equal learning rates, and also at equal effects of an update. Adam makes
+updates of about the same length from different gradients, but the effects of these updates differ.
+So each line has `update_change`: the mean absolute change of a token's log-prob by one update, on
+responses that the update did not use, computed without replay. It is a mean over the first updates
+of the first five steps.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ SEEDS seeds pass, which usually means that they converge. The seeds are run one 
 After the first run that fails, the remaining seeds are not run.
 
 A collapse heals if a second run from an earlier checkpoint converges. The second run has new
-prompts and samples, and otherwise the same settings. It is compared with the start of the first
-run. The checkpoint is the newest one for which the mean reward of the LAST steps before it was at
-least the start. If there is no such checkpoint, the second run begins with the start model.
+prompts and samples, and otherwise the same settings. Its outcome is computed with the start of the
+first run. The checkpoint is the newest one for which the mean reward of the LAST steps before it
+was at least the start. If there is no such checkpoint, the second run begins with the start model.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class Piece:
     """A box (rectangular part) of the global tensor `key` on one rank."""
 
     key: str
-    data: Tensor  # read from or written to in place
+    data: Tensor  # a read fills this tensor in place; a write stores it
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
 

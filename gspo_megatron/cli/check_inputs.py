@@ -205,7 +205,7 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
             check_section(reward, section, config.rollout.group_size if trains else 1)
     with gathered_in(problems):
         own = config.objective
-        # The user's own functions are written with torch; nothing else here needs it.
+        # The user's own functions are written with torch; nothing else here needs torch.
         if own.import_path is not None or own.advantage_import_path is not None:
             from gspo_megatron.objectives import build_objective
 

@@ -292,7 +292,7 @@ class HuggingFaceTokenizer:
         """Encode text without control tokens.
 
         Some tokenizers put a space only before the first text. For other texts, a line feed before
-        the text prevents this; its tokens are then removed."""
+        the text prevents this; the tokens of the line feed are then removed."""
         before = "" if is_first or not self._is_first_marked else "\n"
         encoded, gone = self._encoded(before + text, as_text=True), len(before)
         extra = self._ids(before) if before else []

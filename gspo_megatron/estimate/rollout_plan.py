@@ -19,7 +19,7 @@ import numpy as np
 WARM_UP = 10  # the first steps are not counted, because nothing is in flight at the start
 _COUNTED = 60  # the smallest number of counted steps after the warm-up
 STEPS = WARM_UP + _COUNTED  # the smallest number of simulated steps
-_AS_GOOD = 1.02  # a step that is longer by up to 2% counts as equally fast
+_AS_GOOD = 1.02  # a step up to 2% longer than the fastest counts as equally fast
 
 
 @dataclass(frozen=True)

@@ -342,8 +342,8 @@ class _Job:
 @contextlib.contextmanager
 def _signals_to(received: deque[signal.Signals]) -> Generator[Callable[[], object]]:
     """Collect signals to this process. Yields a function to call once the ranks have started. Until
-    then SIGUSR1 is ignored. The ranks inherit this, because SIGUSR1 would end a rank that has no
-    handler yet."""
+    then SIGUSR1 is ignored, and the ranks inherit this. Otherwise SIGUSR1 would end a rank that has
+    no handler yet."""
 
     def handle(signum: int, _frame: object) -> None:
         received.append(signal.Signals(signum))

@@ -39,8 +39,8 @@ LAYOUTS = [
 PER_PROMPT = 3
 SAMPLED = Sampling(max_tokens=14, temperature=0.7)
 GREEDY = Sampling(max_tokens=14, temperature=0.0)
-# With sums in another order, fp32 logits of size 10 differ by 1e-6. A wrong position or token
-# changes them by 0.1.
+# Another order of sums changes fp32 logits of size 10 by 1e-6. A wrong position or token changes
+# them by 0.1.
 TOLERANCE = 1e-5
 
 

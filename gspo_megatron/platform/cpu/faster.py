@@ -26,7 +26,7 @@ IS_ON = os.environ.get("GSPO_CPU_FASTER", "1") != "0"
 # Options of glibc's mallopt (malloc.h), with values in bytes. The last option has the largest value
 # that is allowed.
 MALLOC_OPTIONS = {
-    -1: 256 * 2**20,  # M_TRIM_THRESHOLD: free memory at the end of the heap that the process keeps
+    -1: 256 * 2**20,  # M_TRIM_THRESHOLD: free memory that stays at the end of the heap
     -3: 32 * 2**20,  # M_MMAP_THRESHOLD: larger blocks go back to the system when they are freed
 }
 

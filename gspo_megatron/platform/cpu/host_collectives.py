@@ -1,9 +1,9 @@
 """Collectives between the ranks of one host without GPUs, through shared memory.
 
 Gloo copies tensors, passes them through sockets, and sums a whole buffer even if a rank needs only
-its share. Here each rank writes what others need into a window of shared memory, and reads what it
-needs itself. `substitute` leaves all other cases to gloo: groups over several hosts, work in the
-background, unusual operations.
+its share. Here each rank has a window of shared memory. It writes what other ranks need into its
+window, and reads what it needs from the windows of other ranks. `substitute` leaves all other cases
+to gloo: groups over several hosts, work in the background, unusual operations.
 """
 
 from __future__ import annotations

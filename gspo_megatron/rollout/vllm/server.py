@@ -35,7 +35,7 @@ class FleetSettings:
     update_seconds: float
     silence_seconds: float
     max_staleness: int = 0  # if above 0, new weights arrive while responses are in progress
-    keeps_kv: bool = False  # whether such responses keep the keys and values of the old weights
+    keeps_kv: bool = False  # whether responses in progress then keep their keys and values
     # The Hugging Face folder with which servers start, if new weights are adapters of this model.
     # None: new weights are whole models.
     base: str | None = None
