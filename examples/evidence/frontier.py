@@ -183,7 +183,7 @@ AXES = {
 class Ahead:
     """A mixin for steps that train on responses from older weights. The responses of step t come
     from the weights after t - 1 - `staleness` steps, or from the start model. `roll_out` of this
-    class replaces the loop's method, and calls it."""
+    class replaces the loop's method, and calls the replaced method."""
 
     def __init__(self, loop: ReinforcementLoop, staleness: int) -> None:
         self._draw, self._staleness, self._drawn = loop.roll_out, staleness, 0
@@ -202,7 +202,8 @@ class Ahead:
 @dataclass
 class Probe:
     """A mixin that measures how much the update on the first mini-batch changes the log-probs of
-    the second mini-batch. Its methods replace two methods of the updater, and call them."""
+    the second mini-batch. Its methods replace two methods of the updater, and call the replaced
+    methods."""
 
     updater: PolicyUpdater
     changes: list[float] = field(default_factory=list)  # mean |change of a log-prob| in each step

@@ -89,7 +89,8 @@ def _share_gloo_devices() -> None:
     """
     gloo: Any = dist.ProcessGroupGloo
     native = gloo.__init__
-    # Process id -> devices. A forked process has no threads of these devices, so it needs new ones.
+    # Process id -> devices. A forked process has no threads of these devices, so it needs new
+    # devices.
     known: dict[int, Any] = {}
 
     @functools.wraps(native)
@@ -129,7 +130,7 @@ def _unless_sorted(native: Any) -> Any:
 
 def _unless_alone(native: Any) -> Any:
     """Skip the all-to-all in a group of one rank. Stock Megatron-Core runs an autograd function for
-    it three times in each layer, and each takes 10 to 20 microseconds a pass."""
+    it three times in each layer. Each run takes 10 to 20 microseconds in a pass."""
 
     @functools.wraps(native)
     def send(group: Any, input_: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
