@@ -57,7 +57,7 @@ def substitute(native: Collective, own: Collective) -> Collective:
         # All ranks of the group must take the same decision here. So it does not depend on whether
         # a tensor is contiguous. As with gloo, a tensor that is not contiguous is an error.
         is_ours = (
-            isinstance(group, dist.ProcessGroup)  # if it is not, this rank is not in the group
+            isinstance(group, dist.ProcessGroup)  # otherwise this rank is not in the group
             and values.get("op", dist.ReduceOp.SUM) in operations
             and all(value.is_cpu for value in values.values() if isinstance(value, Tensor))
             and (group.size() == 1 or (not in_background and window_of(group) is not None))
