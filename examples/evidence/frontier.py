@@ -23,8 +23,8 @@ that the paper uses for GRPO, which clipped 0.2% to 4%.
 Arms are compared at equal learning rates, and also at equal effects of an update. Adam makes
 updates of about the same length from different gradients, but the effects of these updates differ.
 So each line has `update_change`: the mean absolute change of a token's log-prob by one update, on
-responses that the update did not use, computed without replay. It is a mean over the first updates
-of the first five steps.
+responses that the update did not use, computed without replay. `update_change` is a mean over the
+first updates of the first five steps.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ FIRST_STEPS = 5  # the steps whose clipping and updates are measured
 # of its process groups.
 RUNS_OF_A_PROCESS = 8
 
-# Overrides of the last stage of the start model. It comes after the stage of frontier_start.yaml.
+# Overrides of the last stage of the start model. This stage comes after the stage of
+# frontier_start.yaml.
 CARELESS = (
     f"data.examples={RUNS}/data/careless.jsonl",
     f"data.eval_examples={RUNS}/data/careless.jsonl",

@@ -203,8 +203,8 @@ def outcome(lengths: np.ndarray, server: ServerSpeed, setting: Setting) -> StepF
 
 
 def best(outcomes: Sequence[StepFigures]) -> StepFigures:
-    """Return the best of the outcomes within 2% of the fastest step. It has the least staleness
-    and, if several outcomes have the least staleness, the fewest servers."""
+    """Return the best of the outcomes within 2% of the fastest step. The best outcome has the least
+    staleness and, if several outcomes have the least staleness, the fewest servers."""
     limit = _AS_GOOD * min(each.step_seconds for each in outcomes)
     good = [each for each in outcomes if each.step_seconds <= limit]
     return min(good, key=lambda each: (each.setting.max_staleness, each.setting.servers))

@@ -143,7 +143,8 @@ class MetaResults:
 
 
 def _description(value: Any) -> Hashable:
-    """Return a key for the cache. It has the type, because 1, 1.0 and True are equal in Python."""
+    """Return a key for the cache. The key has the type, because 1, 1.0 and True are equal in
+    Python."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, (list, tuple)):

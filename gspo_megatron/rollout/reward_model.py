@@ -43,7 +43,7 @@ class Conversations(NamedTuple):
     """Conversations as token ids of a reward model."""
 
     ids: list[list[int]]
-    cut: np.ndarray  # [conversations] bool: whether it was too long and lost its first tokens
+    cut: np.ndarray  # [conversations] bool: too long, so the first tokens were cut off
 
     @property
     def tokens(self) -> np.ndarray:

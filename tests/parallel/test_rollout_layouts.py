@@ -230,7 +230,8 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
         # A data rank without prompts takes part if it has experts.
         ("dp=4,ep=4", {"count": 1}),
         ("dp=2,etp=2", {"count": 1}),
-        # It also takes part if ranks still wait for the weights of an update.
+        # A data rank without prompts also takes part if ranks still wait for the weights of an
+        # update.
         ("dp=2", {"count": 1, "ddp": OVERLAP}),
     ],
 )

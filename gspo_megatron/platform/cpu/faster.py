@@ -61,8 +61,8 @@ def adapt_megatron() -> None:
 
 def _keep_freed_memory() -> None:
     """Do not give freed memory back to the system, so that the next update can use the memory that
-    this update frees. By default glibc gives it back, and the system then has to clear thousands of
-    pages a step."""
+    this update frees. By default glibc gives the memory back, and the system then has to clear
+    thousands of pages a step."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
     if set_option is not None:
         for option, value in MALLOC_OPTIONS.items():
