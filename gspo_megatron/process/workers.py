@@ -117,7 +117,7 @@ class _Process:
 
     def __init__(self, job: Job, on_gone: Callable[[_Process], None]) -> None:
         self._job, self._on_gone = job, on_gone
-        self.is_ended = False  # True as soon as its end begins
+        self.is_ended = False  # True as soon as `end` is called
         self._calls: dict[int, asyncio.Future[tuple[str, Any]]] = {}  # calls without an answer yet
         self._numbers = itertools.count()
         self._connected = asyncio.Event()

@@ -155,7 +155,7 @@ class ModelServer(Asker):
         """Ask the server for the scores of these responses, in their order.
 
         Raises RewardError for mistakes of the user. If `reward.on_failure` is `stop`, also raises
-        it for a call that fails after all repetitions.
+        RewardError for a call that fails after all repetitions.
         """
         import aiohttp  # not at the top: most runs have no reward model
 

@@ -53,7 +53,7 @@ def test_without_staleness_a_step_is_the_sum_of_its_parts(
 def test_with_staleness_a_step_is_the_slower_side_and_the_update(
     train: float, max_staleness: int
 ) -> None:
-    """All responses of a request run at the same time, so its rollout takes 10 s."""
+    """All responses of a request run at the same time, so the rollout of the request takes 10 s."""
     found = outcome(
         constant(100, 16), ServerSpeed(10, 1000, 8), Setting(2, max_staleness, train, 3)
     )
