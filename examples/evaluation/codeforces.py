@@ -7,8 +7,8 @@ FILE is a file of the dataset open-r1/codeforces. `gspo-megatron evaluate` write
 FOLDER has two answers of Codeforces' web interface for each contest: ID.standings.json
 (contest.standings) and ID.ratings.json (contest.ratingChanges).
 
-The rating of the model is an estimate (CodeElo, arXiv 2501.01257): the mean over contests of its
-rating in a contest. The Elo formula expects a participant of rating R on place 1 + Σ_i 1 / (1 +
+The rating of the model is an estimate (CodeElo, arXiv 2501.01257): the mean of the model's ratings
+in the single contests. The Elo formula expects a participant of rating R on place 1 + Σ_i 1 / (1 +
 10^((R − R_i) / 400)), where i are the other participants. The model's rating in a contest is the R
 for which this formula gives the place that the model's score would have had. The model did not
 really compete, so times of submission are unknown. arXiv 2602.05891 finds that the order of

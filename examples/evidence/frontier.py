@@ -20,11 +20,11 @@ range of 0.01 on both sides clipped 3% of the tokens at a learning rate of 1e-4,
 at 1e-3. The paper reports 15%; its range of 3e-4 is for much longer responses. GRPO has the range
 that the paper uses for GRPO, which clipped 0.2% to 4%.
 
-Arms are compared at equal learning rates, and also at equal effects of an update. From different
-gradients Adam makes updates of about the same length, but not of the same effect. So each line has
-`update_change`: the mean absolute change of a token's log-prob by one update, on responses that the
-update did not use, computed without replay. It is a mean over the first updates of the first five
-steps.
+Arms are compared at equal learning rates, and also at equal effects of an update. Adam makes
+updates of about the same length from different gradients, but the effects of these updates differ.
+So each line has `update_change`: the mean absolute change of a token's log-prob by one update, on
+responses that the update did not use, computed without replay. `update_change` is a mean over the
+first updates of the first five steps.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ FIRST_STEPS = 5  # the steps whose clipping and updates are measured
 # of its process groups.
 RUNS_OF_A_PROCESS = 8
 
-# Overrides of the last stage of the start model. It comes after the stage of frontier_start.yaml.
+# Overrides of the last stage of the start model. This stage comes after the stage of
+# frontier_start.yaml.
 CARELESS = (
     f"data.examples={RUNS}/data/careless.jsonl",
     f"data.eval_examples={RUNS}/data/careless.jsonl",
@@ -183,7 +184,7 @@ AXES = {
 class Ahead:
     """A mixin for steps that train on responses from older weights. The responses of step t come
     from the weights after t - 1 - `staleness` steps, or from the start model. `roll_out` of this
-    class replaces the loop's method, and calls it."""
+    class replaces the loop's method, and calls the replaced method."""
 
     def __init__(self, loop: ReinforcementLoop, staleness: int) -> None:
         self._draw, self._staleness, self._drawn = loop.roll_out, staleness, 0
@@ -202,7 +203,8 @@ class Ahead:
 @dataclass
 class Probe:
     """A mixin that measures how much the update on the first mini-batch changes the log-probs of
-    the second mini-batch. Its methods replace two methods of the updater, and call them."""
+    the second mini-batch. Its methods replace two methods of the updater, and call the replaced
+    methods."""
 
     updater: PolicyUpdater
     changes: list[float] = field(default_factory=list)  # mean |change of a log-prob| in each step

@@ -1,22 +1,22 @@
 """Rules that judge the runs of frontier.py: outcomes, bisection, intervals. They were fixed before
 the first run. This file trains nothing.
 
-The curve of a run is the mean reward of the responses drawn in each of its STEPS steps. Its start
-is the reward of step 1, whose responses come from the start model. Its end is the mean of the last
-LAST steps.
+The curve of a run is the mean reward of the responses drawn in each of its STEPS steps. The curve's
+start is the reward of step 1, whose responses come from the start model. The curve's end is the
+mean of the last LAST steps.
 
     converged  the end is at least halfway from the start to 1
     collapsed  the end is below half of the start
     stuck      anything between
 
 A run that falls and recovers is judged by its end. A value of a setting holds if the runs of all
-SEEDS seeds pass, which usually means that they converge. The seeds are run one after the other.
+SEEDS seeds pass, which usually means that the runs converge. The seeds are run one after the other.
 After the first run that fails, the remaining seeds are not run.
 
 A collapse heals if a second run from an earlier checkpoint converges. The second run has new
-prompts and samples, and otherwise the same settings. It is compared with the start of the first
-run. The checkpoint is the newest one for which the mean reward of the LAST steps before it was at
-least the start. If there is no such checkpoint, the second run begins with the start model.
+prompts and samples, and otherwise the same settings. Its outcome is computed with the start of the
+first run. The checkpoint is the newest one for which the mean reward of the LAST steps before it
+was at least the start. If there is no such checkpoint, the second run begins with the start model.
 """
 
 from __future__ import annotations

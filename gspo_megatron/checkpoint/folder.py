@@ -64,8 +64,9 @@ class Position:
 
 
 def positions(checkpoints: Path) -> list[Position]:
-    """Return the positions of the checkpoints in a folder, the newest first, without those that a
-    rollback has taken back. Raises DataError if the record of rollbacks is damaged."""
+    """Return the positions of the checkpoints in a folder, the newest first, without the
+    checkpoints that a rollback has taken back. Raises DataError if the record of rollbacks is
+    damaged."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         record = read_rollbacks(checkpoints)
         undone = () if record is None else record.undone

@@ -62,7 +62,7 @@ _SHOWN = 8  # a message lists at most this number of problems of one kind
 # The largest block of a stored tensor. A reader holds one block in memory at a time.
 BLOCK_BYTES = 64 << 20
 INDEX = ".metadata"
-# The names that the index's pickle may load, by module. It may also load dtypes of torch.
+# The names that the index's pickle may load, by module. The pickle may also load dtypes of torch.
 _RECORDS = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata",
@@ -96,7 +96,7 @@ class Piece:
     """A box (rectangular part) of the global tensor `key` on one rank."""
 
     key: str
-    data: Tensor  # read from or written to in place
+    data: Tensor  # a read fills this tensor in place; a write stores it
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
 
@@ -381,7 +381,7 @@ def read_index(folder: Path) -> Metadata:
 
 def _problems(index: Metadata, folder: Path) -> list[str]:
     path = folder / INDEX
-    ends: dict[str, int] = {}  # by file: the bytes that it must have
+    ends: dict[str, int] = {}  # file -> the number of bytes that the file must have
     places = set()
     for place, info in index.storage_data.items():
         name = info.relative_path

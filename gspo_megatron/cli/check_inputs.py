@@ -74,7 +74,7 @@ def check_run(
     """Check a run: call `check_all`, and check the packages that the run imports, the run folder
     (which must be empty with `fresh`), the weights that a new run begins with, and the folder of
     its export. With `with_weights`, weights of the Hub are downloaded after the checks that need no
-    weights. Without it, weights that are not downloaded yet are not checked.
+    weights. Without `with_weights`, weights that are not downloaded yet are not checked.
 
     Raises ConfigError with the problems of all parts, after the problems `told`, which are values
     that are not allowed."""
@@ -205,7 +205,7 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
             check_section(reward, section, config.rollout.group_size if trains else 1)
     with gathered_in(problems):
         own = config.objective
-        # The user's own functions are written with torch; nothing else here needs it.
+        # The user's own functions are written with torch; nothing else here needs torch.
         if own.import_path is not None or own.advantage_import_path is not None:
             from gspo_megatron.objectives import build_objective
 

@@ -432,7 +432,7 @@ def _parts_mix(section: ObjectiveSection, recipe: Recipe) -> _Problems:
         yield "rule", f"is not defined on ratio {recipe.ratio}; allowed: {legal}"
     named = RECIPES[section.name]
     sums_tokens = recipe.ratio != "token" and recipe.aggregation != "sequence_mean"
-    # This mixture is intended if the named recipe has it, else it is a mistake.
+    # A named recipe that has this combination itself (luspo) intends it; else it is a mistake.
     if sums_tokens and (recipe.ratio, recipe.aggregation) != (named.ratio, named.aggregation):
         wrong = f"a sum over tokens weights the ratio of a sequence ({recipe.ratio}) by its length"
         legal = "sequence_mean, or objective.name = luspo if you want this"
@@ -545,7 +545,7 @@ def _advantage(section: ObjectiveSection, recipe: Recipe) -> _Problems:
 
 def _regularisation(section: ObjectiveSection, recipe: Recipe) -> _Problems:
     if section.kl == "none":
-        # A custom objective may need a reference policy. A teacher is offloaded in the same way.
+        # A custom objective may need a reference policy. The key also offloads teachers.
         reads = section.import_path is not None or section.distillation.folders
         names = [] if reads else ["reference_offload"]
         why = "nothing reads it with kl = none"

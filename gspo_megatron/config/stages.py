@@ -153,7 +153,7 @@ class ExamplesConfig(StageConfig):
 
     def num_examples(self, size: int) -> int:
         """Return how many examples the run uses in all its epochs, if the file has `size` examples.
-        The last step may have fewer examples than the others."""
+        The last step may have fewer examples than the other steps."""
         training = self.training
         if training.steps is None:
             return (training.epochs or 1) * size

@@ -235,9 +235,9 @@ def encode_prompts(
 def encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
     """Return the token ids of a prompt without messages.
 
-    If the tokenizer's models expect a beginning-of-sequence token, it goes first. It is there only
-    once, even if the text begins with it. Other text that spells a control token is encoded as
-    plain text."""
+    If the tokenizer's models expect a beginning-of-sequence token, the ids begin with this token.
+    They begin with only one such token, even if the text itself begins with it, too. Other text
+    that spells a control token is encoded as plain text."""
     if tokenizer.bos_id is None:
         return tokenizer.encode(text)
     return [tokenizer.bos_id, *tokenizer.encode(text.removeprefix(tokenizer.bos_text))]

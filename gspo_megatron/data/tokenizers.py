@@ -87,7 +87,7 @@ class SentencePieceTokenizer:
         self.bos_text = self._processor.id_to_piece(bos_id) if bos_id >= 0 else ""
         # None if no id is reserved for unknown characters.
         self.unk_id: int | None = self._processor.unk_id()
-        # Plain text is never encoded as one of these symbols; the output of a chat template can be.
+        # Plain text is never encoded as one of these symbols; a chat template's output may be.
         self.special_tokens = {
             self._processor.id_to_piece(token_id): token_id
             for token_id in range(self.vocab_size)
@@ -292,7 +292,7 @@ class HuggingFaceTokenizer:
         """Encode text without control tokens.
 
         Some tokenizers put a space only before the first text. For other texts, a line feed before
-        the text prevents this; its tokens are then removed."""
+        the text prevents this; the tokens of the line feed are then removed."""
         before = "" if is_first or not self._is_first_marked else "\n"
         encoded, gone = self._encoded(before + text, as_text=True), len(before)
         extra = self._ids(before) if before else []

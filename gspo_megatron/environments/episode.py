@@ -131,7 +131,7 @@ class Client:
     _waited: float = 0.0  # seconds that earlier turns took
 
     def __post_init__(self) -> None:
-        # A copy, because the environment has the task too and may change it.
+        # A copy of the messages, because the environment has the task, too, and may change it.
         self.conversation = Conversation(self.tokenizer, own_copy([*self.task.messages]))
         self.transcript = Transcript({0: self.task.token_ids})
 

@@ -19,7 +19,7 @@ import numpy as np
 WARM_UP = 10  # the first steps are not counted, because nothing is in flight at the start
 _COUNTED = 60  # the smallest number of counted steps after the warm-up
 STEPS = WARM_UP + _COUNTED  # the smallest number of simulated steps
-_AS_GOOD = 1.02  # a step that is longer by up to 2% counts as equally fast
+_AS_GOOD = 1.02  # a step up to 2% longer than the fastest counts as equally fast
 
 
 @dataclass(frozen=True)
@@ -203,8 +203,8 @@ def outcome(lengths: np.ndarray, server: ServerSpeed, setting: Setting) -> StepF
 
 
 def best(outcomes: Sequence[StepFigures]) -> StepFigures:
-    """Return the best of the outcomes within 2% of the fastest step. It has the least staleness
-    and, if several outcomes have the least staleness, the fewest servers."""
+    """Return the best of the outcomes within 2% of the fastest step. The best outcome has the least
+    staleness and, if several outcomes have the least staleness, the fewest servers."""
     limit = _AS_GOOD * min(each.step_seconds for each in outcomes)
     good = [each for each in outcomes if each.step_seconds <= limit]
     return min(good, key=lambda each: (each.setting.max_staleness, each.setting.servers))

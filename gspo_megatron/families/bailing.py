@@ -1,6 +1,6 @@
-"""BailingMoeV2ForCausalLM: Ling 2 and Ring 2. It has the router of DeepSeek-V3. Its files have
-queries, keys and values in one matrix. transformers has no class for this family; the published
-folders contain such a class.
+"""BailingMoeV2ForCausalLM: Ling 2 and Ring 2. The family has the router of DeepSeek-V3. The files
+of its models have queries, keys and values in one matrix. transformers has no class for this
+family; the published folders contain such a class.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class ModelPreset:
     tie_embeddings: bool
     megatron: Mapping[str, Any]
     joint_qk_norm: bool = False
-    rotary_percent: float = 1.0  # the first channels of a head are rotated; this is their share
+    rotary_percent: float = 1.0  # share of a head's channels, from the first on, that is rotated
     rotary_llama3_factor: float | None = None  # Llama 3's extension of the context
     # True for a preference model, whose head gives one score for a sequence instead of log-probs.
     scores: bool = False

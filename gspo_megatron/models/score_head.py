@@ -71,8 +71,8 @@ class ScoreModel(PolicyModel):
         sharded_offsets: tuple = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return the state of the submodules. The method of LanguageModule is skipped, because it
-        needs the weight of an output layer."""
+        """Return the state of the submodules. The method of LanguageModule is skipped, because that
+        method needs the weight of an output layer."""
         return super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, metadata)
 
     def compute_language_model_loss(self, labels: ScoreInputs, logits: Tensor) -> Tensor:  # ty: ignore[incompatible-method-override]

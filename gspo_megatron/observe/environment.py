@@ -36,8 +36,8 @@ def describe_environment(vllm_python: str | None = None) -> dict[str, Any]:
     """Return versions, processors, commit, world size and Slurm job of this process.
 
     `vllm_python` is the interpreter of the vLLM servers, if it differs from this one. A value is
-    None if it does not exist: without a GPU, a git checkout or a Slurm job, or if a package is not
-    installed.
+    None if there is nothing to report: without a GPU, a git checkout or a Slurm job, or if a
+    package is not installed.
     """
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

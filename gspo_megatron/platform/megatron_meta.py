@@ -59,9 +59,9 @@ def pretended_rank(rank: int, world_size: int) -> Generator[Trace]:
         objects[:] = [own] * len(objects)
 
     def no_record(*_args: Any, **_kwargs: Any) -> Any:
-        """Record nothing. Routers add their losses to a process-wide record, which gets the size
-        of the first model. Such a record must not be created for a fake rank. Megatron-Core 0.19
-        calls the method `record` of the result."""
+        """Record nothing. Routers add their losses to a process-wide record, which gets the size of
+        the first model. A fake rank must not create this record. Megatron-Core 0.19 calls the
+        method `record` of the result."""
         return SimpleNamespace(record=no_record)
 
     record = "save_to_aux_losses_tracker"
@@ -143,7 +143,8 @@ class MetaResults:
 
 
 def _description(value: Any) -> Hashable:
-    """Return a key for the cache. It has the type, because 1, 1.0 and True are equal in Python."""
+    """Return a key for the cache. The key has the type, because 1, 1.0 and True are equal in
+    Python."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, (list, tuple)):

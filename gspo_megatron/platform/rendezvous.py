@@ -1,7 +1,8 @@
 """How the ranks of a run find each other: torch's store, and the network interface of gloo.
 
 The store and the ports of the ranks ask for no password: a program that reaches one of them can
-take part in the run. So they listen only on the address that the ranks use, not on all interfaces.
+take part in the run. So store and ports listen only on the address that the ranks use, not on all
+interfaces.
 """
 
 from __future__ import annotations

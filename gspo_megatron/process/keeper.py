@@ -43,7 +43,8 @@ def keep(lifeline: int) -> None:
     closed, the keeper ends the child and all its descendants."""
     # Slurm and terminals send signals to whole jobs, but only the owner decides when this process
     # ends. So these signals get a handler that does nothing. The signals are not ignored, because
-    # programs that the child starts would inherit this. Handlers are not inherited.
+    # programs that the child starts would then ignore these signals, too. Programs do not inherit
+    # handlers.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda *_: None)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans become the keeper's children

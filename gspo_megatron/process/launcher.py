@@ -63,8 +63,8 @@ def launch(
     `grace_seconds`: the time from the request to end until SIGKILL. `settle_seconds`: after a
     failure, the launcher waits this long for failures of other ranks, because the first rank that
     dies may not be the cause. `saves_on_signals`: after SIGTERM and SIGINT the ranks save the run,
-    without a time limit. A second signal ends them. If a rank cannot save yet, the first signal
-    ends this rank, and then the launcher ends all other ranks.
+    without a time limit. A second signal ends the ranks at once. If a rank cannot save yet, the
+    first signal ends this rank, and then the launcher ends all other ranks.
     """
     # Linux ends a rank when the thread that started it ends. Signals arrive in the main thread.
     assert threading.current_thread() is threading.main_thread(), "launched off the main thread"
@@ -342,8 +342,8 @@ class _Job:
 @contextlib.contextmanager
 def _signals_to(received: deque[signal.Signals]) -> Generator[Callable[[], object]]:
     """Collect signals to this process. Yields a function to call once the ranks have started. Until
-    then SIGUSR1 is ignored. The ranks inherit this, because SIGUSR1 would end a rank that has no
-    handler yet."""
+    then SIGUSR1 is ignored, and the ranks inherit this. Otherwise SIGUSR1 would end a rank that has
+    no handler yet."""
 
     def handle(signum: int, _frame: object) -> None:
         received.append(signal.Signals(signum))

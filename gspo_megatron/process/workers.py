@@ -31,8 +31,8 @@ from gspo_megatron.process.worker_process import (
 
 START_SECONDS = 300.0  # limit for importing the function's module, even from a slow file system
 END_SECONDS = 10.0  # limit for ending the processes that a call has started
-# A worker itself ends coroutines that take too long. If it is late by more than this, one of the
-# coroutines blocks the worker.
+# A worker itself ends coroutines that take too long. If the worker is late by more than this time,
+# one of the coroutines blocks the worker.
 GRACE_SECONDS = 1.0
 
 _PROGRAM = "from gspo_megatron.process.worker_process import main; main({data})"
@@ -117,7 +117,7 @@ class _Process:
 
     def __init__(self, job: Job, on_gone: Callable[[_Process], None]) -> None:
         self._job, self._on_gone = job, on_gone
-        self.is_ended = False  # or is about to end
+        self.is_ended = False  # True as soon as `end` is called
         self._calls: dict[int, asyncio.Future[tuple[str, Any]]] = {}  # calls without an answer yet
         self._numbers = itertools.count()
         self._connected = asyncio.Event()

@@ -10,10 +10,11 @@ compares them.
 In the first mini-batch of r2 the routers have not been updated yet, so they choose as the old
 policy does.
 
-The reference policy has its own mode, independent of the policy's mode. Its pass uses its own
-routers (off), the choice of the old policy's routers (r2), or the rollout's experts (r3). If the
-mode of the reference policy is r2, the pass of the old policy covers all mini-batches. That pass
-then records the choice of the old policy's routers, even if it replays the rollout's experts.
+The reference policy has its own mode, independent of the policy's mode. The pass of the reference
+policy uses its own routers (off), the choice of the old policy's routers (r2), or the rollout's
+experts (r3). If the mode of the reference policy is r2, the pass of the old policy covers all
+mini-batches. That pass then records the choice of the old policy's routers, even if the pass itself
+replays the rollout's experts.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Conversations(NamedTuple):
     """Conversations as token ids of a reward model."""
 
     ids: list[list[int]]
-    cut: np.ndarray  # [conversations] bool: whether it was too long and lost its first tokens
+    cut: np.ndarray  # [conversations] bool: too long, so the first tokens were cut off
 
     @property
     def tokens(self) -> np.ndarray:
@@ -155,7 +155,7 @@ class ModelServer(Asker):
         """Ask the server for the scores of these responses, in their order.
 
         Raises RewardError for mistakes of the user. If `reward.on_failure` is `stop`, also raises
-        it for a call that fails after all repetitions.
+        RewardError for a call that fails after all repetitions.
         """
         import aiohttp  # not at the top: most runs have no reward model
 

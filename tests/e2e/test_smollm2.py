@@ -86,7 +86,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     whole = folder / "whole"
     made = subprocess.run(
         [sys.executable, EXAMPLE / "get_model.py", whole],
-        # These weights are the same on every machine.
+        # Offline, the weights come from the package, so they are the same on every machine.
         env=command_environment() | {"HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,

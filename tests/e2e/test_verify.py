@@ -60,8 +60,8 @@ def test_a_layout_that_the_model_does_not_fit_is_refused(config_file: Path) -> N
 @pytest.fixture(scope="module")
 def kept_run(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The configuration of a run on two pipeline stages. The inputs of the last 2 of its 3 steps
-    are kept, with the rollout's routes. It has a reference policy, an optimizer with a warm-up, and
-    two mini-batches in a step."""
+    are kept, with the rollout's routes. The run has a reference policy, an optimizer with a
+    warm-up, and two mini-batches in a step."""
     folder = tmp_path_factory.mktemp("kept")
     path = write_config(toy, folder)
     make_small(

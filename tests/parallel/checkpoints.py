@@ -1,5 +1,5 @@
-"""Training that is saved and resumed on several ranks. Its state is joined to whole tensors on rank
-0.
+"""Training that is saved and resumed on several ranks. The state of the run is joined to whole
+tensors on rank 0.
 
 The state is assembled without the code under test. The optimizer's ranges are summed over the
 data-parallel ranks into tensors of the parameters' shapes. models.shards then joins these tensors.

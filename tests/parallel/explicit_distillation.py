@@ -1,6 +1,6 @@
-"""A distillation update by the formulas alone, in float64 on one rank. It uses the whole logits
-of policy and teacher, and plain autograd. The terms of the policy's objective come from
-explicit.py."""
+"""A distillation update by the formulas alone, in float64 on one rank. The computation uses the
+whole logits of policy and teacher, and plain autograd. The terms of the policy's objective come
+from explicit.py."""
 
 from __future__ import annotations
 

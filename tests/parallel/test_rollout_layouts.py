@@ -39,8 +39,8 @@ LAYOUTS = [
 PER_PROMPT = 3
 SAMPLED = Sampling(max_tokens=14, temperature=0.7)
 GREEDY = Sampling(max_tokens=14, temperature=0.0)
-# With sums in another order, fp32 logits of size 10 differ by 1e-6. A wrong position or token
-# changes them by 0.1.
+# Another order of sums changes fp32 logits of size 10 by 1e-6. A wrong position or token changes
+# them by 0.1.
 TOLERANCE = 1e-5
 
 
@@ -230,7 +230,8 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
         # A data rank without prompts takes part if it has experts.
         ("dp=4,ep=4", {"count": 1}),
         ("dp=2,etp=2", {"count": 1}),
-        # It also takes part if ranks still wait for the weights of an update.
+        # A data rank without prompts also takes part if ranks still wait for the weights of an
+        # update.
         ("dp=2", {"count": 1, "ddp": OVERLAP}),
     ],
 )

@@ -120,7 +120,7 @@ def import_cycle(package: str) -> list[str] | None:
 
 def test_folders_that_other_ranks_may_make_are_made_in_one_place() -> None:
     """`files.make_folder` copes with file systems that show a new folder late. Only the heartbeat
-    makes a folder itself, because it must know which process was first."""
+    makes a folder itself, because the heartbeat must know which process was first."""
     found = [
         str(path.relative_to(PACKAGE))
         for path in python_files("gspo_megatron")

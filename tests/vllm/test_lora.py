@@ -117,7 +117,7 @@ def test_a_server_that_drops_a_part_of_an_adapter_is_told(
     vllm_python: Path, tmp_path: Path
 ) -> None:
     """vLLM itself reports nothing. At the start of a run B is zero, so the log-probs do not show
-    it."""
+    that a part is missing."""
     options = {"lora_target_modules": "down_proj"}
     run = adapter_run(tmp_path, vllm_python, options=options, restarts=0)
     said = run.finish(run.start(), code=2)

@@ -6,9 +6,9 @@ The model has the shape of examples/smollm2_moe (SmolLM2-135M with 4 experts, of
 uses 2) and random weights. All its matrices have adapters. The two kinds of update run in separate
 processes, on one rank and one thread, and the processes alternate. For each kind, the output has
 the GB that the rank holds (weights, gradients, optimizer), the GB that autograd keeps for the
-backward pass, and the estimates of `gspo-megatron check` for both numbers. It also has the CPU time
-of an update (forward, backward, optimizer), which is reliable even on a busy machine. The last line
-has the largest error of `check` and the ratio of the times.
+backward pass, and the estimates of `gspo-megatron check` for both numbers. The output also has the
+CPU time of an update (forward, backward, optimizer), which is reliable even on a busy machine. The
+last line has the largest error of `check` and the ratio of the times.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ IS_ON = os.environ.get("GSPO_CPU_FASTER", "1") != "0"
 # Options of glibc's mallopt (malloc.h), with values in bytes. The last option has the largest value
 # that is allowed.
 MALLOC_OPTIONS = {
-    -1: 256 * 2**20,  # M_TRIM_THRESHOLD: free memory at the end of the heap that the process keeps
+    -1: 256 * 2**20,  # M_TRIM_THRESHOLD: free memory that stays at the end of the heap
     -3: 32 * 2**20,  # M_MMAP_THRESHOLD: larger blocks go back to the system when they are freed
 }
 
@@ -61,8 +61,8 @@ def adapt_megatron() -> None:
 
 def _keep_freed_memory() -> None:
     """Do not give freed memory back to the system, so that the next update can use the memory that
-    this update frees. By default glibc gives it back, and the system then has to clear thousands of
-    pages a step."""
+    this update frees. By default glibc gives the memory back, and the system then has to clear
+    thousands of pages a step."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
     if set_option is not None:
         for option, value in MALLOC_OPTIONS.items():
@@ -89,7 +89,8 @@ def _share_gloo_devices() -> None:
     """
     gloo: Any = dist.ProcessGroupGloo
     native = gloo.__init__
-    # Process id -> devices. A forked process has no threads of these devices, so it needs new ones.
+    # Process id -> devices. A forked process has no threads of these devices, so it needs new
+    # devices.
     known: dict[int, Any] = {}
 
     @functools.wraps(native)
@@ -129,7 +130,7 @@ def _unless_sorted(native: Any) -> Any:
 
 def _unless_alone(native: Any) -> Any:
     """Skip the all-to-all in a group of one rank. Stock Megatron-Core runs an autograd function for
-    it three times in each layer, and each takes 10 to 20 microseconds a pass."""
+    it three times in each layer. Each run takes 10 to 20 microseconds in a pass."""
 
     @functools.wraps(native)
     def send(group: Any, input_: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Collectives between the ranks of one host without GPUs, through shared memory.
 
 Gloo copies tensors, passes them through sockets, and sums a whole buffer even if a rank needs only
-its share. Here each rank writes what others need into a window of shared memory, and reads what it
-needs itself. `substitute` leaves all other cases to gloo: groups over several hosts, work in the
-background, unusual operations.
+its share. Here each rank has a window of shared memory. A rank writes what other ranks need into
+its own window, and reads what it needs from their windows. `substitute` leaves all other cases to
+gloo: groups over several hosts, work in the background, unusual operations.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def substitute(native: Collective, own: Collective) -> Collective:
     takes the group first, then the arguments of `native` by name.
 
     A group of one rank needs at most a copy. (Gloo would copy in a thread with an OpenMP team of
-    its own, even in the background. With two teams, libgomp puts the threads of both to sleep
+    its own, even in the background. With two teams, libgomp puts the threads of both teams to sleep
     between operations, and all later work takes up to twice as long.)
     """
     signature = inspect.signature(native)
@@ -54,10 +54,11 @@ def substitute(native: Collective, own: Collective) -> Collective:
         values = signature.bind(*args, **named).arguments
         in_background = values.pop("async_op", False)
         group = values.pop("group", None) or dist.group.WORLD
-        # All ranks of the group must take the same decision here. So it does not depend on whether
-        # a tensor is contiguous. As with gloo, a tensor that is not contiguous is an error.
+        # All ranks of the group must take the same decision here. So the decision does not depend
+        # on whether a tensor is contiguous. As with gloo, a tensor that is not contiguous is an
+        # error.
         is_ours = (
-            isinstance(group, dist.ProcessGroup)  # if it is not, this rank is not in the group
+            isinstance(group, dist.ProcessGroup)  # otherwise this rank is not in the group
             and values.get("op", dist.ReduceOp.SUM) in operations
             and all(value.is_cpu for value in values.values() if isinstance(value, Tensor))
             and (group.size() == 1 or (not in_background and window_of(group) is not None))
@@ -108,8 +109,9 @@ def all_gather(group: dist.ProcessGroup, tensor_list: list[Tensor], tensor: Tens
 def reduce_scatter_tensor(
     group: dist.ProcessGroup, output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM
 ) -> None:
-    """Sum this rank's share over all ranks: its own values first, then those of the ranks before
-    it, the nearest first. Only sums come here: `substitute` leaves other operations to gloo."""
+    """Sum this rank's share over all ranks: first this rank's own values, then the values of the
+    ranks before it, the nearest rank first. Only sums come here: `substitute` leaves other
+    operations to gloo."""
     assert op == dist.ReduceOp.SUM, f"reduce_scatter by {op}"
     rank, size = group.rank(), group.size()
     shares, total = _shares(input, group), output.detach().view(-1)

@@ -22,8 +22,8 @@ from gspo_megatron.rollout.vllm.remote import (
 )
 
 _LOOK_SECONDS = 0.5
-# Without a heartbeat of the service for this time, the agent ends the servers. It is longer than
-# SILENT_SECONDS, so that servers survive a short pause of the service.
+# Without a heartbeat of the service for this time, the agent ends the servers. This time is longer
+# than SILENT_SECONDS, so that servers survive a short pause of the service.
 FORGOTTEN_SECONDS = 60.0
 
 

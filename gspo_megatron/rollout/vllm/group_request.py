@@ -1,10 +1,10 @@
 """A request for several responses to one prompt, sent to one server.
 
-A request costs the service more time than handling its responses. So if the server has our
-middleware, a group, or the part for which the server has room, is one request. On other servers
-each response is a separate request. Each response is an `InFlightResponse`: it arrives when it has
-ended, and may be taken back (cancelled and generated again) without the others. If a request fails,
-only its missing responses are generated again.
+Sending a request costs the service more time than handling the responses to it. So if the server
+has our middleware, a group, or the part for which the server has room, is one request. On other
+servers each response is a separate request. Each response is an `InFlightResponse`: it arrives when
+it has ended, and may be taken back (cancelled and generated again) without the others. If a request
+fails, only its missing responses are generated again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class GroupSpec:
     prompt: Sequence[int]
     sampling: Mapping[str, object]  # vLLM's SamplingParams
     version: int  # lowest weights version that may generate
-    rollout: str  # name of the RolloutRequest; names that sort first are sent first
+    rollout: str  # name of the RolloutRequest; requests are sent in the order of names
     routes: bool
     facts: ModelFacts
     salt: str | None = None

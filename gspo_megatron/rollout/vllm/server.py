@@ -16,8 +16,8 @@ from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts
 
 Process = ServerProcess | RemoteProcess
 
-# The largest number of requests in flight to one server. It is large, because vLLM's scheduler
-# works best with a queue.
+# The largest number of requests in flight to one server. This number is large, because vLLM's
+# scheduler works best with a queue.
 MOST_REQUESTS = 512
 FEWEST_REQUESTS = 8  # the number never falls below this, even with a full cache
 _SHRINKS_BY = 0.75
@@ -35,7 +35,7 @@ class FleetSettings:
     update_seconds: float
     silence_seconds: float
     max_staleness: int = 0  # if above 0, new weights arrive while responses are in progress
-    keeps_kv: bool = False  # whether such responses keep the keys and values of the old weights
+    keeps_kv: bool = False  # whether responses in progress then keep their keys and values
     # The Hugging Face folder with which servers start, if new weights are adapters of this model.
     # None: new weights are whole models.
     base: str | None = None
@@ -120,14 +120,14 @@ class Server:
     # A function that starts the server with a folder of weights. None: this run does not start it.
     start: Callable[[str], Process] | None = None
     process: Process | None = None
-    # weights version that it has been checked with; None: it gets no requests
+    # weights version with which the server was checked; None: the server gets no requests
     version: int | None = None
     why_out: str | None = "has not started yet"
-    checked_version: int = -1  # newest version with which it passed the check
-    reports_versions: bool = False  # whether its answers name the weights version of each token
-    adapters: set[int] = field(default_factory=set)  # versions that it has loaded as adapters
+    checked_version: int = -1  # newest version with which the server passed the check
+    reports_versions: bool = False  # whether answers name the weights version of each token
+    adapters: set[int] = field(default_factory=set)  # versions that are loaded as adapters
     in_flight: set[InFlightResponse] = field(default_factory=set)
-    expected: int = 0  # requests that are about to be sent to it
+    expected: int = 0  # requests that are about to be sent to the server
     window: RequestWindow = field(default_factory=RequestWindow)
     busy: Clock = field(default_factory=Clock)  # time with requests
     working: Clock = field(default_factory=Clock)  # time with requests or new weights
@@ -136,13 +136,13 @@ class Server:
     # Key of the process group in which rank 0 sends weights to the server. None: no weights are
     # awaited.
     stream_key: str | None = None
-    stream_failed: bool = False  # if True, it gets weights only in folders from now on
-    tokens: float = 0.0  # tokens generated so far, by its own count
-    kv_usage: float = 0.0  # share of its KV cache in use
-    heard: float = 0.0  # time of its last answer or token
-    load_seconds: float = 0.0  # how long it was paused to load the newest weights
+    stream_failed: bool = False  # if True, the server gets weights only in folders from now on
+    tokens: float = 0.0  # tokens generated so far, by the server's own count
+    kv_usage: float = 0.0  # share of the server's KV cache in use
+    heard: float = 0.0  # time of the server's last answer or token
+    load_seconds: float = 0.0  # how long the server was paused to load the newest weights
     check_seconds: float = 0.0
-    bringing: asyncio.Task[None] | None = None  # its start, restart or update
+    bringing: asyncio.Task[None] | None = None  # the server's start, restart or update
 
     @property
     def serves(self) -> bool:

@@ -47,7 +47,7 @@ def test_each_block_that_is_read_is_a_sign_of_life(
     with heard_by(lambda: signs.append("")):
         record_of(tmp_path / "file")
     assert len(signs) == 4
-    record_of(tmp_path / "file")  # outside the `with` nobody listens
+    record_of(tmp_path / "file")  # outside of the `with` there is no listener
     assert len(signs) == 4
 
 

@@ -1,5 +1,5 @@
-"""The messages of `check` about an environment or a reward that cannot work. It reports all
-problems at once, with exit code 2."""
+"""The messages of `check` about an environment or a reward that cannot work. The command reports
+all problems at once, with exit code 2."""
 
 from __future__ import annotations
 

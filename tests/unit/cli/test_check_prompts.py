@@ -181,7 +181,7 @@ def test_prompts_of_all_kinds_together_are_sound(folder: Path, gspo: Command) ->
     assert code == 0, err
     lines = dict(line.split(maxsplit=1) for line in out.splitlines()[:8])
     assert lines["prompts"] == "3 in data.prompts"
-    # the longest is abcd + a + a, and the template adds bb because of the option
+    # the longest prompt is abcd + a + a, and the template adds bb because of the option
     assert lines["lengths"].startswith("prompts of at most 8 tokens (96 allowed)")
 
 

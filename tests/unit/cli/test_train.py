@@ -86,8 +86,8 @@ def test_what_a_command_line_does(
         overrides = [word for word in given if not word.startswith("--")]
         assert calls == [("train", load_config(path, overrides), *options)]
     else:
-        # The launcher passes the same arguments to the ranks. It also knows whether the run saves
-        # checkpoints.
+        # The launcher passes the same arguments to the ranks. The launcher also knows whether the
+        # run saves checkpoints.
         command = [sys.executable, "-m", "gspo_megatron", "train", str(path), *given]
         saves = ("saves",) if "checkpoint.interval=5" in given else ()
         assert calls == [("launch", command, world_size, *saves)]

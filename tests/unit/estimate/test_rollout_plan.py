@@ -53,7 +53,7 @@ def test_without_staleness_a_step_is_the_sum_of_its_parts(
 def test_with_staleness_a_step_is_the_slower_side_and_the_update(
     train: float, max_staleness: int
 ) -> None:
-    """All responses of a request run at the same time, so its rollout takes 10 s."""
+    """All responses of a request run at the same time, so the rollout of the request takes 10 s."""
     found = outcome(
         constant(100, 16), ServerSpeed(10, 1000, 8), Setting(2, max_staleness, train, 3)
     )
@@ -75,8 +75,8 @@ def test_one_server_with_one_slot_draws_token_after_token() -> None:
 @pytest.mark.parametrize("max_staleness", range(5))
 def test_a_long_response_has_so_many_steps_as_the_bound_allows(max_staleness: int) -> None:
     """Request t starts with version t - 1 - max_staleness, and its training ends max_staleness + 1
-    steps later. This time contains its longest response, its training, and max_staleness
-    updates."""
+    steps later. This time contains the longest response of the request, the training on the
+    request, and max_staleness updates."""
     lengths = constant(10, 8)
     lengths[:, 3] = 1200
     found = outcome(lengths, ServerSpeed(10, 1e6, 1000), Setting(1, max_staleness, 30, 2))

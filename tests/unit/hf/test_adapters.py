@@ -154,7 +154,7 @@ def test_each_matrix_of_a_layer_has_an_adapter_by_its_published_name(family: str
 
 def published_matrices(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """The shapes of the published matrices, by name. A tensor that holds one matrix for each expert
-    of a layer is split into these matrices. In gpt-oss they are transposed."""
+    of a layer is split into these matrices. In gpt-oss the matrices of experts are transposed."""
     shapes = tensor_shapes(config)
     for name, shape in list(shapes.items()):
         start, _, leaf = name.rpartition(".")

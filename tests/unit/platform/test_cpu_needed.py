@@ -149,7 +149,8 @@ def test_the_rng_tracker_forks_the_cpus_generator() -> None:
         assert not torch.equal(torch.rand(5), expected_inside)
 
 
-# Gloo refuses shares of different sizes. Tests with several processes run the substitutes, too.
+# These two stock functions use shares of different sizes, which gloo refuses. Tests with several
+# processes run their substitutes.
 GATHER, SCATTER = "_gather_along_first_dim", "_reduce_scatter_along_first_dim"
 MAPPINGS = "tensor_parallel/mappings.py"
 RANDOM, MOE_UTILS = "tensor_parallel/random.py", "transformer/moe/moe_utils.py"

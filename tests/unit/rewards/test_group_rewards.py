@@ -1,4 +1,5 @@
-"""Rewards that get all responses to a prompt at once, and figures that rewards return."""
+"""Reward functions that get all responses to a prompt in one call, and the figures that reward
+functions return."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def kolmogorov_smirnov(values: Tensor) -> float:
     return float(distance) * math.sqrt(count)
 
 
-CRITICAL = 1.95  # for uniform numbers, larger with probability 0.001
+CRITICAL = 1.95  # with uniform numbers, the statistic exceeds this value with probability 0.001
 
 
 @pytest.mark.parametrize("seed", [0, 1, 5, (1 << 32) + 1])
@@ -94,8 +94,8 @@ def test_neighbours_are_not_correlated() -> None:
         "diagonal": (values[:, 1:, :-1], values[:, :-1, 1:]),
     }
     for name, (left, right) in pairs.items():
-        correlation = float((left * right).mean()) * 12.0  # variance of a uniform: 1/12
-        # exceeded with probability 0.001
+        correlation = float((left * right).mean()) * 12.0  # a uniform number has variance 1/12
+        # with independent numbers, the left side exceeds 3.3 with probability 0.001
         assert abs(correlation) * math.sqrt(left.numel()) < 3.3, name
 
 

@@ -32,8 +32,8 @@ RECOMPUTES = ("none", "selective", "full")
 
 
 def moe_policy(recompute: str = "none", **megatron: Any) -> Policy:
-    """A policy with two MoE layers, each with 8 experts and top 2. Its routers are far from
-    uniform. Selective recomputation covers whole MoE layers, routers included."""
+    """A policy with two MoE layers, each with 8 experts and top 2. The policy's routers are far
+    from uniform. Selective recomputation covers whole MoE layers, routers included."""
     if recompute == "selective":
         megatron["recompute_modules"] = ["moe"]
     return tiny_policy(

@@ -1,7 +1,7 @@
 """The process group in which rank 0 of a run sends weights to a server's workers.
 
-It uses NCCL on GPUs and gloo on CPUs, and is separate from the groups of Megatron-Core and vLLM.
-This file runs in servers, whose environment lacks gspo_megatron; the ranks import it too.
+The group uses NCCL on GPUs and gloo on CPUs, and is separate from the groups of Megatron-Core and
+vLLM. This file runs in servers, whose environment lacks gspo_megatron; the ranks import it too.
 """
 
 from __future__ import annotations
