@@ -393,7 +393,8 @@ def test_the_answers_quote_their_own_figures() -> None:
         "GSPO with r2 ends {:+.3f} ({:+.3f} to {:+.3f})".format(*gspo),
         "GRPO {:+.3f} ({:+.3f} to {:+.3f})".format(*grpo),
         f"more than {-min(gspo[1], grpo[1]):.3f} of the reward is excluded",
-        f"{outside('8')} of those of 8 tokens and {outside('256')} of 256 lie outside",
+        f"{outside('8')} of the responses of 8 tokens and {outside('256')} of the responses of "
+        "256 tokens lie outside",
     ):
         assert quote in page, quote
 
