@@ -96,7 +96,7 @@ def load_model(
 ) -> None:
     """Read `folder`/model, saved on any layout, into the policy. Every rank calls it.
 
-    A policy with adapters reads only the adapters, or with adapters=False only its base.
+    A policy with adapters reads only the adapters. With adapters=False it reads only its base.
     `new_head`: the folder holds the language model that a preference model begins with; its output
     layer is not read, and the score head stays as it is. An optimizer that exists already keeps its
     fp32 copy of 16-bit weights: load its state too, or call its reload_model_params. Raises

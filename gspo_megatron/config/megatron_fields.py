@@ -61,7 +61,7 @@ _OWN_KEYS: dict[str, dict[str, str]] = {
 }
 
 # Fields that are refused, and why.
-_BF16_WEIGHTS = "the weights stay bf16: so they are initialised, saved and exported; leave it out"
+_BF16_WEIGHTS = "weights are initialised, saved and exported in bf16; leave this field out"
 _REFUSED = {
     # another value would make the gradient wrong
     **dict.fromkeys(

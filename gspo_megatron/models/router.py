@@ -18,8 +18,8 @@ class BiasedSoftmaxRouter(TopKRouter):
     has a bias only with sigmoid scores.
 
     The scores are a softmax over all experts. The experts with the largest sum of score and bias
-    are chosen. Their weights are their scores, divided by the sum of these scores. The class
-    replaces the object that the stock router asks for replayed experts; everything else is stock.
+    are chosen. Their weights are their scores, divided by the sum of these scores. The stock
+    router gets replayed experts from an object. This class replaces the object, and nothing else.
     """
 
     def routing(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

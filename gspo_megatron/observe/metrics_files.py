@@ -25,7 +25,9 @@ METRICS_FILE = "metrics.jsonl"
 DRAWS_FILE = "draws.jsonl"  # one record for each group: what became of a prompt of a step
 SAMPLES_FILE = "samples.jsonl"
 CHANGES_FILE = "changes.jsonl"  # one record for each step after which configuration values change
-PHASE_CONFIG = "config.from_step_"  # begins a file name; the first step with these values follows
+PHASE_CONFIG = (
+    "config.from_step_"  # the file name goes on with the first step that has these values
+)
 EVALUATION_FILE = "evaluation.jsonl"
 RL = "rl"
 # stages that are runs of their own

@@ -1,8 +1,9 @@
 """Puts each program in a sandbox into a memory cgroup, if this machine allows that.
 
-A cgroup counts memory that limits of single processes do not count: all processes together, buffers
-of sockets and pipes, files in memory. The new cgroup is made inside this process's own cgroup or
-beside it. That needs root, or a part of the cgroup tree that was delegated to the user.
+A cgroup limits the memory of all processes of a program together, with buffers of sockets and pipes
+and with files in memory. A limit of a single process counts none of these. The new cgroup is made
+inside this process's own cgroup or beside it. That needs root, or a part of the cgroup tree that
+was delegated to the user.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say(monkeypatch: pytest.Monke
             assert low <= value <= high
             held[name] += low <= expected[name] <= high
     # With many groups, about 95 of 100 intervals contain the true value. The seeds are fixed.
-    # this objective is the base itself, so the difference is exactly 0
+    # The objective is compared with itself, so the difference is exactly 0.
     assert held.pop("difference") == 100
     assert all(85 <= count <= 100 for count in held.values()), held
 

@@ -98,7 +98,7 @@ def test_draws_ahead_follow_from_the_records_of_finished_steps(
             refills += 1
             rows = [*rows, *choice.refill(rows)]
         assert [names[row] for row in rows] == [each["prompt"] for each in mine], step
-        # No prompt is chosen twice, and no prompt while its responses are still being generated.
+        # No prompt is chosen twice, and none is chosen while its responses are being generated.
         assert len({*rows}) == len(rows) and not under_way & {*rows[:PROMPTS]}
         under_way = {*rows[:PROMPTS]}
         differ += in_process.next() != rows[:PROMPTS]

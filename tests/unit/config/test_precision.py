@@ -160,9 +160,12 @@ def test_layers_at_the_ends_may_stay_in_bf16(engine: Any) -> None:
     [
         ("model.megatron.fp8=hybrid", "use training.precision"),
         ("model.megatron.fp8_recipe=mxfp8", "use training.precision"),
-        ("model.megatron.fp8_param=true", "the weights stay bf16"),
+        ("model.megatron.fp8_param=true", "weights are initialised, saved and exported in bf16"),
         ("model.megatron.fp32_residual_connection=true", "pipeline stages exchange activations"),
-        ("parallel.ddp.fp8_param_gather=true", "the weights stay bf16"),
+        (
+            "parallel.ddp.fp8_param_gather=true",
+            "weights are initialised, saved and exported in bf16",
+        ),
         ("model.megatron.fp4=e2m1", "FP4 is not supported"),
         ("model.megatron.fp8_parm=true", "no such field"),
     ],

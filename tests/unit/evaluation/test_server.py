@@ -137,7 +137,7 @@ def test_a_server_is_evaluated(
     others = {"maj_at_4": 1.0, "truncated": 0.25, "length": 6.5, "problems": 2.0}
     assert figures == interval | shares | others | {"failed": 0.0, "left_out": 0.0}
     out_text = capsys.readouterr().out
-    # two equal problems give no interval
+    # two problems with equal scores give no interval
     assert "0.500" in out_text and "0.500–0.500" not in out_text
     # The results of a second evaluation are not mixed with the first.
     assert main(["evaluate", chat.url, "--suite", str(suite), "-o", str(out)]) == 2

@@ -58,8 +58,8 @@ VARIANTS: list[Variant] = [
     ("glm4_moe_lite", {"rope_scaling": YARN}),
     ("glm4_moe", {"use_qk_norm": False, "attention_bias": False, "partial_rotary_factor": 1.0}),
     ("llama", {"rope_scaling": None, "tie_word_embeddings": True, "num_key_value_heads": 6}),
-    # The first of these configs has windows of one token in three of four layers, and YaRN with
-    # rounded bounds. The second one has no windows.
+    # In the first of these configs, three of the four layers have a window of one token, and YaRN
+    # has rounded bounds. The second config has no windows.
     (
         "gpt_oss",
         {

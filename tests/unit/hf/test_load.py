@@ -89,7 +89,7 @@ def test_of_very_many_missing_tensors_some_are_named_and_all_counted(tmp_path: P
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        (  # the shapes of all tensors are equal, but the numbers of heads are not
+        (  # the same shapes of tensors as the policy, but other numbers of heads
             {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 20,
              "tie_word_embeddings": True},
             ["tie_embeddings is true, and false in the model",

@@ -115,7 +115,7 @@ def test_a_group_that_cannot_be_made_is_a_fault_of_the_sandbox(
 def test_a_program_that_cannot_enter_does_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plain files take the place of a cgroup that the program cannot enter."""
+    """The test uses plain files in place of a cgroup, so the program cannot enter it."""
     monkeypatch.setattr(sandbox_memory, "place", lambda: Place(2, tmp_path))
     monkeypatch.setattr(Cgroup, "entrance", tmp_path / "gone" / "cgroup.procs")
     with pytest.raises(SandboxError, match="cgroup.procs"):
