@@ -58,9 +58,9 @@ def sums_taskset(python: str, folder: Path) -> Path:
     place = folder / "my_sums"
     source = place / "my_sums" / "taskset.py"
     text = source.read_text()
-    open_load = text.index("raise NotImplementedError(\n")  # a gap that vf-init leaves
+    open_load = text.index("raise NotImplementedError(\n")  # vf-init leaves this for us to replace
     text = text[:open_load] + _LOAD
-    open_reward = text.index("raise NotImplementedError(")  # another gap
+    open_reward = text.index("raise NotImplementedError(")  # replaced too
     after = text.index("\n", open_reward)
     text = text[:open_reward] + _REWARD.rstrip() + text[after:]
     fields = '"""One row\'s data. Add task-specific fields here, such as a reference answer."""\n'
