@@ -126,7 +126,7 @@ def test_prompts_name_their_teachers_and_a_slip_is_told_before_the_start(
     first, rows[1]["domain"] = rows[1]["domain"], "prose"
     write_rows(tmp_path / "prompts.jsonl", rows)
     [line] = train(path, expect=2).stderr.splitlines()
-    assert line.startswith(f"{tmp_path}/prompts.jsonl:2: domain = 'prose' names no teacher, as ")
+    assert line.startswith(f"{tmp_path}/prompts.jsonl:2: domain = 'prose' names no teacher, but ")
     rows[1]["domain"] = first
     write_rows(tmp_path / "prompts.jsonl", rows)
     train(path, "rollout.prompts_per_step=6")
