@@ -318,7 +318,9 @@ def find_weights(step: StepInputs, config: Config, given: str | None) -> StepWei
     ):
         # Without this folder, `verify` takes the run's first weights as the reference. A reference
         # that no phase has renewed has these weights.
-        way = "replace it by an undamaged copy, or move it away: the first weights are the same"
+        way = "replace it by an undamaged copy"
+        if reference.name == reference_name(0):
+            way += ", or move it away: the first weights are the same"
         _check_whole(reference, f"damaged, and needed; {way}")
     if not (checkpoint / STATE_FILE).is_file():  # a checkpoint of weights alone
         return StepWeights(checkpoint, False, False, tuple(notes))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from gspo_megatron.checkpoint.folder import CHECKPOINTS, REFERENCE, Position, Publication
+from gspo_megatron.checkpoint.folder import CHECKPOINTS, Position, Publication, reference_name
 from gspo_megatron.checkpoint.manifest import MANIFEST, files_below, record_of
 from gspo_megatron.checkpoint.run_state import STATE_FILE, RunState
 from gspo_megatron.config import Config
@@ -301,9 +301,10 @@ def test_weights_that_are_given_are_checked(tmp_path: Path) -> None:
         find_weights(kept, run.config, str(tmp_path))
 
 
-def reference_beside(checkpoint: Path) -> Path:
-    """Write a reference of 4 bytes beside the checkpoint. Returns its file."""
-    publication = Publication(checkpoint.parent, REFERENCE)
+def reference_beside(checkpoint: Path, since: int = 0) -> Path:
+    """Write a reference of 4 bytes, the policy after step `since`, beside the checkpoint. Returns
+    its file."""
+    publication = Publication(checkpoint.parent, reference_name(since))
     publication.begin()
     (publication.folder / "weights").write_bytes(b"1234")
     files = {"weights": record_of(publication.folder / "weights")}
@@ -321,3 +322,20 @@ def test_a_damaged_reference_is_named_where_it_is_needed(tmp_path: Path) -> None
         with pytest.raises(DataError, match=rf"{file.parent}: weights: altered(.|\n)*move it away"):
             find_weights(kept, run.config, given)
     assert find_weights(kept, tiny_config(), None).checkpoint == checkpoint
+
+
+def test_a_renewed_reference_cannot_be_replaced_by_the_first_weights(tmp_path: Path) -> None:
+    phases = [{"until_step": 2}, {"reference": "renew"}]
+    sections: dict[str, Any] = {
+        "objective": {"kl": "k3", "kl_coefficient": 0.1},
+        "training": {"phases": phases},
+        "checkpoint": {"interval": 1},
+    }
+    run = Run(tmp_path, sections=sections)
+    kept = run.write(4)
+    file = reference_beside(run.checkpoint(Position("rl", 3)), since=2)
+    flip_a_bit(file)
+    with pytest.raises(DataError, match=f"{file.parent}: weights: altered") as error:
+        find_weights(kept, run.config, None)
+    assert "replace it by an undamaged copy" in str(error.value)
+    assert "move it away" not in str(error.value)
