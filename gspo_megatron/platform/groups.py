@@ -64,16 +64,17 @@ def start_processes(timeout_minutes: float = _PATIENCE_MINUTES) -> Ranks:
     torchrun and our launcher set. Without them this process is the only rank."""
     device = select_device()
     if not dist.is_initialized():
-        os.environ.setdefault("RANK", "0")
-        os.environ.setdefault("WORLD_SIZE", "1")
-        is_alone = os.environ["WORLD_SIZE"] == "1" and "MASTER_ADDR" not in os.environ
+        # These variables are not set here: then the programs that this process starts, and a later
+        # run in this process, would take themselves for ranks.
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
         # A single process needs no port, so two runs on one machine cannot collide.
+        is_alone = world_size == 1 and "MASTER_ADDR" not in os.environ
         patience = datetime.timedelta(minutes=timeout_minutes)
         dist.init_process_group(
             backend=collective_backend(device),
             store=dist.HashStore() if is_alone else join_store(patience),
-            rank=int(os.environ["RANK"]),
-            world_size=int(os.environ["WORLD_SIZE"]),
+            rank=int(os.environ.get("RANK", "0")),
+            world_size=world_size,
             timeout=patience,
         )
     return Ranks(dist.get_rank(), dist.get_world_size(), device)

@@ -36,7 +36,7 @@ def join_store(timeout: datetime.timedelta) -> dist.Store:
     """Join the store of the ranks, by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Returns once
     all ranks have joined. Rank 0 holds the store, or torchrun's agent if torchrun starts the ranks.
     Raises UserError if MASTER_ADDR or MASTER_PORT cannot be used."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     _wait_for_name(host)
     choose_interface(host)

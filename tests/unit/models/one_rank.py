@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,7 +20,6 @@ from gspo_megatron.platform.groups import (
 
 VOCABULARY = 37  # The vocabulary is padded to 48. The padding must never influence a result.
 PAD = 0
-_LAUNCHER = ("RANK", "WORLD_SIZE")  # start_processes leaves these variables in the environment
 
 
 def tiny_config(**sections: Any) -> Config:
@@ -76,15 +74,9 @@ def hidden_states(policy: Policy, ids: Sequence[int]) -> Tensor:
 def one_rank_groups() -> Iterator[None]:
     """The process groups of torch.distributed and Megatron for a single process. They are destroyed
     afterwards."""
-    before = {name: os.environ.get(name) for name in _LAUNCHER}
     try:
         start_processes(timeout_minutes=1.0)
         set_up_model_parallel(resolve_parallel(tiny_config(), 1), seed=1)
         yield
     finally:
         stop_processes()
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

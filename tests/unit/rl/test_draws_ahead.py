@@ -48,9 +48,7 @@ class Recorded(ReinforcementLoop):
 
 
 @pytest.fixture
-def make_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "0" if name == "RANK" else "1")
+def make_loop(tmp_path: Path) -> Iterator[Any]:
     folder = make_tokenizer(tmp_path / "tokenizer")
     prompts = write_jsonl(tmp_path / "prompts.jsonl", [f"{n:02d}" for n in range(FILE)], "prompt")
 

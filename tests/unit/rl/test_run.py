@@ -28,8 +28,6 @@ class Game:
 def test_the_schedule_counts_updates_and_responses_end_at_all_end_tokens_and_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "0" if name == "RANK" else "1")
     folder = make_tokenizer(tmp_path / "tokenizer")
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
     monkeypatch.chdir(tmp_path)
