@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gspo_megatron.config import Config
 from gspo_megatron.config.schema import suite_key
@@ -37,6 +38,8 @@ from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
 from gspo_megatron.errors import ConfigError, DataError, UnknownValueError, gathered_in
 from gspo_megatron.files import fingerprint
 from gspo_megatron.types import Prompt
+
+Rows = TypeVar("Rows", SupervisedData, PreferenceData)
 
 
 @dataclass(frozen=True)
@@ -220,24 +223,7 @@ def read_fine_tuning(config: FineTuningConfig) -> FineTuningInputs:
 
     Raises ConfigError with the problems of all files, by file and line.
     """
-    tokenizer, problems = _load_tokenizer(config)
-    form = None
-    with contextlib.suppress(ConfigError):  # the model's shape is wrong; already reported
-        form = config.data.model_copy(update={"max_tokens": config.max_tokens()})
-    found: dict[str, SupervisedData] = {}
-    warnings: list[str] = []
-    for key, paths in config.input_files().items():
-        with gathered_in(problems):
-            if tokenizer is None or form is None:
-                check_rows(Path(paths[0]), "file")  # raises if there is no such file
-                continue
-            found[key] = load_supervised(paths[0], tokenizer, form)
-            counts, total = found[key].counts, len(found[key])
-            warnings += counts.unknown.warnings(key, total) + counts.quoted.warnings(key, total)
-    if problems:
-        raise ConfigError(problems)
-    if tokenizer is None or form is None:
-        raise UnknownValueError
+    tokenizer, found, warnings = _read_rows(config, load_supervised)
     evaluation = found.get("data.eval_examples")
     return FineTuningInputs(tokenizer, found["data.examples"], evaluation, tuple(warnings))
 
@@ -247,33 +233,44 @@ def read_preferences(config: PreferenceConfig) -> PreferenceInputs:
 
     Raises ConfigError with the problems of all files, by file and line.
     """
+    regression = config.preference.loss == "regression"
+    load = partial(load_preferences, regression=regression)
+    tokenizer, found, warnings = _read_rows(config, load)
+    for key, data in found.items():
+        if data.counts.ends_in_padding:
+            warnings.append(
+                f"{key}: {data.counts.ends_in_padding} of {len(data.lengths)} sequences end in "
+                f"the padding token {tokenizer.pad_id}: transformers takes it for padding and "
+                "scores an earlier token of them; this program and vLLM score the last one"
+            )
+    evaluation = found.get("data.eval_preferences")
+    return PreferenceInputs(tokenizer, found["data.preferences"], evaluation, tuple(warnings))
+
+
+def _read_rows(
+    config: FineTuningConfig | PreferenceConfig, load: Callable[[str, Tokenizer, Any], Rows]
+) -> tuple[Tokenizer, dict[str, Rows], list[str]]:
+    """Read the tokenizer, and the file of each key with `load`. The list has the warnings about
+    their texts."""
     tokenizer, problems = _load_tokenizer(config)
     form = None
     with contextlib.suppress(ConfigError):  # the model's shape is wrong; already reported
         form = config.data.model_copy(update={"max_tokens": config.max_tokens()})
-    found: dict[str, PreferenceData] = {}
+    found: dict[str, Rows] = {}
     warnings: list[str] = []
-    regression = config.preference.loss == "regression"
     for key, paths in config.input_files().items():
         with gathered_in(problems):
             if tokenizer is None or form is None:
                 check_rows(Path(paths[0]), "file")  # raises if there is no such file
                 continue
-            data = load_preferences(paths[0], tokenizer, form, regression=regression)
-            found[key], counts, total = data, data.counts, len(data.lengths)
+            found[key] = data = load(paths[0], tokenizer, form)
+            counts, total = data.counts, len(data.lengths)
             warnings += counts.unknown.warnings(key, total) + counts.quoted.warnings(key, total)
-            if counts.ends_in_padding:
-                warnings.append(
-                    f"{key}: {counts.ends_in_padding} of {total} sequences end in the padding "
-                    f"token {tokenizer.pad_id}: transformers takes it for padding and scores an "
-                    "earlier token of them; this program and vLLM score the last one"
-                )
     if problems:
         raise ConfigError(problems)
     if tokenizer is None or form is None:
         raise UnknownValueError
-    evaluation = found.get("data.eval_preferences")
-    return PreferenceInputs(tokenizer, found["data.preferences"], evaluation, tuple(warnings))
+    return tokenizer, found, warnings
 
 
 def read_pretraining(config: PretrainingConfig) -> PretrainingInputs:
