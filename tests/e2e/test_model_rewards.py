@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from aiohttp import web
 
 from gspo_megatron.config.reward_model import RewardModelSection
 from gspo_megatron.config.schema import RewardSection
@@ -22,15 +22,14 @@ from gspo_megatron.rollout.reward_model import ModelTexts
 from gspo_megatron.rollout.teacher import PROBE
 from gspo_megatron.types import Sample
 from tests.e2e.conftest import write_config
-from tests.e2e.resuming import all_records, assert_same_run, make_small, records, train
+from tests.e2e.failing_server import SILENT, STEPS, assert_no_finished_step_is_lost
+from tests.e2e.resuming import all_records, assert_same_run, make_small, train
 from tests.unit.hf.preference_folder import scores_by_transformers, write_score_model
 from tests.unit.hf.transformers_side import transformers_process
 from tests.unit.rollout.reward_server import right, served
 from tests.unit.test_metrics_doc import SCORED
 
 pytestmark = pytest.mark.slow
-
-STEPS, GOOD_STEPS = 4, 2
 
 
 def spoilt(change: Callable[[list[dict[str, Any]]], Any]) -> Callable[[dict[str, Any]], Any]:
@@ -44,25 +43,11 @@ def spoilt(change: Callable[[list[dict[str, Any]]], Any]) -> Callable[[dict[str,
     return answer
 
 
-def slow(_: dict[str, Any]) -> Any:
-    raise TimeoutError
-
-
-def gone(_: dict[str, Any]) -> Any:
-    raise web.HTTPServiceUnavailable(text="shutting down")
-
-
-def killed(_: dict[str, Any]) -> Any:
-    raise ConnectionAbortedError
-
-
 FULL = pytest.mark.full  # tests/unit/rollout/test_reward_model.py tests these faults in seconds
 FAULTS = {
     "NaN": (spoilt(lambda data: data[0].update(probs=[float("nan")])), "a score of nan"),
     "fewer": (spoilt(lambda data: data.pop()), "scores for"),
-    "slow": (slow, "TimeoutError"),
-    "ends": (gone, "says 503: shutting down"),
-    "killed": (killed, "ServerDisconnectedError"),
+    **SILENT,
 }
 
 
@@ -84,7 +69,7 @@ def config_in(toy: Path, folder: Path) -> Path:
 
 
 def train_with(
-    answer: Callable[[dict[str, Any]], Any], toy: Path, path: Path, *, expect: int = 0
+    toy: Path, answer: Callable[[dict[str, Any]], Any], path: Path, *, expect: int = 0
 ) -> str:
     """Run the command. Returns its stderr."""
     tokens = load_tokenizer(toy / "tokenizer.model").encode(PROBE)
@@ -96,7 +81,7 @@ def train_with(
 def undisturbed(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a complete run."""
     path = config_in(toy, tmp_path_factory.mktemp("undisturbed") / "whole")
-    train_with(right, toy, path)
+    train_with(toy, right, path)
     return path.parent / "run"
 
 
@@ -128,21 +113,10 @@ def test_a_model_that_fails_loses_no_finished_step(
     toy: Path, tmp_path: Path, undisturbed: Path, fault: str
 ) -> None:
     path = config_in(toy, tmp_path / "broken")
-    run = path.parent / "run"
-    wrong, said = FAULTS[fault]
-
-    def answer(given: dict[str, Any]) -> Any:
-        metrics = run / "metrics.jsonl"  # also has step 0
-        finished = metrics.read_text().count("\n") - 1 if metrics.exists() else 0
-        return wrong(given) if finished >= GOOD_STEPS else right(given)
-
-    lines = train_with(answer, toy, path, expect=2).splitlines()
-    [failed] = [line for line in lines if "in the last of 2 calls" in line]
-    assert failed.startswith("reward.model.url = http://127.0.0.1:") and said in failed
-    assert [record["step"] for record in records(run)] == [*range(GOOD_STEPS + 1)]
-    train_with(right, toy, path)
-    assert [record["step"] for record in records(run)] == [*range(STEPS + 1)]
-    assert_same_run(run, undisturbed, f"rl_{STEPS:08d}")
+    failed = assert_no_finished_step_is_lost(
+        partial(train_with, toy), path, undisturbed, right, FAULTS[fault]
+    )
+    assert failed.startswith("reward.model.url = http://127.0.0.1:")
 
 
 def scorer_in(folder: Path, toy: Path) -> Path:

@@ -4,22 +4,23 @@ nothing. The server is part of the test's process; tests/vllm uses a real server
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from aiohttp import web
 
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.rollout.teacher import PROBE
 from tests.e2e.conftest import write_config
-from tests.e2e.resuming import assert_same_run, make_small, records, train
+from tests.e2e.failing_server import SILENT, STEPS, assert_no_finished_step_is_lost
+from tests.e2e.resuming import make_small, train
 from tests.unit.rollout.test_teacher import served
 
 pytestmark = pytest.mark.slow
 
-STEPS, GOOD_STEPS, K = 4, 2, 3
+K = 3
 
 
 def right(given: dict[str, Any]) -> dict[str, Any]:
@@ -45,24 +46,10 @@ def spoilt(change: Callable[[dict[str, Any], str], Any]) -> Callable[[dict[str, 
     return answer
 
 
-def slow(_: dict[str, Any]) -> Any:
-    raise TimeoutError
-
-
-def gone(_: dict[str, Any]) -> Any:
-    raise web.HTTPServiceUnavailable(text="shutting down")
-
-
-def killed(_: dict[str, Any]) -> Any:
-    raise ConnectionAbortedError
-
-
 FAULTS = {
     "NaN": (spoilt(lambda entry, token: entry[token].update(logprob=float("nan"))), "of nan"),
     "null": (spoilt(lambda entry, token: entry[token].update(logprob=None)), "TypeError"),
-    "slow": (slow, "TimeoutError"),
-    "ends": (gone, "says 503: shutting down"),
-    "killed": (killed, "ServerDisconnectedError"),
+    **SILENT,
 }
 
 
@@ -79,7 +66,7 @@ def config_in(toy: Path, folder: Path) -> Path:
 
 
 def train_with(
-    answer: Callable[[dict[str, Any]], Any], toy: Path, path: Path, *, expect: int = 0
+    toy: Path, answer: Callable[[dict[str, Any]], Any], path: Path, *, expect: int = 0
 ) -> str:
     """Run the command. Returns its stderr."""
     tokens = load_tokenizer(toy / "tokenizer.model").encode(PROBE)
@@ -91,7 +78,7 @@ def train_with(
 def undisturbed(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a complete run."""
     path = config_in(toy, tmp_path_factory.mktemp("undisturbed") / "whole")
-    train_with(right, toy, path)
+    train_with(toy, right, path)
     return path.parent / "run"
 
 
@@ -100,18 +87,7 @@ def test_a_teacher_that_fails_loses_no_finished_step(
     toy: Path, tmp_path: Path, undisturbed: Path, fault: str
 ) -> None:
     path = config_in(toy, tmp_path / "broken")
-    run = path.parent / "run"
-    wrong, said = FAULTS[fault]
-
-    def answer(given: dict[str, Any]) -> Any:
-        metrics = run / "metrics.jsonl"  # also has step 0
-        finished = metrics.read_text().count("\n") - 1 if metrics.exists() else 0
-        return wrong(given) if finished >= GOOD_STEPS else right(given)
-
-    lines = train_with(answer, toy, path, expect=2).splitlines()
-    [failed] = [line for line in lines if "in the last of 2 calls" in line]
-    assert failed.startswith("objective.distillation.url = http://127.0.0.1:") and said in failed
-    assert [record["step"] for record in records(run)] == [*range(GOOD_STEPS + 1)]
-    train_with(right, toy, path)
-    assert [record["step"] for record in records(run)] == [*range(STEPS + 1)]
-    assert_same_run(run, undisturbed, f"rl_{STEPS:08d}")
+    failed = assert_no_finished_step_is_lost(
+        partial(train_with, toy), path, undisturbed, right, FAULTS[fault]
+    )
+    assert failed.startswith("objective.distillation.url = http://127.0.0.1:")

@@ -3,17 +3,10 @@ use a real server."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
-from aiohttp import web
-
-from gspo_megatron.rollout.teacher import PROBE
-
-Answer = Callable[[dict[str, Any]], Any]
+from tests.unit.rollout.model_server import Answer, model_server
 
 
 def score_of(ids: list[int]) -> float:
@@ -32,58 +25,9 @@ def right(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@contextmanager
 def served(
     answer: Answer, tokens: list[int], keys: list[str | None] | None = None, longest: int = 4096
-) -> Generator[str]:
-    """Serve a reward model, and yield its URL. If `answer` raises ConnectionAbortedError, the
-    connection is closed. If it raises TimeoutError, there is no answer. Any other error becomes
-    status 500. tokens: the answer to the request that tests the tokenizer. keys: a list to which
-    the key of each request is added."""
-
-    async def models(_: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "scorer", "max_model_len": longest}]})
-
-    async def tokenize(request: web.Request) -> web.Response:
-        given = await request.json()
-        assert given["prompt"] == PROBE and not given["add_special_tokens"]
-        return web.json_response({"tokens": tokens})
-
-    async def classify(request: web.Request) -> web.Response:
-        if keys is not None:
-            keys.append(request.headers.get("Authorization"))
-        try:
-            return web.json_response(answer(await request.json()))
-        except TimeoutError:
-            await asyncio.sleep(3600)
-            raise
-        except ConnectionAbortedError:  # as if the server had been killed
-            assert request.transport is not None
-            request.transport.abort()
-            raise
-
-    application = web.Application()
-    application.router.add_get("/v1/models", models)
-    application.router.add_post("/tokenize", tokenize)
-    application.router.add_post("/classify", classify)
-    started = threading.Event()
-    found: list[Any] = []  # the event loop, the event that ends it, and the port
-
-    async def serve() -> None:
-        runner, ended = web.AppRunner(application, shutdown_timeout=0.1), asyncio.Event()
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        found.extend([asyncio.get_running_loop(), ended, runner.addresses[0][1]])
-        started.set()
-        await ended.wait()
-        await runner.cleanup()
-
-    thread = threading.Thread(target=asyncio.run, args=[serve()])
-    thread.start()
-    assert started.wait(60)
-    loop, ended, port = found
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        loop.call_soon_threadsafe(ended.set)
-        thread.join()
+) -> AbstractContextManager[str]:
+    """Serve a reward model. See `model_server`."""
+    model = {"id": "scorer", "max_model_len": longest}
+    return model_server(model, "/classify", answer, tokens, keys)

@@ -3,7 +3,6 @@ of these tests answers like vLLM; tests/vllm/test_distillation.py uses a real on
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -19,10 +18,9 @@ from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.errors import DataError, RewardError
 from gspo_megatron.rollout import asking
 from gspo_megatron.rollout import teacher as module
-from gspo_megatron.rollout.teacher import PROBE, Judged, Teachers, check_teachers
+from gspo_megatron.rollout.teacher import Judged, Teachers, check_teachers
 from gspo_megatron.types import Prompt
-
-Answer = Callable[[dict[str, Any]], Any]
+from tests.unit.rollout.model_server import Answer, model_server
 
 
 def logprob(tokens: list[int], number: int) -> float:
@@ -48,54 +46,10 @@ def best(number: int, k: int) -> dict[str, float]:
 
 @contextmanager
 def served(answer: Answer, tokens: list[int], keys: list[str | None]) -> Generator[str]:
-    """Serve a teacher, and yield its URL. An error in `answer` becomes status 500, except that
-    ConnectionAbortedError closes the connection, and TimeoutError gives no answer."""
-
-    async def models(_: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "the teacher"}]})
-
-    async def tokenize(request: web.Request) -> web.Response:
-        given = await request.json()
-        assert given["prompt"] == PROBE and not given["add_special_tokens"]
-        return web.json_response({"tokens": tokens})
-
-    async def complete(request: web.Request) -> web.Response:
-        keys.append(request.headers.get("Authorization"))
-        try:
-            return web.json_response(answer(await request.json()))
-        except TimeoutError:
-            await asyncio.sleep(3600)
-            raise
-        except ConnectionAbortedError:  # as if the server were killed
-            assert request.transport is not None
-            request.transport.abort()
-            raise
-
-    application = web.Application()
-    application.router.add_get("/v1/models", models)
-    application.router.add_post("/tokenize", tokenize)
-    application.router.add_post("/v1/completions", complete)
-    started = threading.Event()
-    found: list[Any] = []  # the event loop, the function that ends it, and the port
-
-    async def serve() -> None:
-        runner, ended = web.AppRunner(application, shutdown_timeout=0.1), asyncio.Event()
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        found.extend([asyncio.get_running_loop(), ended, runner.addresses[0][1]])
-        started.set()
-        await ended.wait()
-        await runner.cleanup()
-
-    thread = threading.Thread(target=asyncio.run, args=[serve()])
-    thread.start()
-    assert started.wait(60)
-    loop, ended, port = found
-    try:
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        loop.call_soon_threadsafe(ended.set)
-        thread.join()
+    """Serve a teacher, and yield its URL. See `model_server`."""
+    model = {"id": "the teacher"}
+    with model_server(model, "/v1/completions", answer, tokens, keys) as url:
+        yield f"{url}/v1"
 
 
 def group_of(**more: Any) -> Any:
