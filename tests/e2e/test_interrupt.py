@@ -48,7 +48,7 @@ if rank:
 def reward(sample):
     global calls
     calls += 1
-    if calls > (8 + 16) / int(os.environ["WORLD_SIZE"]) and rank in (None, "0"):
+    if calls > (8 + 16) / int(os.environ.get("WORLD_SIZE", "1")) and rank in (None, "0"):
         hold("hold")
     return zlib.crc32(repr((sample.prompt, sample.response)).encode()) % 97 / 96
 """
