@@ -16,6 +16,7 @@ import argparse
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ def build(folder: Path, tokens: int, precision: str) -> Policy:
     return build_policy(config, parallel, config.resolved_model().vocab_size)
 
 
-def measure(old: Path, new: Path, tokens: int, precision: str) -> dict[str, object]:
+def measure(old: Path, new: Path, tokens: int, precision: str) -> dict[str, Any]:
     """Generate responses with OLD. Returns the figures of both comparisons."""
     policy = build(old, tokens, precision)
     load_hf(old, policy)
@@ -134,14 +135,15 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.tokens < SHORTEST:
         parser.error(f"--tokens must be at least {SHORTEST}")
+    for folder in (arguments.old, arguments.new):
+        if not (folder / "config.json").is_file():
+            parser.error(f"{folder}: no config.json; name the Hugging Face folder of a model")
     try:
         found = measure(arguments.old, arguments.new, arguments.tokens, arguments.precision)
     finally:
         stop_processes()
-    print(
-        f"{found['responses']} responses of {found['tokens']} tokens, {found['precision']}; spreads"
-    )
-    print("are standard deviations of log-ratios")
+    shape = f"{found['responses']} responses of {found['tokens']} tokens, {found['precision']}"
+    print(f"{shape}; ratios are standard deviations of log-ratios")
     print_table("OLD over the engine that sampled", found["engine"])
     print_table("NEW over OLD", found["update"])
     if arguments.output is not None:
