@@ -8,7 +8,7 @@
 #                                    # COMMAND: train, sft or pretrain
 #     gspo_once WORD ...             # `gspo-megatron WORD ...` in one process
 
-# The program's exit codes for "told to stop, and saved" and "another rank is gone": cli/failures.py
+# The program's exit codes for "told to stop, and saved" and "another rank is gone": process/failures.py
 GSPO_STOPPED=75 GSPO_LOST_PEER=76
 
 gspo_say() { echo "slurm: $*" >&2; }
