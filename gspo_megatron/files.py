@@ -84,6 +84,11 @@ def make_folder(folder: str | Path) -> None:
 _LAGS = (0.05, 0.2, 0.5, 1.0, 3.0)  # seconds between tries; within this time NFS updates its cache
 
 
+def named(path: Path) -> Path:
+    """Return the same path with a name at its end, for `with_name`: `.` and `..` have none."""
+    return path if path.name not in ("", "..") else path.resolve()
+
+
 def sync(path: Path) -> None:
     """Wait until a file's contents, or the names in a folder, are on disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)

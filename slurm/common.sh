@@ -8,7 +8,7 @@
 #                                    # COMMAND: train, sft or pretrain
 #     gspo_once WORD ...             # `gspo-megatron WORD ...` in one process
 
-# The program's exit codes for "told to stop, and saved" and "another rank is gone": cli/failures.py
+# The program's exit codes for "told to stop, and saved" and "another rank is gone": process/failures.py
 GSPO_STOPPED=75 GSPO_LOST_PEER=76
 
 gspo_say() { echo "slurm: $*" >&2; }
@@ -304,13 +304,23 @@ gspo_may_be_a_nodes_fault() {
     esac
 }
 
+# The name of this job for programs of Slurm. One task of an array has the array's number, and that
+# would mean all tasks.
+gspo_job() {
+    if [ "${SLURM_ARRAY_JOB_ID:-}" = "$SLURM_JOB_ID" ]; then
+        echo "${SLURM_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+    else
+        echo "$SLURM_JOB_ID"
+    fi
+}
+
 # The job's state in Slurm.
 gspo_state() { gspo_job_field JobState '[A-Z_]*'; }
 
 # What `scontrol show job` says: the field $1, of the form $2. A heterogeneous job has one record for
 # each component; the first is that of this script.
 gspo_job_field() {
-    scontrol show job "$SLURM_JOB_ID" | sed -n "0,/ $1=/s/.* $1=\\($2\\).*/\\1/p"
+    scontrol show job "$(gspo_job)" | sed -n "0,/ $1=/s/.* $1=\\($2\\).*/\\1/p"
 }
 
 # Whether some node of the job cannot start a process any more.
@@ -442,7 +452,7 @@ gspo_end() {
         gspo_say "the job is $state: the script does not requeue it"
     elif [ "${GSPO_REQUEUE:-1}" = 0 ]; then
         gspo_say "GSPO_REQUEUE = 0: submit the same command to continue"
-    elif scontrol requeue "$SLURM_JOB_ID"; then
+    elif scontrol requeue "$(gspo_job)"; then
         gspo_say "back in the queue"
     else
         gspo_say "Slurm did not requeue the job: submit the same command to continue"

@@ -30,7 +30,7 @@ from gspo_megatron.checkpoint.run_state import CONFIG_FILE
 from gspo_megatron.config import to_yaml
 from gspo_megatron.config.load import apply_overrides, parse_config, parse_yaml
 from gspo_megatron.errors import ConfigError, DataError, UserError, problem
-from gspo_megatron.files import make_folder, write_atomically
+from gspo_megatron.files import make_folder, named, sync, write_atomically
 from gspo_megatron.observe.metrics_files import (
     CHANGES_FILE,
     DRAWS_FILE,
@@ -52,7 +52,7 @@ def begin_branch(run: Path, step: int, overrides: Sequence[str]) -> Path:
     no checkpoint of this step, if the folder holds anything but this branch, or if the overrides
     change more than a phase may change.
     """
-    default = str(run.with_name(f"{run.resolve().name}-from-{step}"))
+    default = str(named(run).with_name(f"{run.resolve().name}-from-{step}"))
     folder = _folder(default, overrides)
     branch = read_branch(folder)
     if branch is None:
@@ -140,6 +140,7 @@ def _make(branch: RunBranch, source: Path, folder: Path) -> None:
 
 def _link(source: Path, checkpoints: Path) -> None:
     """Put the checkpoint `source` of another run into a branch, under the same name."""
+    refuse_damage(source, find_damage(source, contents=False))
     files = read_manifest(source)
     publication = Publication(checkpoints, source.name)
     publication.begin()
@@ -150,4 +151,5 @@ def _link(source: Path, checkpoints: Path) -> None:
             os.link(source / name, path)
         except OSError:  # the branch is on another disk, or the disk has no hard links
             shutil.copyfile(source / name, path)
+            sync(path)
     publication.publish(files)

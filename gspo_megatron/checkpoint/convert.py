@@ -371,7 +371,11 @@ def _in_file_order(
         if records is None:
             yield from blocks
             continue
-        with (folder / name).open("rb", buffering=0) as file:
+        try:
+            file = (folder / name).open("rb", buffering=0)
+        except OSError as error:  # a run that goes on removes old checkpoints
+            raise DataError(f"{folder / name}: cannot be read: {error.strerror}") from error
+        with file:
             checksum, place, buffer = 0, 0, memoryview(bytearray(_READ_BYTES))
             while count := file.readinto(buffer):
                 checksum, place = zlib.crc32(buffer[:count], checksum), place + count

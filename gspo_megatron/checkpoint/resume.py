@@ -35,7 +35,7 @@ from gspo_megatron.config.stages import AnyConfig, StageConfig
 from gspo_megatron.errors import ConfigError, DataError, UserError, format_value, problem, some_of
 from gspo_megatron.families import differences
 from gspo_megatron.families.model_shape import WHOLE_MODEL_KEYS, checkpoint_preset, no_checkpoint
-from gspo_megatron.files import folder_lacks
+from gspo_megatron.files import folder_lacks, named
 
 # Fields of TransformerConfig that decide which tokens are dropped. A run may set them differently
 # from the checkpoint whose weights it loads.
@@ -189,7 +189,7 @@ def _new_export(config: AnyConfig) -> dict[str, Any]:
 
 def _unused(folder: Path) -> Path:
     """Return a path beside `folder` that does not exist yet."""
-    number = 2
+    folder, number = named(folder), 2
     while (free := folder.with_name(f"{folder.name}-{number}")).exists():
         number += 1
     return free

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Callable, Generator, Mapping
@@ -33,10 +34,10 @@ from gspo_megatron.checkpoint.tensors import load_model
 from gspo_megatron.config import resolve_parallel
 from gspo_megatron.config.hub import HUB_FILE
 from gspo_megatron.config.stages import AnyConfig
-from gspo_megatron.errors import DataError, UserError
+from gspo_megatron.errors import DataError, UserError, problem
 from gspo_megatron.families.adapter_map import PEFT_CONFIG, PEFT_TENSORS
 from gspo_megatron.families.model_shape import checkpoint_preset
-from gspo_megatron.files import WRONG_VALUES, parse_json, write_atomically
+from gspo_megatron.files import WRONG_VALUES, named, parse_json, write_atomically
 from gspo_megatron.models.build import Policy, build_policy
 from gspo_megatron.observe.metrics_files import METRICS_FILE
 from gspo_megatron.observe.run_logger import RunLogger
@@ -160,10 +161,18 @@ def move_earlier_run(folder: Path, lock: RunLock) -> None:
     if not (folder / METRICS_FILE).exists():
         return
     remove_leftovers(folder / CHECKPOINTS)  # each leftover may be as large as a checkpoint
-    number = 1
-    while (kept := folder.with_name(f"{folder.name}.{number}")).exists():
+    current, number, place = Path.cwd(), 1, named(folder)
+    while (kept := place.with_name(f"{place.name}.{number}")).exists():
         number += 1
-    folder.rename(kept)
+    try:
+        # Relative paths would lead into the renamed folder.
+        if folder.resolve() in (current, *current.parents):
+            raise OSError(errno.EBUSY, "the command runs inside of it")
+        folder.rename(kept)
+    except OSError as error:
+        wrong = f"holds an earlier run, and cannot be renamed: {error.strerror}"
+        given = problem("logging.dir", str(folder), wrong)
+        raise UserError(f"{given}; move its files away, or give another folder") from error
     print(f"{folder} held an earlier run, which is now in {kept}", flush=True)
     lock.hold(folder)  # the old lock file moved with the folder
     # Without RESTARTS_FILE, a job that never reaches a checkpoint would restart endlessly. HUB_FILE

@@ -24,6 +24,7 @@ from gspo_megatron.errors import EpisodeError
 from gspo_megatron.process.keeper import kept
 from gspo_megatron.types import Prompt
 
+_KEPT_BYTES = 1 << 14  # of a program's output
 _SHOWN_CHARACTERS = 500  # an error message shows the end of a failed program's output
 _SCRIPTS = (".py", ".sh", ".js", ".mjs", ".ts", ".rb", ".pl")
 _INLINE = re.compile(r"-[A-Za-z]*c")  # -c, or -c after other letters, as in bash -lc
@@ -75,6 +76,7 @@ class Agent:
         """Run the program; return its exit code and the end of its output."""
         row = {**task.fields, "prompt": task.text, "answer": task.answer, "row_id": task.row_id}
         row["messages"] = list(task.messages)
+        given = json.dumps(row).encode()
         lifeline, ours = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
@@ -88,16 +90,30 @@ class Agent:
             )
         finally:
             os.close(lifeline)
+        output = asyncio.ensure_future(_end_of_output(process, given))
         try:
-            work = process.communicate(json.dumps(row).encode())
-            said, _ = await within(self._seconds, client, work)
+            said = await within(self._seconds, client, asyncio.shield(output))
         except asyncio.TimeoutError:
             raise EpisodeError(
                 f"the agent took longer than environment.options.seconds = {self._seconds:g}"
             ) from None
         finally:
             os.close(ours)  # ends the program and everything that it has started
-            await asyncio.shield(process.wait())
+            await asyncio.shield(output)
         assert process.returncode is not None
         text = " ".join(said.decode(errors="replace").split())
         return process.returncode, text[-_SHOWN_CHARACTERS:]
+
+
+async def _end_of_output(process: asyncio.subprocess.Process, given: bytes) -> bytes:
+    """Write `given` to the program, and return the last bytes of its output after its end.
+
+    Reads to the end of the output, because asyncio's `wait` returns only then."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(given)
+    process.stdin.close()  # once all is written; a program that does not read it is no error
+    last = b""
+    while block := await process.stdout.read(1 << 16):
+        last = (last + block)[-_KEPT_BYTES:]
+    await process.wait()
+    return last

@@ -57,11 +57,16 @@ class SlurmJob:
         """Return the seconds until the job's time limit, which may change while the job runs.
         Returns None if the job has no limit, or if neither squeue nor the environment tells the
         limit."""
-        command = ("squeue", "--noheader", "--jobs", self.number, "--format", "%L")
-        printed = output_of(*command, seconds=_SQUEUE_TIMEOUT_SECONDS, SQUEUE_FORMAT="%L")
+        form = "%A %L"  # the number of the job, and its time left
+        command = ("squeue", "--noheader", "--jobs", self.number, "--format", form)
+        printed = output_of(*command, seconds=_SQUEUE_TIMEOUT_SECONDS, SQUEUE_FORMAT=form)
         if printed is None:  # no squeue in a container, or the controller does not answer
             return None if self.end is None else self.end - time.time()
-        return parse_time_left(printed)
+        # A heterogeneous job has a line for each component. An array whose last task is this job
+        # has the array's number, and a line for each task.
+        lines = (line.split() for line in printed.splitlines())
+        times = {words[0]: words[1] for words in lines if len(words) == 2}
+        return parse_time_left(times.get(self.number, ""))
 
     def __str__(self) -> str:
         return f"Slurm job {self.number}, restart {self.restarts}"

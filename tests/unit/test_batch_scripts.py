@@ -314,6 +314,16 @@ def test_a_run_without_servers_is_continued_where_their_node_is_gone(job: Job) -
     assert "scontrol requeue 7" in job.calls("scontrol")
 
 
+def test_a_task_of_an_array_does_not_stop_the_others(job: Job) -> None:
+    """The last task has the number of the array, which means all tasks to scontrol."""
+    job.environ |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3", "TASK_0": "75"}
+    job.run("c.yaml", expect=75)
+    assert {call.split()[-1] for call in job.calls("scontrol")[1:]} == {"7_3"}
+    job.environ["SLURM_JOB_ID"] = "8"
+    job.run("c.yaml", expect=75)
+    assert job.calls("scontrol")[-1] == "scontrol requeue 8"
+
+
 def test_a_start_that_is_killed_brings_the_job_back_unless_it_is_the_first(job: Job) -> None:
     def killed(start: int) -> tuple[int, bool]:
         job.environ |= {"SLURM_RESTART_COUNT": str(start), "TASK_0": "137", "TASK_1": "143"}

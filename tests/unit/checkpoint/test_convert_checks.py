@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from gspo_megatron.checkpoint import convert
 from gspo_megatron.checkpoint.convert import hf_to_megatron, megatron_to_hf
 from gspo_megatron.checkpoint.convert_source import open_checkpoint
+from gspo_megatron.checkpoint.folder import hide
 from gspo_megatron.checkpoint.manifest import dump_manifest, files_below, record_of
 from gspo_megatron.checkpoint.run_state import STATE_FILE, TOKENIZER, RunState, describe_model
 from gspo_megatron.config import parse_config
@@ -190,6 +192,22 @@ def test_a_damaged_checkpoint_is_refused(
     (line,) = lines_of(lambda: megatron_to_hf(ours, tmp_path / "back"))
     assert line.startswith(f"{ours}: {name}: {expected}")
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
+def test_a_checkpoint_that_its_run_removes_meanwhile(
+    ours: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = convert.checked_tensors
+
+    def removed(*arguments: Any) -> Any:
+        stored = check(*arguments)
+        hide(ours)
+        return stored
+
+    monkeypatch.setattr(convert, "checked_tensors", removed)
+    lines = lines_of(lambda: megatron_to_hf(ours, tmp_path / "back"))
+    assert f"{ours}: manifest.json: missing" in lines
+    assert not (tmp_path / "back").exists()
 
 
 def test_the_newest_whole_checkpoint_of_a_run(converted: Path, tmp_path: Path) -> None:

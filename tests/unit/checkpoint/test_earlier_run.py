@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +55,25 @@ def test_what_was_half_written_is_not_kept(earlier: Path, lock: RunLock) -> None
     move_earlier_run(earlier, lock)
     kept = earlier.with_name("run.1") / CHECKPOINTS
     assert [path.name for path in kept.iterdir()] == [REFERENCE]
+
+
+def test_a_folder_that_cannot_be_renamed(
+    earlier: Path, lock: RunLock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount point has no other name, and relative paths would follow the current folder."""
+    for folder, working in ((".", earlier), ("..", earlier / CHECKPOINTS)):
+        monkeypatch.chdir(working)
+        wrong = rf"logging.dir = '{re.escape(folder)}': holds an earlier run, .* runs inside of it"
+        with pytest.raises(UserError, match=wrong):
+            move_earlier_run(Path(folder), lock)
+
+    def busy(*_: object) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(earlier))
+
+    monkeypatch.chdir(earlier.parent)
+    monkeypatch.setattr(Path, "rename", busy)
+    with pytest.raises(UserError, match="busy; move its files away, or give another folder"):
+        move_earlier_run(earlier, lock)
 
 
 def test_the_folder_of_a_run_at_work_is_not_moved(earlier: Path, lock: RunLock) -> None:

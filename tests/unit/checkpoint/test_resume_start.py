@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from gspo_megatron.checkpoint.folder import CHECKPOINTS, Position, Publication
+from gspo_megatron.checkpoint.branch import begin_branch
+from gspo_megatron.checkpoint.folder import CHECKPOINTS, REFERENCE, Position, Publication
 from gspo_megatron.checkpoint.manifest import files_below, record_of
 from gspo_megatron.checkpoint.resume import (
     check_given,
@@ -163,6 +164,26 @@ def test_how_to_go_on_with_a_finished_run(config: Config) -> None:
     assert f"model.checkpoint_path={path}" in said
     decaying = changed(config, "optimizer.decay=linear")
     assert "raise training.steps" not in finished_text(decaying, state)
+
+
+def test_the_run_folder_may_be_the_current_folder(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = RunState.read(add(config, Position("rl", 9)))
+    run = Path(str(config.logging.dir))
+    monkeypatch.chdir(run)
+    said = finished_text(changed(config, "logging.dir=."), state)
+    assert f"logging.dir={run}-2" in said
+    with pytest.raises(UserError, match="--from-step 3: . has no checkpoint of it; allowed: 9"):
+        begin_branch(Path("."), 3, [])
+
+
+def test_a_branch_of_a_run_with_a_damaged_reference(config: Config) -> None:
+    run = Path(str(config.logging.dir))
+    add(config, Position("rl", 9))
+    (run / CHECKPOINTS / REFERENCE).mkdir()
+    with pytest.raises(UserError, match=f"{run}/checkpoints/reference: manifest.json: missing"):
+        begin_branch(run, 9, ["training.steps=12"])
 
 
 def test_prompt_files_may_move_and_not_change_places(config: Config, tmp_path: Path) -> None:

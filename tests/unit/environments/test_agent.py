@@ -378,6 +378,15 @@ time.sleep(600)
         assert not psutil.pid_exists(pid)
 
 
+def test_a_program_that_prints_without_end(play: Play) -> None:
+    """Only the end of its output is kept in memory."""
+    before = psutil.Process().memory_info().rss
+    program = "while True: os.write(1, bytes(1 << 20))"
+    episode, _ = play(program, [], seconds=6.0)
+    assert "took longer than environment.options.seconds" in str(episode.error)
+    assert psutil.Process().memory_info().rss - before < 64 << 20
+
+
 def test_a_key_of_no_episode_is_refused(play: Play) -> None:
     episode, asked = play(
         """

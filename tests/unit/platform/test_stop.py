@@ -151,10 +151,12 @@ def fake_squeue(folder: Path, script: str) -> None:
 
 
 def test_squeue_tells_the_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_squeue(tmp_path, 'echo "$*" >"$0.asked"; echo 1:05')
+    # a heterogeneous job prints a line for each component
+    fake_squeue(tmp_path, 'echo "$*" >"$0.asked"; echo "8 UNLIMITED"; echo "7 1:05"; echo "9 0:07"')
     monkeypatch.setenv("PATH", str(tmp_path))
     assert SlurmJob("7", 0, end=0.0).seconds_left() == 65
-    assert (tmp_path / "squeue.asked").read_text() == "--noheader --jobs 7 --format %L\n"
+    assert (tmp_path / "squeue.asked").read_text() == "--noheader --jobs 7 --format %A %L\n"
+    assert SlurmJob("6", 0, end=0.0).seconds_left() is None
 
 
 @pytest.mark.parametrize("script", [None, "exit 1"])
