@@ -11,7 +11,6 @@ import contextlib
 import math
 import sys
 import time
-import weakref
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
@@ -22,6 +21,7 @@ from gspo_megatron.config.reward_model import PART, REWARD_MODEL
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.errors import RewardError, UserError
 from gspo_megatron.plugins import origin
+from gspo_megatron.process.coroutines import OwnLoop, gathered
 from gspo_megatron.process.heartbeat import heartbeat
 from gspo_megatron.process.workers import WorkerError
 from gspo_megatron.rewards.registry import Reward
@@ -144,7 +144,8 @@ class Scorer:
         # Of the current calls: when they began, how many they are, and how many are done.
         self._began, self._calls, self._done = 0.0, 0, 0
         self._named: set[str] = set()  # kinds of failures that were printed
-        self._loop: asyncio.AbstractEventLoop | None = None
+        # the clients of the function belong to this loop
+        self._loop = OwnLoop()
         count = reward.workers if section.workers is None else section.workers
         slots = -(-CONCURRENT_CALLS // count) if count and reward.is_async else 1
         self.workers = reward_workers(reward, section, count, slots) if count else None
@@ -164,7 +165,7 @@ class Scorer:
         unchanged.
         """
         if self.workers is not None or self.reward.is_async:
-            return self._run(self.score_async(samples, given))
+            return self._loop.run(self.score_async(samples, given))
         failures: list[Exception] = []
         arguments = self._arguments(_not_given(samples, given))
         with self._clock(len(arguments)):
@@ -217,8 +218,8 @@ class Scorer:
 
     def close(self) -> None:
         """End the workers that `score` has started."""
-        if self.workers is not None and self._loop is not None:
-            self._run(self.workers.close())
+        if self.workers is not None and self._loop.has_run:
+            self._loop.run(self.workers.close())
 
     def adopt(self, names: PartNames) -> None:
         """Set the names of the parts for this run.
@@ -344,21 +345,7 @@ class Scorer:
 
     async def _gather(self, given: Sequence[Any], failures: list[Exception]) -> list[Any]:
         slots = asyncio.Semaphore(CONCURRENT_CALLS)
-        tasks = [asyncio.ensure_future(self._call_async(each, slots, failures)) for each in given]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:  # if one task raised, cancel the others
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _run(self, work: Any) -> Any:
-        """Run a coroutine in the event loop of this scorer, to which the clients of the function
-        belong."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            weakref.finalize(self, self._loop.close)
-        return self._loop.run_until_complete(work)
+        return await gathered(self._call_async(each, slots, failures) for each in given)
 
     # Results of the function
 

@@ -114,8 +114,8 @@ class Collector:
         scorer, prompts = scorer or self.scorer, self.prompts_of(request)
         share = self.source.take(request, prompts, scorer, router_noise=router_noise)
         if scorer.has_model:
-            texts, learns = scorer.samples(share.group, prompts), request.key == "data.prompts"
-            self.model_rewards.add_to(share, scorer, texts, learns=learns)
+            texts = scorer.samples(share.group, prompts)
+            self.model_rewards.add_to(share, scorer, texts, learns=request.is_learnt)
         return share
 
     def prompts_of(self, request: RolloutRequest) -> dict[int, Prompt]:

@@ -4,32 +4,91 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
-from collections.abc import Awaitable, Callable, Generator
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.errors import RewardError
 from gspo_megatron.process.heartbeat import heartbeat
-from gspo_megatron.rewards.scoring import FIRST_WAIT_SECONDS
+from gspo_megatron.rewards.scoring import CONCURRENT_CALLS, FIRST_WAIT_SECONDS
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession
 
+    from gspo_megatron.data.tokenizers import Tokenizer
+
 _T = TypeVar("_T")
 _USERS_MISTAKES = (401, 403, 404, 405)
+# If two tokenizers make the same tokens of this text, they almost surely belong to the same model.
+PROBE = "Ünïcode, 12 + 34 = 46;\n\tthe end, 終わり. {}[]"
 
 
-class Asker:
+@asynccontextmanager
+async def keyed_session(key_variable: str, seconds: float) -> AsyncGenerator[ClientSession]:
+    """Yield a session whose requests have the API key in an environment variable, if it is set.
+
+    seconds: the time limit of a request. The session has no limit on connections, because `Asker`
+    limits the requests, and a request that waits for a connection would use up its time.
+    """
+    import aiohttp  # not at the top: most runs have no such server
+
+    key = os.environ.get(key_variable)
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=seconds),
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+        trust_env=True,
+    ) as session:
+        yield session
+
+
+class Asker(ABC):
     """Calls one server. The section `reward` says how often a failed call is repeated (`retries`)
-    and what happens if the last call fails too (`on_failure`)."""
+    and what happens if the last call fails too (`on_failure`).
+
+    A rollout service scores many groups at the same time, so calls for different groups share
+    the slots and the introduction.
+    """
 
     def __init__(self, name: str, reward: RewardSection) -> None:
         """name: configuration key and URL of the server, for messages."""
         self.name, self.reward = name, reward
+        self.model = ""  # the model's name on the server; empty: not known yet
+        self.slots = asyncio.Semaphore(CONCURRENT_CALLS)  # for the requests of all groups
+        self._introducing, self._introductions = asyncio.Lock(), 0
         self._told = False  # whether a message about failed calls has been printed
+
+    @abstractmethod
+    async def agreed_model(self, session: ClientSession) -> str:
+        """Return the model's name on the server. Raises RewardError if the server has another
+        tokenizer."""
+
+    async def introduce(self, session: ClientSession) -> int:
+        """Ask for the model's name, unless it is known. Returns the number of failed calls.
+
+        If another group is asking at this moment, its answer counts for this group too, even if
+        its calls fail for good.
+        """
+        before = self._introductions
+        async with self._introducing:
+            if self.model or self._introductions != before:
+                return 0
+            found, failures = await self.repeated(lambda: self.agreed_model(session))
+            self.model, self._introductions = found or "", before + 1
+            return failures
+
+    async def tokenizes_as(
+        self, session: ClientSession, url: str, model: str, tokenizer: Tokenizer
+    ) -> bool:
+        """Return whether the server's model has this tokenizer. url: of the path /tokenize."""
+        given = {"model": model, "prompt": PROBE, "add_special_tokens": False}
+        theirs = (await self.asked(session, "POST", url, given))["tokens"]
+        return theirs == tokenizer.encode(PROBE)
 
     async def repeated(self, call: Callable[[], Awaitable[_T]]) -> tuple[_T | None, int]:
         """Repeat a call until it succeeds. Returns its result and the number of failed calls.

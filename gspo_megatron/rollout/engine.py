@@ -52,6 +52,11 @@ class RolloutRequest:
     seed: int  # seed and sample number together decide all randomness of a sample
     version: int  # the lowest weights version that may generate
 
+    @property
+    def is_learnt(self) -> bool:
+        """Whether the policy learns from the responses, unlike those of an evaluation."""
+        return self.key == "data.prompts"
+
 
 @dataclass(frozen=True)
 class Requests:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,10 +23,9 @@ from gspo_megatron.data.chat import ASSISTANT, USER
 from gspo_megatron.data.prompts import encode_text
 from gspo_megatron.data.tokenizers import HUGGING_FACE_FILES, load_tokenizer
 from gspo_megatron.errors import DataError, RewardError
-from gspo_megatron.rewards.scoring import CONCURRENT_CALLS
+from gspo_megatron.process.coroutines import OwnLoop, gathered
 from gspo_megatron.rewards.values import Score, shorten
-from gspo_megatron.rollout.asking import Asker, BusySeconds
-from gspo_megatron.rollout.teacher import PROBE
+from gspo_megatron.rollout.asking import Asker, BusySeconds, keyed_session
 from gspo_megatron.types import Sample
 
 if TYPE_CHECKING:
@@ -139,17 +136,11 @@ class ModelServer(Asker):
         super().__init__(section.model.source, section)
         self.url, self.batch_size = section.model.url.rstrip("/"), section.model.batch_size
         self.texts = ModelTexts(section)
-        self._model = ""  # the model's name on the server; empty: not known yet
-        self._introducing: asyncio.Lock | None = None
-        self._busy = BusySeconds()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._busy, self._loop = BusySeconds(), OwnLoop()
 
     def score(self, samples: Sequence[Sample]) -> ModelScores:
         """Run `score_async` in an event loop of this object."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            weakref.finalize(self, self._loop.close)
-        return self._loop.run_until_complete(self.score_async(samples))
+        return self._loop.run(self.score_async(samples))
 
     async def score_async(self, samples: Sequence[Sample]) -> ModelScores:
         """Ask the server for the scores of these responses, in their order.
@@ -157,40 +148,20 @@ class ModelServer(Asker):
         Raises RewardError for mistakes of the user. If `reward.on_failure` is `stop`, also raises
         RewardError for a call that fails after all repetitions.
         """
-        import aiohttp  # not at the top: most runs have no reward model
-
-        key = os.environ.get(KEY_VARIABLE)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        timeout = aiohttp.ClientTimeout(total=self.reward.timeout_seconds)
         with self._busy.running():
-            async with aiohttp.ClientSession(
-                timeout=timeout, headers=headers, trust_env=True
-            ) as session:
-                failures = await self._introduce(session)
+            async with keyed_session(KEY_VARIABLE, self.reward.timeout_seconds) as session:
+                failures = await self.introduce(session)
                 # done in a thread, so that a rollout service can do other work at the same time
                 given = await asyncio.to_thread(self.texts.conversations, samples)
                 scores, failed = await self._ask(session, given.ids)
         seconds = self._busy.take()
         return ModelScores(scores, given.tokens, given.cut, seconds, failures + failed)
 
-    async def _introduce(self, session: ClientSession) -> int:
-        """Ask for the served model's name, unless the name is known. Returns the number of failed
-        calls."""
-        if self._introducing is None:
-            self._introducing = asyncio.Lock()
-        async with self._introducing:  # in a rollout service, several groups ask at the same time
-            if self._model:
-                return 0
-            found, failures = await self.repeated(lambda: self._agreed_model(session))
-            self._model = found or ""
-            return failures
-
-    async def _agreed_model(self, session: ClientSession) -> str:
-        """Return the model's name. Raises RewardError if the server has another tokenizer."""
+    async def agreed_model(self, session: ClientSession) -> str:
+        """See Asker."""
         model = (await self.asked(session, "GET", f"{self.url}/v1/models"))["data"][0]
-        given = {"model": model["id"], "prompt": PROBE, "add_special_tokens": False}
-        theirs = (await self.asked(session, "POST", f"{self.url}/tokenize", given))["tokens"]
-        if theirs != self.texts.tokenizer.encode(PROBE):
+        tokenize, tokenizer = f"{self.url}/tokenize", self.texts.tokenizer
+        if not await self.tokenizes_as(session, tokenize, model["id"], tokenizer):
             raise RewardError(
                 f"{self.name}: its tokenizer makes other tokens of a text than "
                 "reward.model.tokenizer; give the folder of the model that is served"
@@ -205,23 +176,16 @@ class ModelServer(Asker):
     ) -> tuple[np.ndarray, int]:
         """Return the scores, and the number of failed calls."""
         scores, failures = np.full(len(ids), np.nan), 0
-        if not self._model:  # the call for the name failed after all repetitions
+        if not self.model:  # the call for the name failed after all repetitions
             return scores, failures
-        slots = asyncio.Semaphore(CONCURRENT_CALLS)
         starts = range(0, len(ids), self.batch_size)
         batches = [ids[start : start + self.batch_size] for start in starts]
 
         async def ask(batch: list[list[int]]) -> tuple[list[float] | None, int]:
-            async with slots:
+            async with self.slots:
                 return await self.repeated(partial(self._scores, session, batch))
 
-        tasks = [asyncio.ensure_future(ask([*batch])) for batch in batches]
-        try:
-            answers = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:  # if one task has raised an error, the remaining tasks still run
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        answers = await gathered(ask([*batch]) for batch in batches)
         for start, batch, (found, failed) in zip(starts, batches, answers, strict=True):
             failures += failed
             if found is not None:
@@ -234,7 +198,7 @@ class ModelServer(Asker):
         Raises ValueError if a conversation has no score or a score that is not finite, and
         RewardError if the model does not give exactly one number for each conversation.
         """
-        given = {"model": self._model, "input": batch, "use_activation": False}
+        given = {"model": self.model, "input": batch, "use_activation": False}
         answer = (await self.asked(session, "POST", f"{self.url}/classify", given))["data"]
         if len(answer) != len(batch):
             raise ValueError(f"{len(answer)} scores for {len(batch)} conversations")

@@ -76,7 +76,9 @@ class RequestFile:
         self.finished.add(group.number)
 
     def close(self) -> None:
-        self._file.close()
+        # After a failed `append`, the rest of its record is written again here and fails again.
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     def _append(self, number: int, content: bytes) -> None:
         header = _HEADER.pack(_MAGIC, number, len(content), zlib.crc32(content))

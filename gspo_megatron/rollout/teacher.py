@@ -9,11 +9,7 @@ temperature.
 
 from __future__ import annotations
 
-import asyncio
 import math
-import os
-import time
-import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -24,9 +20,9 @@ import numpy as np
 from gspo_megatron.config.distillation import DistillationSection
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.errors import DataError, RewardError, some_of
-from gspo_megatron.rewards.scoring import CONCURRENT_CALLS
+from gspo_megatron.process.coroutines import OwnLoop, gathered
 from gspo_megatron.rewards.values import shorten
-from gspo_megatron.rollout.asking import Asker
+from gspo_megatron.rollout.asking import Asker, BusySeconds, keyed_session
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.types import Prompt
 
@@ -35,7 +31,6 @@ if TYPE_CHECKING:
 
     from gspo_megatron.data.tokenizers import Tokenizer
 
-PROBE = "Ünïcode, 12 + 34 = 46;\n\tthe end, 終わり. {}[]"
 # environment variable with the server's API key; the reward llm_judge reads it too
 KEY_VARIABLE = "OPENAI_API_KEY"
 _LENGTH_OF_LIST = "--max-logprobs"  # vLLM's option: the most log-probs to return for a token
@@ -127,14 +122,11 @@ class Teachers:
             for number, url in section.urls.items()
         }
         self._timeout_seconds = reward.timeout_seconds
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._busy, self._loop = BusySeconds(), OwnLoop()
 
     def judge(self, group: RolloutGroup, prompts: Mapping[int, Prompt]) -> Judged:
         """Run `judge_async` in an event loop of this object."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            weakref.finalize(self, self._loop.close)
-        return self._loop.run_until_complete(self.judge_async(group, prompts))
+        return self._loop.run(self.judge_async(group, prompts))
 
     async def judge_async(self, group: RolloutGroup, prompts: Mapping[int, Prompt]) -> Judged:
         """Ask the servers about the responses of a group.
@@ -150,9 +142,9 @@ class Teachers:
             numbers = np.array([of_prompt[n] for n in group.group_index.tolist()], np.int32)
         if not self.servers:
             return Judged(teachers=numbers)
-        began = time.perf_counter()
-        said, failures = await self._ask(group, numbers)
-        seconds = np.array([time.perf_counter() - began])
+        with self._busy.running():
+            said, failures = await self._ask(group, numbers)
+        seconds = np.array([self._busy.take()])
         said = [_Answer.all(0, self.k, 0.0), *said]
         columns = [np.concatenate([each.logprobs for each in said]), None, None]
         if self.k:
@@ -164,32 +156,20 @@ class Teachers:
         self, group: RolloutGroup, numbers: np.ndarray | None
     ) -> tuple[list[_Answer], int]:
         """Return the teacher's answer for each branch, and the number of failed calls."""
-        import aiohttp  # not at the top: most runs have no teacher
-
-        key = os.environ.get(KEY_VARIABLE)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        timeout = aiohttp.ClientTimeout(total=self._timeout_seconds)
         branches = _branches(group)
         servers = [
             self.servers.get(0 if numbers is None else int(numbers[row])) for row, *_ in branches
         ]
-        async with aiohttp.ClientSession(
-            timeout=timeout, headers=headers, trust_env=True
-        ) as session:
+        async with keyed_session(KEY_VARIABLE, self._timeout_seconds) as session:
             asked = [server for server in self.servers.values() if server in servers]
             failures = sum([await server.introduce(session) for server in asked])
-            slots = asyncio.Semaphore(CONCURRENT_CALLS)
-            tasks = [
-                asyncio.ensure_future(server.of_branch(session, ids, is_response, slots))
-                for server, (_, ids, is_response) in zip(servers, branches, strict=True)
-                if server is not None
-            ]
-            try:
-                answers = iter(await asyncio.gather(*tasks))
-            finally:
-                for task in tasks:  # if one task has failed for good, the others still run
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+            answers = iter(
+                await gathered(
+                    server.of_branch(session, ids, is_response)
+                    for server, (_, ids, is_response) in zip(servers, branches, strict=True)
+                    if server is not None
+                )
+            )
         said = []
         for server, (_, _, is_response) in zip(servers, branches, strict=True):
             if server is None:
@@ -211,24 +191,12 @@ class _Server(Asker):
         probable tokens to ask for."""
         super().__init__(name, reward)
         self.url, self.k, self.tokenizer = url.rstrip("/"), k, tokenizer
-        self._model = ""  # the model's name on the server; empty: not known yet
 
-    async def introduce(self, session: ClientSession) -> int:
-        """Ask for the model's name, unless it is known. Returns the number of failed calls."""
-        if self._model:
-            return 0
-        found, failures = await self.repeated(lambda: self._agreed_model(session))
-        self._model = found or ""
-        return failures
-
-    async def _agreed_model(self, session: ClientSession) -> str:
-        """Return the model's name. Raises RewardError if the server's tokenizer is not the
-        policy's."""
+    async def agreed_model(self, session: ClientSession) -> str:
+        """See Asker."""
         model = (await self.asked(session, "GET", f"{self.url}/models"))["data"][0]["id"]
-        given = {"model": model, "prompt": PROBE, "add_special_tokens": False}
         tokenize = f"{self.url.removesuffix('/v1')}/tokenize"
-        theirs = (await self.asked(session, "POST", tokenize, given))["tokens"]
-        if theirs != self.tokenizer.encode(PROBE):
+        if not await self.tokenizes_as(session, tokenize, model, self.tokenizer):
             raise RewardError(
                 f"{self.name}: its tokenizer makes other tokens of a text than data.tokenizer; "
                 "give a teacher with the same one"
@@ -240,12 +208,11 @@ class _Server(Asker):
         session: ClientSession,
         ids: np.ndarray,
         is_response: np.ndarray,
-        slots: asyncio.Semaphore,
     ) -> tuple[_Answer, int]:
         """Return the server's answer for a branch, and the number of failed calls."""
         found, failures = None, 0
-        if self._model:  # it is empty if the call for the name failed for good
-            async with slots:
+        if self.model:  # it is empty if the call for the name failed for good
+            async with self.slots:
                 call = partial(self._logprobs, session, ids, is_response)
                 found, failures = await self.repeated(call)
         if found is None:
@@ -256,7 +223,7 @@ class _Server(Asker):
         self, session: ClientSession, ids: np.ndarray, is_response: np.ndarray
     ) -> _Answer:
         tokens = ids.tolist()
-        given = {"model": self._model, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": self.k}
+        given = {"model": self.model, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": self.k}
         answer = await self.asked(session, "POST", f"{self.url}/completions", given)
         entries = answer["choices"][0]["prompt_logprobs"]
         if len(entries) != len(tokens):

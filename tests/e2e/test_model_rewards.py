@@ -18,8 +18,8 @@ from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.data.character_tokenizer import write_character_tokenizer
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.process.failures import STOPPED
+from gspo_megatron.rollout.asking import PROBE
 from gspo_megatron.rollout.reward_model import ModelTexts
-from gspo_megatron.rollout.teacher import PROBE
 from gspo_megatron.types import Sample
 from tests.e2e.conftest import write_config
 from tests.e2e.failing_server import SILENT, STEPS, assert_no_finished_step_is_lost

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from gspo_megatron.data.tokenizers import load_tokenizer
-from gspo_megatron.rollout.teacher import PROBE
+from gspo_megatron.rollout.asking import PROBE
 from tests.e2e.conftest import write_config
 from tests.e2e.failing_server import SILENT, STEPS, assert_no_finished_step_is_lost
 from tests.e2e.resuming import make_small, train

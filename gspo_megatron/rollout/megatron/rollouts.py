@@ -115,7 +115,7 @@ class MegatronRollouts:
             request.seed,
             router_noise=router_noise,
         )
-        failed, seconds = self.score(generated, prompts, scorer)
+        failed, seconds = self.score(generated, prompts, scorer, learns=request.is_learnt)
         return RolloutShare(self.share(generated), failed, seconds)
 
     def take_weights(self, version: int) -> dict[str, float]:
@@ -172,11 +172,17 @@ class MegatronRollouts:
         return Generated(group, episodes, places_of(played) if has_routes else [], rounds)
 
     def score(
-        self, generated: Generated, prompts: Mapping[int, Prompt], scorer: GroupScorer
+        self,
+        generated: Generated,
+        prompts: Mapping[int, Prompt],
+        scorer: GroupScorer,
+        *,
+        learns: bool,
     ) -> tuple[FailedCalls, float]:
         """Write the scores into the leader's group.
 
-        Returns the failures on all ranks, and the seconds of the slowest rank.
+        learns: whether the policy learns from the responses; teachers judge no others. Returns the
+        failures on all ranks, and the seconds of the slowest rank.
         """
         group, scores, failed = generated.group, [], FailedCalls()
         samples, judged, scored, problem = [], None, None, None
@@ -186,7 +192,7 @@ class MegatronRollouts:
                 given = scorer.scorer.given(generated.episodes)
                 with heard_by(lambda: self.report(scorer.scorer.progress())):
                     scores, failed = scorer.scorer.score(samples, given)
-                if scorer.teachers is not None:
+                if scorer.teachers is not None and learns:
                     judged = scorer.teachers.judge(group, prompts)
                 if scorer.model is not None:
                     scored = scorer.model.score(samples)

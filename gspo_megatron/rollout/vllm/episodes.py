@@ -87,16 +87,17 @@ class Scorers:
         make: Callable[[], RolloutGroup],
         prompt: Prompt,
         then: Callable[[RolloutGroup], None],
-        key: str,
+        request: RolloutRequest,
         episodes: Sequence[Episode] = (),
     ) -> None:
         """Make a group, write the rewards into its columns and call `then` with it.
 
-        All three happen in the main thread. key: the key of the prompt's file, which selects the
-        reward; episodes: the episodes of the responses, if there is an environment.
+        All three happen in the main thread. request: the request of the prompt. Its key selects the
+        reward, and teachers judge only responses that the policy learns from. episodes: the
+        episodes of the responses, if there is an environment.
         """
-        scoring = self._of_suites.get(key, self._scorer)
-        scorer = scoring.scorer
+        scoring = self._of_suites.get(request.key, self._scorer)
+        scorer, teachers = scoring.scorer, scoring.teachers if request.is_learnt else None
         given = scorer.given(episodes)
 
         def begin() -> tuple[RolloutGroup, list[Sample]]:
@@ -118,7 +119,7 @@ class Scorers:
             group, samples = begin()
             finish(group, samples, scorer.score(samples, given))
 
-        if scorer.workers is None and scoring.teachers is None and scoring.model is None:
+        if scorer.workers is None and teachers is None and scoring.model is None:
             await self.in_main(whole)
             return
         group, samples = await self.in_main(begin)
@@ -127,8 +128,8 @@ class Scorers:
         else:
             found = await scorer.score_async(samples, given)
         judged = scored = None
-        if scoring.teachers is not None:
-            judged = await scoring.teachers.judge_async(group, {group.number: prompt})
+        if teachers is not None:
+            judged = await teachers.judge_async(group, {group.number: prompt})
         if scoring.model is not None:
             scored = await scoring.model.score_async(samples)
         await self.in_main(lambda: finish(group, samples, found, judged, scored))
@@ -287,7 +288,7 @@ class ServedRequests:
 
         running.scoring += 1
         try:
-            await self.scorers.score(make, prompt, file.append, request.key, episodes)
+            await self.scorers.score(make, prompt, file.append, request, episodes)
         finally:
             running.scoring -= 1
 

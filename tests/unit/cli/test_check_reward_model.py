@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from gspo_megatron.data.character_tokenizer import write_character_tokenizer
 from gspo_megatron.data.tokenizers import load_tokenizer
-from gspo_megatron.rollout.teacher import PROBE
+from gspo_megatron.rollout.asking import PROBE
 from tests.unit.cli.conftest import Command, ConfigWriter
 from tests.unit.hf.preference_folder import write_score_model
 from tests.unit.rollout.reward_server import right, score_of, served

@@ -19,8 +19,8 @@ from gspo_megatron.errors import RewardError
 from gspo_megatron.rewards.moments import RunningMoments
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rl.rollouts import Experience
+from gspo_megatron.rollout.asking import PROBE
 from gspo_megatron.rollout.episodes import GroupScorer
-from gspo_megatron.rollout.teacher import PROBE
 from gspo_megatron.types import Sample, TurnRewards
 from tests.unit.rl.test_rollouts import DRAW, Prompts, by_length, collector, drawn_by, evaluated
 from tests.unit.rollout.reward_server import right, score_of, served

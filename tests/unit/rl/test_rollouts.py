@@ -516,10 +516,10 @@ def test_a_failed_episode_is_the_environment_s_fault() -> None:
     found = collector()
     with pytest.raises(EpisodeError, match="environment Mine: no tool"):
         generated = ended(found, "", "environment Mine: no tool")
-        found.source.score(generated, {0: Prompts()[0]}, found.scorer)
+        found.source.score(generated, {0: Prompts()[0]}, found.scorer, learns=True)
     found = collector(reward=DROPPING)
     generated = ended(found, "a", "b")
-    failed, _ = found.source.score(generated, {0: Prompts()[0]}, found.scorer)
+    failed, _ = found.source.score(generated, {0: Prompts()[0]}, found.scorer, learns=True)
     assert failed.episodes == 2
     found.prompts = {"data.prompts": [Prompts()[0]]}
     told = [each for _, each in found.records(replace(DRAW, rows=[0]), generated.group, 1.0)]

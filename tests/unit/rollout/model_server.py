@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-from gspo_megatron.rollout.teacher import PROBE
+from gspo_megatron.rollout.asking import PROBE
 
 Answer = Callable[[dict[str, Any]], Any]
 

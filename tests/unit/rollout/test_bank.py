@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import struct
 import zlib
 from dataclasses import replace
@@ -90,6 +91,22 @@ def test_a_record_that_was_cut_short_is_dropped_and_written_again(
     file.append(a_group(1))
     file.close()
     assert_holds(path, 0, 1)
+
+
+def test_a_full_disk_is_one_error_and_the_group_is_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.groups"
+    file = RequestFile(path, REQUEST)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 99, limits[1]))
+    try:
+        with pytest.raises(DataError, match=r"a\.groups: cannot be written"):
+            file.append(a_group(0))
+        file.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not file.finished
+    written(path, 0)
+    assert_holds(path, 0)
 
 
 def test_a_damaged_record_is_named_and_those_behind_it_are_kept(

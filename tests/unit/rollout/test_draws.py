@@ -112,6 +112,19 @@ def draw(
     return counts[0], read_groups(folder / "bank" / f"{wanted.name}.groups")
 
 
+def test_a_teacher_is_not_asked_about_responses_of_an_evaluation(
+    configured: Callable[..., Config], tmp_path: Path
+) -> None:
+    config = configured(
+        "data.eval_prompts=toy/test.jsonl",
+        "objective.distillation.url=http://127.0.0.1:1/v1",  # nobody answers there
+        "reward.retries=0",
+    )
+    name = "evaluation_00000001"
+    _, groups = draw(config, tmp_path, replace(DRAW, name=name, key="data.eval_prompts", rows=[0]))
+    assert groups[0].rewards.tolist() == [0.25, 0.25] and groups[0].teacher_logprobs is None
+
+
 async def listen(asked: list[Any], request: web.Request, answer: Any) -> web.StreamResponse:
     """A server without faults that records its requests."""
     asked.append((await request.json())["sampling_params"])

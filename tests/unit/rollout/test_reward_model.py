@@ -16,13 +16,13 @@ from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.data.character_tokenizer import write_character_tokenizer
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.errors import DataError, RewardError
+from gspo_megatron.rollout.asking import PROBE
 from gspo_megatron.rollout.reward_model import (
     KEY_VARIABLE,
     ModelScores,
     ModelServer,
     ModelTexts,
 )
-from gspo_megatron.rollout.teacher import PROBE
 from gspo_megatron.types import Sample
 from tests.unit.rollout.reward_server import Answer, right, score_of, served
 

@@ -13,8 +13,8 @@ import pytest
 
 from gspo_megatron.config import Config
 from gspo_megatron.data.tokenizers import load_tokenizer
+from gspo_megatron.rollout.asking import PROBE
 from gspo_megatron.rollout.reward_model import ModelTexts
-from gspo_megatron.rollout.teacher import PROBE
 from gspo_megatron.types import Sample
 from tests.unit.rollout.reward_server import right, score_of, served
 from tests.unit.rollout.test_draws import configured, draw
