@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from torch import Tensor
 from gspo_megatron.errors import DataError
 from gspo_megatron.families import FAMILIES, Family, family_of
 from gspo_megatron.families.model_shape import ModelShape, shape_of
-from gspo_megatron.families.weight_map import weight_map
+from gspo_megatron.families.weight_map import SCORE_HEAD, weight_map
 from gspo_megatron.hf.files import HfFolder, check_tied_copy, checked_weights
 from gspo_megatron.hf.side_files import generation_files, tokenizer_files
 from gspo_megatron.hf.writer import HfWriter
@@ -70,10 +71,10 @@ class Plan:
         for name, number in (("experts", self.experts), ("top-k", self.top_k)):
             if self.granularity > 1 and number % self.granularity:
                 yield f"--{name} {number}: must be a multiple of --granularity {self.granularity}"
-        if self.noise < 0:
-            yield f"--noise {self.noise}: must be at least 0"
-        if self.router_std <= 0:
-            yield f"--router-std {self.router_std}: must be above 0; equal rows stay equal"
+        if not 0 <= self.noise < math.inf:
+            yield f"--noise {self.noise}: must be a number of at least 0"
+        if not 0 < self.router_std < math.inf:
+            yield f"--router-std {self.router_std}: must be a number above 0; equal rows stay equal"
 
 
 @dataclass(frozen=True)
@@ -146,9 +147,11 @@ def _config(folder: HfFolder, family: Family, shape: ModelShape) -> dict[str, ob
 
 def _origins(dense: Family, moe: Family, shape: ModelShape) -> Iterator[tuple[str, Origin]]:
     """Yield the origin of every name that the new model may have."""
-    for role, template in moe.names.items():
+    score = {"score": SCORE_HEAD}  # of a preference model
+    for role, template in {**moe.names, **score}.items():
         # a dense model has no router, so a router gets the dtype of its layer's MLP
-        source = dense.names.get(_COUNTERPARTS.get(role, role), dense.names["gate"])
+        names = {**dense.names, **score}
+        source = names.get(_COUNTERPARTS.get(role, role), names["gate"])
         layers = range(shape.num_layers if "{layer}" in template else 1)
         experts = range((shape.num_moe_experts or 0) if "{expert}" in template else 1)
         for layer, expert in itertools.product(layers, experts):

@@ -187,7 +187,7 @@ def _push(arguments: argparse.Namespace) -> None:
     if (checkpoint / CONFIG_FILE).is_file():  # a run wrote the checkpoint, not a conversion
         config = read_mapping(checkpoint / CONFIG_FILE)
         step = RunState.read(checkpoint).step
-        run = checkpoint.parents[1]
+        run = checkpoint.parent.parent
         records = read_metrics(run) if (run / METRICS_FILE).is_file() else []
         for record in records:
             if record["step"] <= step:

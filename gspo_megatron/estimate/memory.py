@@ -13,8 +13,8 @@ from gspo_megatron.estimate.model import (
     EXPERTS,
     RankModel,
     StateBytes,
+    frozen_bytes,
     scorer_bytes,
-    trained_bytes,
 )
 from gspo_megatron.estimate.workload import Workload, in_flight
 from gspo_megatron.models.core_attention import window_of
@@ -97,7 +97,7 @@ def rank_memory(
     # If the adapters' B was zero at the start, the policy without adapters is the reference policy,
     # and no copy of the weights is needed.
     if section and section.kl != "none" and not (lora is not None and lora.starts_as_base):
-        reference = whole if lora is None else trained_bytes(model.policy)
+        reference = whole - sum(frozen_bytes(model.policy).values())
     if section:
         reference += whole * len(section.distillation.folders)
     scorer = scorer_bytes(model)

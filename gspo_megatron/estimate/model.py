@@ -18,6 +18,7 @@ from gspo_megatron.config.scorer import config_of_scorer
 from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import UserError
 from gspo_megatron.families.adapter_map import is_adapter
+from gspo_megatron.families.weight_map import is_vocabulary
 from gspo_megatron.models import build
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer
@@ -180,9 +181,13 @@ def scorer_bytes(model: RankModel) -> int:
     return sum(parameter.nbytes for _, parameter in _parameters(scorer))
 
 
-def trained_bytes(policy: Policy) -> int:
-    """Count the bytes of the trained weights: all weights, or only the adapters."""
-    return sum(p.nbytes for _, p in _parameters(policy) if p.requires_grad)
+def frozen_bytes(policy: Policy) -> dict[str, int]:
+    """Count the bytes of the weights that are not trained, by kind. Only a model with adapters has
+    such weights."""
+    counts = _zeros()
+    for name, parameter in _parameters(policy):
+        counts[kind_of(name, parameter)] += 0 if parameter.requires_grad else parameter.nbytes
+    return counts
 
 
 def _parameters(policy: Policy) -> list[tuple[str, torch.nn.Parameter]]:
@@ -208,7 +213,7 @@ def global_parameters(model: RankModel) -> dict[str, int]:
         if kind == EXPERTS:
             count *= parallel.expert_model_parallel_size
             count *= parallel.expert_tensor_parallel_size if cut else 1
-        elif kind == EMBEDDING:
+        elif kind == EMBEDDING and is_vocabulary(name):
             if getattr(parameter, "shared", False):
                 continue  # the last stage's copy of a tied embedding does not count
             count = model.policy.vocab_size * parameter.shape[1]

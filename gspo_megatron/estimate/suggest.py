@@ -257,7 +257,8 @@ def _traffic(candidate: _Candidate) -> dict[str, float]:
     def ring(size: int) -> float:
         return (size - 1) / size
 
-    update = (element + 4) * work.mini_batches
+    # The update of adapters sends next to nothing.
+    update = 0 if config.model.lora.rank else (element + 4) * work.mini_batches
     return {
         "tp": 6 * ring(tp) * layers * hidden * tokens,
         "ep": 5 * ring(ep) * layers * hidden * tokens / tp * (shape.moe_router_topk or 0),

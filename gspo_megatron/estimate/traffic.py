@@ -23,7 +23,7 @@ import torch.distributed as dist
 from gspo_megatron.config import ResolvedParallel
 from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.estimate.activations import ChunkPass
-from gspo_megatron.estimate.model import EXPERTS, RankModel, StateBytes
+from gspo_megatron.estimate.model import EXPERTS, RankModel, StateBytes, frozen_bytes
 from gspo_megatron.estimate.workload import Workload, bubble_share
 from gspo_megatron.families.model_shape import (
     ModelShape,
@@ -63,12 +63,12 @@ def step_traffic(
         back = len(passes) - (model.stage == 0)
         traffic["pp"] = hidden * (onward * (forward + training) + back * training)
     cp = parallel.context_parallel_size
-    experts = parallel.expert_data_parallel_size
+    experts, frozen = parallel.expert_data_parallel_size, frozen_bytes(model.policy)
     for axis, size in (("dp", parallel.data_parallel_size * cp), ("edp", experts)):
         # In an update, each rank sends gradients to the ranks with their optimizer state, and gets
-        # weights back.
+        # the trained weights back.
         kinds = [kind for kind in state.gradients if (kind == EXPERTS) == (axis == "edp")]
-        num_bytes = sum(state.gradients[k] + state.parameters[k] for k in kinds)
+        num_bytes = sum(state.gradients[k] + state.parameters[k] - frozen[k] for k in kinds)
         traffic[axis] = num_bytes * (size - 1) // size * work.mini_batches
     return {axis: traffic[axis] for axis in AXES}
 
@@ -144,8 +144,10 @@ def step_cost(
     )
     attention = seen * shape.num_attention_heads * sum(shape.head_channels)
     flops = 2.0 * (active_parameters - outside) + attention + sum(kinds) * _delta_flops(shape)
-    # Passes per token, in units of a forward pass. A backward pass counts as two.
-    passes = 4.0 if config.training.recompute == "full" else 3.0
+    # Passes per token, in units of a forward pass. A backward pass counts as two, or as one if the
+    # weights are frozen. Adapters have next to no FLOPs.
+    passes = 2.0 if config.model.lora.rank else 3.0
+    passes += config.training.recompute == "full"
     passes += work.forward_only / work.micro_batches_per_step
     compute = flops * passes * tokens / (sizes.tp * sizes.cp * sizes.pp) / FLOPS
     rates = axis_rates(parallel)

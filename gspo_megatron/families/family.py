@@ -22,7 +22,13 @@ from gspo_megatron.families.model_shape import (
     experts_in_layers,
     windows_in_layers,
 )
-from gspo_megatron.families.rope import RopeKinds, in_one_spelling, read_rope, write_rope
+from gspo_megatron.families.rope import (
+    RopeKinds,
+    in_one_spelling,
+    is_number,
+    read_rope,
+    write_rope,
+)
 
 REQUIRED = object()
 FP8, MXFP4 = "fp8", "mxfp4"  # values of quant_method in quantization_config
@@ -111,19 +117,19 @@ class Family:
         problems += _quantization(hf, self.quantizations)
         rope, wrong = read_rope(hf, self.rope)
         problems += wrong
-        problems += self._next_token_problems(hf) + _label_problems(hf)
+        problems += _label_problems(hf)
         megatron = _ALWAYS | dict(self.always) | dict(rope.megatron)
         for entry in self.fields:
             value = hf.get(entry.hf, entry.default)
             if value is REQUIRED:
                 problems.append(f"{entry.hf}: required and missing")
-            elif entry.default is REQUIRED and not _is_size(value):
-                wrong = f"must be an integer from 0 to {_LARGEST_SIZE:,}"
+            elif (wrong := self._wrong_value(entry, value)) is not None:
                 problems.append(f"{entry.hf} = {format_value(value)}: {wrong}")
             elif value is not None or entry.nullable:
                 megatron[entry.ours] = not value if entry.negated else value
-        if not isinstance(hf.get("vocab_size"), int):
-            problems.append("vocab_size: required, and an integer")
+        if not hf.get("vocab_size") or not _is_size(hf["vocab_size"]):
+            problems.append("vocab_size: required, and an integer from 1")
+        problems += _count_problems(hf) + _group_problems(megatron)
         problems += self.check(hf)
         rest = self.read_rest(hf)
         megatron |= {name: value for name, value in rest.items() if value is not None}
@@ -136,7 +142,7 @@ class Family:
                 megatron["moe_layer_freq"] = [int(flag) for flag in experts]
         preset = ModelPreset(
             vocab_size=hf.get("vocab_size"),
-            max_sequence_length=hf.get("max_position_embeddings", self.max_position_embeddings),
+            max_sequence_length=hf.get("max_position_embeddings") or self.max_position_embeddings,
             rotary_base=rope.base,
             tie_embeddings=bool(hf.get("tie_word_embeddings", self.tied)),
             megatron=MappingProxyType(megatron),
@@ -181,11 +187,20 @@ class Family:
         others = [other for other, name in self.spellings.items() if name == usual]
         return [] if usual is None else [usual, *others]
 
-    def _next_token_problems(self, hf: Mapping[str, Any]) -> list[str]:
-        count = hf.get(self.next_token_layers or "")
-        if _is_size(count):
-            return []
-        return [f"{self.next_token_layers} = {format_value(count)}: must be an integer from 0"]
+    def _wrong_value(self, entry: Field, value: Any) -> str | None:
+        """Return what is wrong with the value of a field, or None. The default of a field decides
+        the kind of its values."""
+        kind = type(entry.default)
+        if kind is float:
+            return None if value is None or is_number(value) else "must be a number"
+        if kind in (bool, str):
+            return None
+        is_needed = entry.ours in _NEEDED.split()
+        if entry.ours == "num_moe_experts" and self.read_pattern is None:
+            is_needed = True  # all layers have experts
+        if _is_size(value) and (value or not is_needed):
+            return None
+        return f"must be an integer from {int(is_needed)} to {_LARGEST_SIZE:,}"
 
     def config(self, shape: ModelShape, vocab_size: int) -> dict[str, Any] | None:
         """The config.json of a model of this shape, in the form of published checkpoints; None if
@@ -225,6 +240,24 @@ SCORE_CLASS = "ForSequenceClassification"
 def is_score_model(hf: Mapping[str, Any]) -> bool:
     """Whether a config.json belongs to a preference model."""
     return any(str(name).endswith(SCORE_CLASS) for name in hf.get("architectures") or ())
+
+
+def _count_problems(hf: Mapping[str, Any]) -> list[str]:
+    """Return a line for each number of things in config.json that is no size. The fields of a
+    family do not include these keys."""
+    return [
+        f"{key} = {format_value(hf[key])}: must be an integer from 0"
+        for key in _COUNTS.split()
+        if key in hf and not _is_size(hf[key])
+    ]
+
+
+def _group_problems(megatron: Mapping[str, Any]) -> list[str]:
+    """Return a line if query heads cannot be divided evenly among the heads of keys and values."""
+    heads, groups = (megatron.get(f"num_{key}") for key in ("attention_heads", "query_groups"))
+    if not heads or not groups or heads % groups == 0:
+        return []
+    return [f"num_key_value_heads = {groups}: must divide num_attention_heads = {heads}"]
 
 
 def _label_problems(hf: Mapping[str, Any]) -> list[str]:
@@ -401,6 +434,16 @@ def _is_size(value: Any) -> bool:
     lacks, such as the experts of a dense model."""
     return value is None or (type(value) is int and 0 <= value <= _LARGEST_SIZE)
 
+
+# Fields that every model of a family with these fields has, and that are above 0.
+_NEEDED = """
+    num_layers hidden_size num_attention_heads kv_lora_rank qk_head_dim qk_pos_emb_head_dim
+    v_head_dim
+"""
+_COUNTS = """
+    max_position_embeddings n_shared_experts num_shared_experts num_nextn_predict_layers
+    num_mtp_modules mtp_num_hidden_layers
+"""
 
 # An upper limit for every size in config.json, such as the number of layers.
 _LARGEST_SIZE = 10_000_000

@@ -86,17 +86,17 @@ def read_rope(hf: Mapping[str, Any], kinds: RopeKinds) -> tuple[Rope, list[str]]
     if percent != 1 and kinds.percent is None:
         where = names["partial_rotary_factor"]
         problems.append(f"{where} = {format_value(percent)}: not supported; allowed: 1")
-    elif not _is_number(percent) or not 0 < percent <= 1:
+    elif not is_number(percent) or not 0 < percent <= 1:
         where = names["partial_rotary_factor"]
         wrong = "must be a number above 0, and at most 1"
         problems.append(f"{where} = {format_value(percent)}: {wrong}")
     base = settings.get("rope_theta", kinds.base)
-    if not _is_number(base) or base <= 0:
+    if not is_number(base) or base <= 0:
         problems.append(f"rope_theta = {format_value(base)}: must be a number above 0")
     if problems or kind == DEFAULT:
         return Rope(base, percent), problems
     factor: Any = settings.get("factor")
-    if not _is_number(factor) or factor < 1:
+    if not is_number(factor) or factor < 1:
         wrong = "must be a number of at least 1"
         return Rope(base), [f"{names.get('factor', 'factor')} = {format_value(factor)}: {wrong}"]
     if kind == LLAMA3:
@@ -214,7 +214,7 @@ def _yarn(
     problems = []
     for key, (ours, default) in _YARN_FIELDS.items():
         megatron[ours] = value = settings.get(key, default)
-        if not _is_number(value) or value <= 0:
+        if not is_number(value) or value <= 0:
             where = names.get(key, f"rope_scaling.{key}")
             problems.append(f"{where} = {format_value(value)}: must be a number above 0")
     legal_values = {"attention_factor": None} | ({"truncate": True} if kinds.latent else {})
@@ -239,5 +239,6 @@ def _yarn(
     return megatron, problems
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a value of config.json is a number; true and false are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -41,6 +41,7 @@ from gspo_megatron.hf.joint_adapters import (
     wrong_parameters,
 )
 from gspo_megatron.hf.writer import HfWriter
+from gspo_megatron.hub import parse_name
 
 # Fields of adapter_config.json, with the values for which an adapter computes B (A x) * alpha / r.
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -97,8 +98,11 @@ class PeftFolder(HfFolder):
 
     @property
     def base(self) -> str:
-        """The model that the adapters were made for, as their config names it."""
-        return str(self.config.get("base_model_name_or_path") or "a model without a name")
+        """The model that the adapters were made for, as their config names it. A name of the Hub
+        has its revision, if the config has one."""
+        name = str(self.config.get("base_model_name_or_path") or "a model without a name")
+        hub, revision = parse_name(name, "model"), self.config.get("revision")
+        return f"{name}@{revision}" if hub and not hub.revision and revision else name
 
     def settings(self) -> LoraSection:
         """Return the section `model.lora` that fits these adapters. Its `targets` are the names of
@@ -264,11 +268,13 @@ def _peft_config(
     # In PEFT, a name without a path, such as q_proj, stands for all modules whose names end in it.
     alike = (m for recipe in weights.recipes.values() for m in matrices_of(recipe))
     modules = {matrix.module for matrix in matrices}
+    hub = parse_name(base or "", "model")  # PEFT wants the revision in a key of its own
     by_leaf = {m.module for m in alike if m.leaf in leaves and m.name not in inside} == modules
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": base if hub is None else hub.repo,
+        "revision": None if hub is None else hub.revision,
         "r": section.rank,
         "lora_alpha": section.rank if section.alpha is None else _whole(section.alpha),
         "use_rslora": section.use_rslora,

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from gspo_megatron.errors import DataError
+from gspo_megatron.families.adapter_map import PEFT_CONFIG
 from gspo_megatron.files import write_atomically
 from gspo_megatron.hub import HubName, Kind, failures, name_of, parse_name, reason_of
 
@@ -80,7 +81,8 @@ def write_card(
     """
     base = base_model(config)
     licence = licence_of(base)
-    header: dict[str, Any] = {"library_name": "transformers", "tags": ["gspo-megatron"]}
+    library = "peft" if (folder / PEFT_CONFIG).is_file() else "transformers"
+    header: dict[str, Any] = {"library_name": library, "tags": ["gspo-megatron"]}
     if base is not None and (named := parse_name(base, "model")) is not None:
         header["base_model"] = named.repo
     if licence is not None:

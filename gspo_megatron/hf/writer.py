@@ -96,7 +96,7 @@ class NewFolder:
         with write_errors(self.path):
             if self.durable:
                 sync_folders(self.partial)
-            self.partial.rename(os.path.abspath(self.path))
+            self.partial.rename(os.path.realpath(self.path))
             if self.durable:
                 sync(self.partial.parent)
 
@@ -316,7 +316,9 @@ def _file(file_name: str, tensors: Mapping[str, Tensor]) -> _File:
 
 def _hidden_place(path: Path) -> Path:
     """Return the path of the hidden folder beside `path`, in which the new folder is made."""
-    absolute = Path(os.path.abspath(path))  # a path such as "." has no parent in its text
+    # A path such as "." has no parent in its text. If the path is a link to an empty folder, the
+    # new folder replaces that folder, and the link stays.
+    absolute = Path(os.path.realpath(path))
     return absolute.parent / f".{absolute.name}.partial"
 
 
@@ -325,6 +327,8 @@ def check_destination(path: Path) -> None:
     if path.is_dir():
         if any(path.iterdir()):
             raise DataError(f"{path}: has files in it already; give a new or an empty folder")
+        if os.path.ismount(os.path.realpath(path)):  # nothing can be renamed to it
+            raise DataError(f"{path}: is a mount point; give a new folder in it")
     elif path.exists() or path.is_symlink():
         raise DataError(f"{path}: exists and is not a folder")
     lacks = folder_lacks(_hidden_place(path).parent)

@@ -3,6 +3,7 @@ from it."""
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from gspo_megatron.errors import DataError
 from gspo_megatron.families.model_shape import shape_of
 from gspo_megatron.hf.files import HfFolder, checked_folder
 from tests.programs import ROOT, peak_memory, run_program
+from tests.unit.hf.preference_folder import write_score_model
 from tests.unit.hf.published import VOCABULARY, read_folder, write_model
 from tests.unit.hf.transformers_side import ask, transformers_process
 from tools.upcycle import MOE_OF, Plan, upcycle
@@ -93,6 +95,16 @@ def test_noise_makes_the_experts_differ(tmp_path: Path) -> None:
     assert one[name].dtype == torch.bfloat16 and not torch.equal(one[name], other[name])
 
 
+def test_a_preference_model_keeps_its_head(tmp_path: Path) -> None:
+    dense = write_score_model(tmp_path / "dense", "qwen3", seed=6)
+    upcycle(dense, tmp_path / "moe", WHOLE)
+    before, after = read_folder(dense), read_folder(tmp_path / "moe")
+    assert torch.equal(after["score.weight"], before["score.weight"])
+    folder = HfFolder(tmp_path / "moe")
+    assert folder.config["architectures"] == ["Qwen3MoeForSequenceClassification"]
+    checked_folder(folder.path, shape_of(folder.describe()), VOCABULARY)
+
+
 def test_a_few_tensors_are_in_memory_at_one_time(tmp_path: Path) -> None:
     """Three tensors of 35 MB become twelve tensors of the same size. Memory that the process had
     before does not count."""
@@ -116,7 +128,8 @@ def test_a_few_tensors_are_in_memory_at_one_time(tmp_path: Path) -> None:
         ("qwen3", Plan(4, 2, 3), r"--granularity 3: must divide the width of the MLP, 52"),
         ("qwen3", Plan(6, 2, 4), r"--experts 6: must be a multiple of --granularity 4"),
         ("qwen3", Plan(4, 3, 2), r"--top-k 3: must be a multiple of --granularity 2"),
-        ("qwen3", Plan(4, 2, router_std=0.0), r"--router-std 0.0: must be above 0"),
+        ("qwen3", Plan(4, 2, router_std=0.0), r"--router-std 0.0: must be a number above 0"),
+        ("qwen3", Plan(4, 2, noise=math.nan), r"--noise nan: must be a number of at least 0"),
         ("llama", WHOLE, r"config.json: mixtral, its MoE family, has no such models"),  # llama3
     ],
     ids=str,

@@ -10,10 +10,11 @@ import torch
 from gspo_megatron.batching.micro_batches import MicroBatch, run_chunk
 from gspo_megatron.batching.plan import largest_equal_share
 from gspo_megatron.config import check_config, parse_config, resolve_parallel
+from gspo_megatron.config.lora import LoraSection
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig, StageConfig
 from gspo_megatron.estimate.activations import SavedTensors, chunk_passes, micro_batch
 from gspo_megatron.estimate.layout import estimate_layout
-from gspo_megatron.estimate.model import rank_model
+from gspo_megatron.estimate.model import rank_model, with_values
 from gspo_megatron.estimate.traffic import FLOPS, NODE_BYTES, step_cost
 from gspo_megatron.estimate.workload import Workload, workload
 from gspo_megatron.models.policy import HeadInputs
@@ -98,6 +99,19 @@ def test_a_step_is_three_passes_of_its_tokens() -> None:
     shape = config.resolved_model()
     attention = 2 * 2 * shape.num_attention_heads * shape.kv_channels * LENGTH
     assert seconds * FLOPS == pytest.approx(3 * 24 * LENGTH * (2 * 10**6 + attention))
+
+
+@pytest.mark.parametrize(("recompute", "passes"), [("none", 2), ("full", 3)])
+def test_frozen_weights_need_no_gradients(recompute: str, passes: int) -> None:
+    """With adapters, the backward pass costs as much as one forward pass."""
+    config = stage_config(FineTuningConfig, "tp=1", micro_batch_tokens=100, recompute=recompute)
+    config = with_values(config, "model", lora=LoraSection(rank=4))
+    parallel, work = resolve_parallel(config, 1), work_of(config, 1)
+    none = dict.fromkeys(("tp", "ep", "etp", "cp", "dp", "edp", "pp"), 0)
+    shape = config.resolved_model()
+    attention = 2 * 2 * shape.num_attention_heads * shape.kv_channels * 100
+    seconds = step_cost(config, parallel, work, 10**6, none).compute
+    assert seconds * FLOPS == pytest.approx(passes * 24 * 100 * (2 * 10**6 + attention))
 
 
 @pytest.mark.parametrize("budget", [100, 199, 250, 317, 5000])

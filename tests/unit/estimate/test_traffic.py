@@ -73,6 +73,22 @@ def test_gradients_and_weights_over_data_parallel_ranks(make_config: ConfigMaker
     assert both == pytest.approx(4 * elements * 6 / 2, rel=0.01)
 
 
+def test_only_adapters_are_sent_in_an_update(make_config: ConfigMaker) -> None:
+    """Frozen weights have no gradients, and no rank needs them from another rank."""
+    lora = {"rank": 8, "targets": ["q_proj", "head"]}
+    own = STEP | {"model": {"vocab_size": 112, "lora": lora}}
+    config = make_config("tiny", "dp=2", **own)
+    check_config(config, 2)
+    found = estimate_layout(config, 2, 112)
+    # A and B of q in each layer (64 queries of 64 channels), and of the head
+    elements = 8 * (LAYERS * (64 + HIDDEN) + HIDDEN + 112)
+    plain = estimate_layout(make_config("tiny", "dp=2", **STEP | {"model": {}}), 2, 112)
+    assert found.parameters.total() == plain.parameters.total() + elements
+    traffic = found.most_traffic()
+    assert traffic["dp"] == pytest.approx(4 * elements * 6 / 2, rel=0.02)
+    assert traffic["edp"] == 0
+
+
 def test_recomputation_sends_again(make_config: ConfigMaker) -> None:
     plain, _ = sent(make_config("tiny", "ep=2,dp=2", **STEP), 2)
     again = STEP | {"training": STEP["training"] | {"recompute": "full"}}

@@ -13,7 +13,7 @@ from gspo_megatron.config import PRESETS, ModelShape, check_config, parse_config
 from gspo_megatron.errors import ConfigError
 from gspo_megatron.families import FAMILIES, describe, family_of, family_of_shape
 from gspo_megatron.families.model_shape import shape_of, windows_in_layers
-from tests.unit.hf.published import CONFIGS
+from tests.unit.hf.published import CONFIGS, model_config
 
 # The config of Qwen/Qwen3-30B-A3B.
 QWEN3_30B_A3B: dict[str, Any] = {
@@ -145,10 +145,33 @@ def test_what_transformers_takes_for_a_missing_key() -> None:
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"vocab_size": None}, "vocab_size: required"),
+        ({"vocab_size": -5}, "vocab_size: required"),
+        ({"hidden_size": None}, "hidden_size = null: must be an integer from 1"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0: must be an integer from 1"),
+        ({"num_key_value_heads": "4"}, "num_key_value_heads = '4': must be an integer from 0"),
+        ({"num_key_value_heads": 7}, "num_key_value_heads = 7: must divide num_attention_heads"),
+        ({"head_dim": 1.5}, "head_dim = 1.5: must be an integer"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps = '1e-6': must be a number"),
+        ({"max_position_embeddings": "x"}, "max_position_embeddings = 'x': must be an integer"),
     ],
 )
 def test_options_that_cannot_be_done_are_named(changes: dict[str, Any], named: str) -> None:
     [line] = problems(QWEN3_30B_A3B | changes)
+    assert named in line
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "named"),
+    [
+        ("mixtral", {"num_local_experts": None}, "num_local_experts = null: must be an integer"),
+        ("deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank = null: must be an integer from 1"),
+        ("deepseek_v3", {"n_shared_experts": "x"}, "n_shared_experts = 'x': must be an integer"),
+        ("qwen3_next", {"linear_conv_kernel_dim": "x"}, "linear_conv_kernel_dim = 'x'"),
+    ],
+)
+def test_sizes_that_a_family_needs(family: str, changes: dict[str, Any], named: str) -> None:
+    describe(model_config(family))
+    [line] = problems(model_config(family, **changes))
     assert named in line
 
 
@@ -339,7 +362,7 @@ def test_what_keeps_a_folder_from_being_read(tmp_path: Path) -> None:
         (deep, "cannot be read: nested more than 100 levels deep"),
         (texts, "num_hidden_layers = '4': must be an integer"),
         (folder(tmp_path / "heads", num_attention_heads=[4]), r"num_attention_heads = \[4\]"),
-        (huge, "num_hidden_layers = 1000000000000: must be an integer from 0 to"),
+        (huge, "num_hidden_layers = 1000000000000: must be an integer from 1 to"),
         (folder(tmp_path / "layers", mlp_only_layers=3), "a value of a wrong type"),
         (folder(tmp_path / "llama", model_type="llama", architectures=["Llama"]), "Llama"),
         (broken, "cannot be read"),

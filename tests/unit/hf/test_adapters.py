@@ -30,8 +30,11 @@ from tests.unit.hf.published import (
 RANK = 4
 
 
-def write_adapter(folder: Path, base: Path, targets: list[str], **changes: Any) -> Path:
-    """Write adapters of a qwen3_moe model. changes: replaced keys of adapter_config.json."""
+def write_adapter(
+    folder: Path, base: Path, targets: list[str], *, base_name: str = "", **changes: Any
+) -> Path:
+    """Write adapters of a qwen3_moe model. base_name: the name of the base, if it is not its path;
+    changes: replaced keys of adapter_config.json."""
     config = json.loads((base / "config.json").read_text())
     weights = weight_map(FAMILIES["qwen3_moe"], shape_of(describe(config)), VOCABULARY)
     adapted = adapted_weights(weights, targets)
@@ -39,7 +42,8 @@ def write_adapter(folder: Path, base: Path, targets: list[str], **changes: Any) 
     folder.mkdir()
     shapes = adapter_map(adapted, RANK).shapes
     zeros = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    document, tensors = peft_layout(section, adapted, (weights, weights), zeros, str(base))
+    name, maps = base_name or str(base), (weights, weights)
+    document, tensors = peft_layout(section, adapted, maps, zeros, name)
     save_file(tensors, folder / "adapter_model.safetensors")
     document |= changes
     (folder / "adapter_config.json").write_text(json.dumps(document))
@@ -113,6 +117,24 @@ def test_a_wrong_base_is_named(tmp_path: Path, base: Path) -> None:
         tmp_path / "gone", base, ["attention"], base_model_name_or_path="nobody/nothing"
     )
     assert "give its folder with --base" in refusal(gone, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("base_name", "name", "revision"),
+    [
+        (f"nobody/nothing@{40 * 'a'}", "nobody/nothing", 40 * "a"),
+        ("nobody/nothing", "nobody/nothing", None),
+        ("/models/a@b", "/models/a@b", None),
+    ],
+)
+def test_peft_gets_the_revision_of_a_base_of_the_hub_by_itself(
+    tmp_path: Path, base: Path, base_name: str, name: str, revision: str | None
+) -> None:
+    """PEFT gives both keys to transformers, which takes no name with an @."""
+    folder = write_adapter(tmp_path / "adapter", base, ["attention"], base_name=base_name)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == (name, revision)
+    assert PeftFolder(folder).base == base_name
 
 
 def test_pickles_are_never_read(tmp_path: Path, base: Path) -> None:

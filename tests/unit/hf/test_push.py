@@ -99,6 +99,8 @@ def test_the_card_tells_the_origin_and_no_path(server: SmallHub, folder: Path) -
     assert "- org/rows:train@v2" in text and "- own.jsonl" in text
     assert "- c.jsonl" in text and "runs/b" not in text
     assert "/home" not in text and TOKEN not in text
+    (folder / "adapter_config.json").write_text("{}")
+    assert card_of(folder, CONFIG, {})[0]["library_name"] == "peft"
 
 
 def test_a_licence_that_cannot_be_read_is_not_invented(server: SmallHub, folder: Path) -> None:

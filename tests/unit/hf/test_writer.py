@@ -162,6 +162,35 @@ def test_a_destination_in_use(tmp_path: Path) -> None:
         pass
 
 
+def test_a_link_to_an_empty_folder_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk/new").mkdir()
+    (tmp_path / "link").symlink_to("disk/new")
+    tensors = some_tensors()
+    with HfWriter(tmp_path / "link", tensors) as writer:
+        assert (tmp_path / "disk" / PARTIAL).is_dir()  # on the disk that holds the model
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+        writer.finish()
+        writer.publish()
+    assert (tmp_path / "link").is_symlink()
+    assert_same_bits(load_file(tmp_path / "disk/new/model.safetensors"), tensors)
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["new"]
+
+
+def test_a_mounted_folder_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The finished folder cannot be renamed to a mount point."""
+    (tmp_path / "volume").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "volume")
+    with pytest.raises(DataError, match="volume: is a mount point; give a new folder in it"):
+        HfWriter(tmp_path / "volume", {}).__enter__()
+    with HfWriter(tmp_path / "volume/new", {}) as writer:
+        writer.finish()
+        writer.publish()
+
+
 def test_no_room(tmp_path: Path) -> None:
     huge = {"w": torch.empty(1 << 50, device="meta")}
     with (
