@@ -7,6 +7,7 @@ global state.
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from gspo_megatron.files import make_folder
+from gspo_megatron.files import write_atomically
 from gspo_megatron.observe.metrics_files import (
     CHANGES_FILE,
     FINE_TUNING,
@@ -575,6 +576,7 @@ def _draw_curve(
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
-    make_folder(path.parent)
-    figure.savefig(path, dpi=_DPI)
-    return path
+    """Write a picture. Raises DataError if it cannot be written."""
+    content = io.BytesIO()
+    figure.savefig(content, dpi=_DPI, format="png")
+    return write_atomically(path, content.getvalue())
