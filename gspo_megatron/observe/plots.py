@@ -7,7 +7,6 @@ global state.
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from gspo_megatron.files import write_atomically
+from gspo_megatron.errors import DataError
+from gspo_megatron.files import make_folder
 from gspo_megatron.observe.metrics_files import (
     CHANGES_FILE,
     FINE_TUNING,
@@ -577,6 +577,9 @@ def _draw_curve(
 
 def save_figure(figure: Figure, path: Path) -> Path:
     """Write a picture. Raises DataError if it cannot be written."""
-    content = io.BytesIO()
-    figure.savefig(content, dpi=_DPI, format="png")
-    return write_atomically(path, content.getvalue())
+    try:
+        make_folder(path.parent)
+        figure.savefig(path, dpi=_DPI)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written: {error.strerror or error}") from error
+    return path
