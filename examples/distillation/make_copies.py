@@ -16,14 +16,65 @@ from pathlib import Path
 from gspo_megatron.files import write_atomically
 
 TRAIN, TEST = 1000, 128
-ADJECTIVES = (
-    "small old bright quiet warm green tall cold soft heavy young dark clean round empty".split()
-)
-NOUNS = (
-    "river lamp stone garden window apple horse bread cloud table forest candle mountain paper "
-    "winter music bridge coffee island silver tower letter market engine pocket doctor summer "
-    "basket valley mirror hammer orange ladder farmer tiger blanket ticket kitchen button painter"
-).split()
+ADJECTIVES = [
+    "small",
+    "old",
+    "bright",
+    "quiet",
+    "warm",
+    "green",
+    "tall",
+    "cold",
+    "soft",
+    "heavy",
+    "young",
+    "dark",
+    "clean",
+    "round",
+    "empty",
+]
+NOUNS = [
+    "river",
+    "lamp",
+    "stone",
+    "garden",
+    "window",
+    "apple",
+    "horse",
+    "bread",
+    "cloud",
+    "table",
+    "forest",
+    "candle",
+    "mountain",
+    "paper",
+    "winter",
+    "music",
+    "bridge",
+    "coffee",
+    "island",
+    "silver",
+    "tower",
+    "letter",
+    "market",
+    "engine",
+    "pocket",
+    "doctor",
+    "summer",
+    "basket",
+    "valley",
+    "mirror",
+    "hammer",
+    "orange",
+    "ladder",
+    "farmer",
+    "tiger",
+    "blanket",
+    "ticket",
+    "kitchen",
+    "button",
+    "painter",
+]
 TEST_NOUNS = 10  # the remaining nouns are for training
 PLACES = ("near", "behind", "above", "under")
 

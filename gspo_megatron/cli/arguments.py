@@ -68,20 +68,9 @@ def add_nproc(parser: argparse.ArgumentParser) -> None:
 
 def positive(text: str) -> int:
     """Read an argument that counts something. Raises argparse's error for anything below 1."""
-    if (found := _digits(text)) is None or found < 1:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return found
-
-
-def whole(text: str) -> int:
-    """Read an argument that may be 0. Raises argparse's error for anything but digits."""
-    if (found := _digits(text)) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
-    return found
-
-
-def _digits(text: str) -> int | None:
-    return int(text) if text.isascii() and text.isdigit() else None
+    return int(text)
 
 
 def not_negative(text: str) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.cli.check_packages import check_packages
 from gspo_megatron.errors import ConfigError, DataError, UnknownValueError, gathered_in
-from gspo_megatron.hub import lacks_weights
+from gspo_megatron.hub import lacks_weights, tokenizer_in
 
 if TYPE_CHECKING:
     from gspo_megatron.checkpoint.resume import Start
@@ -311,8 +311,7 @@ def check_teacher(config: Config, number: int, tokenizer: Tokenizer) -> None:
     given = config.objective.distillation.folders[number]
     vocab_size, code = model_vocab_size(config, tokenizer), config.model.ignore_custom_code
     checked_folder(given, config.resolved_model(), vocab_size, ignore_custom_code=code)
-    is_folder = any((Path(given) / f"{n}.json").exists() for n in ("tokenizer", "tokenizer_config"))
-    theirs = load_tokenizer(given if is_folder else Path(given) / "tokenizer.model")
+    theirs = load_tokenizer(tokenizer_in(Path(given)))
     if theirs.eos_id != tokenizer.eos_id or theirs.encode(_PROBE) != tokenizer.encode(_PROBE):
         key = config.objective.distillation.key_of(number, "teacher")
         raise DataError(

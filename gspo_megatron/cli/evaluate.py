@@ -14,7 +14,7 @@ from typing import Any
 from gspo_megatron.cli import train
 from gspo_megatron.cli.arguments import Commands, add_nproc, new_parser, positive
 from gspo_megatron.errors import ConfigError, DataError, UserError
-from gspo_megatron.hub import folder_of, name_of, parse_name, written
+from gspo_megatron.hub import folder_of, name_of, parse_name, tokenizer_in, written
 
 
 def add_parser(commands: Commands) -> None:
@@ -210,9 +210,7 @@ def _of_hugging_face(folder: Path) -> dict[str, Any]:
     override may name one."""
     from gspo_megatron.data.tokenizers import load_tokenizer
 
-    tokenizer, has_template = folder, False
-    if not any((folder / f"{name}.json").exists() for name in ("tokenizer", "tokenizer_config")):
-        tokenizer = folder / "tokenizer.model"
+    tokenizer, has_template = tokenizer_in(folder), False
     with contextlib.suppress(UserError):
         has_template = load_tokenizer(str(tokenizer)).chat_template is not None
     return {
@@ -225,9 +223,12 @@ def _of_hugging_face(folder: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    from gspo_megatron.config.load import read_mapping
+    from gspo_megatron.config.load import load_any_config, read_mapping
 
-    return read_mapping(path)
+    values = read_mapping(path)
+    if not all(isinstance(section, dict | None) for section in values.values()):
+        load_any_config(path)  # reports all problems
+    return values
 
 
 def _run_server(arguments: argparse.Namespace, suites: dict[str, Any]) -> int:

@@ -4,7 +4,6 @@ file of the prompts that are still useful."""
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.cli.arguments import Commands, new_parser, positive
 from gspo_megatron.errors import DataError
+from gspo_megatron.files import write_atomically
 
 if TYPE_CHECKING:
     from gspo_megatron.data.selection import PromptFigures
@@ -161,7 +161,7 @@ def _write(
     from gspo_megatron.config import load_config
     from gspo_megatron.data.inputs import prompt_forms
     from gspo_megatron.data.prompts import load_prompts
-    from gspo_megatron.data.rows import Problems, read_rows
+    from gspo_megatron.data.rows import Problems, json_line, read_rows
     from gspo_megatron.data.selection import identity
     from gspo_megatron.observe.metrics_files import PHASE_CONFIG
 
@@ -181,15 +181,12 @@ def _write(
             rate = math.nan if known is None else known.last_rate
             unknown += math.isnan(rate)
             if math.isnan(rate) or low <= rate <= high:
-                lines.append(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+                lines.append(json_line(row))
             else:
                 left_out += 1
     if not lines:
         raise DataError(f"--write {out}: no prompt is left; allowed: other bounds")
-    try:
-        out.write_text("".join(lines), encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"--write {out}: cannot be written: {error.strerror or error}") from error
+    write_atomically(out, "".join(lines).encode())
     return (
         f"{out}: {len(lines):,} prompts, {unknown:,} of them without a pass rate; {left_out:,} "
         f"left out, with a last pass rate outside of {low:g} to {high:g}"

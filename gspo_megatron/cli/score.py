@@ -6,8 +6,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gspo_megatron.cli.arguments import Commands, config_parser
@@ -100,17 +98,22 @@ def _prompt(config: Config, keys: list[str], row: str | None) -> Prompt:
 
 
 def _response(arguments: argparse.Namespace) -> str:
-    if arguments.file is None:
+    """Return the response. Raises DataError."""
+    from gspo_megatron.data.rows import text_fault
+
+    name = arguments.file
+    if name is None:
+        if fault := text_fault(arguments.response):  # bytes of the command line that are no UTF-8
+            raise DataError(f"--response: it {fault}")
         return str(arguments.response)
-    if arguments.file == "-":
-        return sys.stdin.read()
     try:
-        return Path(arguments.file).read_text(encoding="utf-8")
+        with open(0 if name == "-" else name, encoding="utf-8", closefd=name != "-") as file:
+            return file.read()
     except OSError as error:
         wrong = f"cannot be read: {error.strerror or error}"
-        raise DataError(f"--file {arguments.file}: {wrong}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"--file {arguments.file}: not a text file: {error}") from error
+        raise DataError(f"--file {name}: {wrong}") from error
+    except ValueError as error:  # no UTF-8, or a NUL in the file's name
+        raise DataError(f"--file {name}: not a text file: {error}") from error
 
 
 def _sample(config: Config, prompt: Prompt, response: str) -> Sample:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
-from gspo_megatron.cli.arguments import Commands, config_parser, positive, whole
+from gspo_megatron.cli.arguments import Commands, config_parser, not_negative, positive
+from gspo_megatron.data.rows import json_line
 from gspo_megatron.errors import ConfigError, DataError
 from gspo_megatron.files import write_atomically
 
@@ -27,7 +27,7 @@ def add_parser(commands: Commands) -> None:
         help="the largest number of tasks to write; some tasksets have no end",
     )
     parser.add_argument(
-        "--skip", metavar="N", type=whole, default=0, help="leave out the first N tasks"
+        "--skip", metavar="N", type=not_negative, default=0, help="leave out the first N tasks"
     )
 
 
@@ -46,7 +46,6 @@ def run(arguments: argparse.Namespace) -> int:
     rows = list(environment.tasks(arguments.skip, arguments.count))
     if not rows:
         raise DataError(f"{section.verifiers}: it has no task from number {arguments.skip} on")
-    lines = [f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows]
-    write_atomically(arguments.output, "".join(lines).encode())
+    write_atomically(arguments.output, "".join(map(json_line, rows)).encode())
     print(f"{arguments.output}: {len(rows)} tasks of {section.verifiers}")
     return 0

@@ -20,7 +20,7 @@ from gspo_megatron.errors import nearest
 
 _Place = tuple[Any, ...]  # the names that lead to a value: section, key, ...
 _REQUIRED = "-"  # replaces a missing required value, and is removed afterwards
-_SUITES = ("evaluation", "suites")
+_SUITES, _PHASES = ("evaluation", "suites"), ("training", "phases")
 _KEY = re.compile(r"(?:override ['\"])?([\w-]+(?:\.[\w-]+)+)")
 
 
@@ -37,7 +37,7 @@ def known_part(
     unknown: set[_Place] = set()
     for error in errors:
         place = tuple(error["loc"])
-        if error["type"] == "extra_forbidden":
+        if error["type"] == "extra_forbidden" and place[:2] != _PHASES:
             _remove(pruned, place)
             meant = _meant(place, schema, keys)
             unknown.update(each for each in meant if _value_at(pruned, each) in (None, {}, []))
@@ -54,7 +54,8 @@ def known_part(
         _remove(pruned, place)
     config = _validated(pruned, schema)
     if config is not None:
-        for place in unknown:
+        # A run with wrong phases is checked as a run without phases.
+        for place in unknown - {_PHASES}:
             _forget(config, place)
     return config
 

@@ -98,7 +98,7 @@ def parse_config(
             of_fields += megatron_problems(dotted, fields)
     if config is None or problems or of_fields:
         known = known_part(raw, schema, errors, [*problems, *of_fields])
-        problems += [*(_describe(item, schema) for item in errors), *of_fields]
+        problems += [*(_describe(item, schema) for item in _of_one_form(errors)), *of_fields]
         raise ConfigError(problems, None if known is None else _with_folder(known, name))
     return _with_folder(config, name)
 
@@ -218,7 +218,7 @@ def with_suites_of_files(values: Mapping[str, Any]) -> tuple[dict[str, Any], lis
         if isinstance(given, str):
             try:
                 of_file = suites_of_file(given)
-                found[name] = of_file.get(name) or next(iter(of_file.values()))
+                found[name] = of_file.get(name, next(iter(of_file.values())))
                 if name not in of_file and len(of_file) > 1:
                     legal = ", ".join(f"{given}:{each}" for each in of_file)
                     problems.append(
@@ -242,7 +242,7 @@ def parse_suites(suites: Mapping[str, Any], overrides: Sequence[str]) -> Evaluat
         section = EvaluationSection.model_validate(raw["evaluation"])
         problems += [problem(*each) for each in suite_problems(section)]
     except ValidationError as error:
-        for item in error.errors(include_url=False):
+        for item in _of_one_form(error.errors(include_url=False)):
             item["loc"] = ("evaluation", *item["loc"])
             problems.append(_describe(item, Config))
     if problems:
@@ -316,6 +316,32 @@ def _read_mapping(path: Path, overrides: Sequence[str], what: str) -> dict[str, 
     raise ConfigError(problems + apply_overrides({}, overrides)[1])
 
 
+# What pydantic writes into the place of an error, if a key's value may have several forms.
+_FORM = re.compile(r"(literal|list|dict)\[.+\]|constrained-float")
+
+
+def _of_one_form(errors: Sequence[Any]) -> list[Any]:
+    """Return the errors, with those of only one form for a value that may have several forms, such
+    as a name or a list of names. This is the form that the value has."""
+    found, others = [], dict[Any, Any]()
+    for error in errors:
+        place = error["loc"]
+        at = next((n for n, part in enumerate(place) if _FORM.fullmatch(str(part))), None)
+        if at is None:
+            found.append(error)
+            continue
+        above, inside = place[:at], place[at + 1 :]
+        error = {**error, "loc": (*above, *inside)}
+        is_one = error["type"] not in ("list_type", "dict_type")
+        if inside or (is_one and not isinstance(error["input"], (list, dict))):
+            found.append(error)
+        else:
+            others.setdefault(above, error)
+    told = [error["loc"] for error in found]
+    left = [e for above, e in others.items() if not any(p[: len(above)] == above for p in told)]
+    return [*found, *left]
+
+
 def _describe(error: Any, schema: type[BaseModel]) -> str:
     """Return one line for one error of pydantic."""
     location, value, kind = error["loc"], error["input"], error["type"]
@@ -324,8 +350,8 @@ def _describe(error: Any, schema: type[BaseModel]) -> str:
     if is_suite and places[3:] == ["[key]"]:
         legal = "allowed: letters, digits, _ and -, as in aime-24; a number in quotes"
         return f"evaluation.suites: {location[2]!r} cannot be the name of a suite; {legal}"
-    key = places[0]
-    for part in location[1:]:
+    is_name, key = places[-1] == "[key]", places[0]
+    for part in location[1 : len(location) - is_name]:
         key += f"[{part}]" if isinstance(part, int) else f".{part}"
     if is_suite:
         places[2] = NAME
@@ -340,9 +366,11 @@ def _describe(error: Any, schema: type[BaseModel]) -> str:
         siblings = [k.removeprefix(f"{section}.") for k in keys if k.startswith(f"{section}.")]
         inner = {k.split(".")[0] for k in siblings if "." in k}
         meant = elsewhere[:3] or nearest(str(name), inner)
-        hint = did_you_mean(meant) if meant else suggest(str(name), siblings)
+        hint = did_you_mean(meant) if meant else description
+        if siblings and not meant:
+            hint = suggest(str(name), siblings)
         return problem(key, value, f"unknown key; {hint}")
-    if kind == "invalid_key":
+    if kind == "invalid_key" or (is_name and kind == "string_type"):
         return f"{key}: a key must be text"
     if kind == "missing":
         return f"{key}: required and missing; {description}"
@@ -352,6 +380,8 @@ def _describe(error: Any, schema: type[BaseModel]) -> str:
         legal = error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
         hint, listing = suggest(str(value), legal), f"allowed: {', '.join(legal)}"
         hint = hint if hint == listing else f"{hint} {listing}"
+        if is_name:
+            return f"{key}: unknown key; {hint}"
         return problem(key, value, f"unknown value; {hint}")
     if kind == "string_pattern_mismatch":
         return problem(key, value, f"malformed; {description}")

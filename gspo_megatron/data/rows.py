@@ -120,6 +120,15 @@ def _parse_line(where: str, line: bytes, problems: Problems) -> dict[str, Any] |
     return None
 
 
+def json_line(row: Mapping[str, Any]) -> str:
+    """Return a row as a line of a JSON Lines file. Values that JSON lacks, such as the dates of a
+    Parquet file, become texts."""
+    line = json.dumps(row, ensure_ascii=False, default=str)
+    if text_fault(line) is not None:  # the row holds half a surrogate pair
+        line = json.dumps(row, default=str)
+    return f"{line}\n"
+
+
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a JSON object. Raises ValueError for a duplicate key, which Python's parser accepts."""
     unique = dict(pairs)

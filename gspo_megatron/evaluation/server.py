@@ -51,7 +51,7 @@ class ServerEvaluation:
         """Load and check the suites.
 
         url: the server's URL without /v1. suites: the suites by name, as in evaluation.suites. out:
-        the folder for the results; it must be empty or not exist.
+        the folder for the results; it must not hold an evaluation.
 
         Raises ConfigError with all problems of the suites and their files."""
         if not suites:
@@ -68,7 +68,7 @@ class ServerEvaluation:
                 self.prompts[name] = _load(name, suite)
                 if name in self.rewards:
                     check_answers(self.rewards[name], self.prompts[name])
-        if (out / METRICS_FILE).exists():
+        if _holds_records(out):
             problems.append(f"--output {out}: holds an evaluation; allowed: another folder")
         if problems:
             raise ConfigError(problems)
@@ -197,6 +197,16 @@ class ServerEvaluation:
             }
             for place, (score, sample) in enumerate(zip(scores, samples, strict=True))
         ]
+
+
+def _holds_records(out: Path) -> bool:
+    """Whether a folder has the responses or figures of an evaluation. The files of an evaluation
+    that failed before its first suite was finished are empty."""
+    for name in (EVALUATION_FILE, METRICS_FILE):
+        with contextlib.suppress(OSError):
+            if (out / name).stat().st_size:
+                return True
+    return False
 
 
 def _record(sample: Sample, score: Score | None, least: float) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gspo_megatron.errors import DataError
+from gspo_megatron.files import write_atomically
 from gspo_megatron.observe.intervals import share_interval
 from gspo_megatron.observe.metrics_files import METRICS_FILE, Run, read_metrics, steps_done
 from gspo_megatron.observe.plots import ABLATION, plot_comparison
@@ -264,9 +265,8 @@ def write_ablation_report(variants: Sequence[VariantRuns], out: Path) -> tuple[P
         ReportSection("Rules and settings", [_COLLAPSE_RULE, _settings_table(variants)]),
     ]
     title = f"Ablation: {len(variants)} variants, {len(runs)} runs"
-    path = out / "report.html"
-    path.write_text(render_html(title, str(out), sections), encoding="utf-8")
-    return path, sentences
+    page = render_html(title, str(out), sections).encode("utf-8", errors="replace")
+    return write_atomically(out / "report.html", page), sentences
 
 
 def findings(variants: Sequence[VariantRuns]) -> list[str]:

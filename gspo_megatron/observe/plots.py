@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from gspo_megatron.errors import DataError
 from gspo_megatron.files import make_folder
 from gspo_megatron.observe.metrics_files import (
     CHANGES_FILE,
@@ -575,6 +576,10 @@ def _draw_curve(
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
-    make_folder(path.parent)
-    figure.savefig(path, dpi=_DPI)
+    """Write a picture. Raises DataError if it cannot be written."""
+    try:
+        make_folder(path.parent)
+        figure.savefig(path, dpi=_DPI)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written: {error.strerror or error}") from error
     return path

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from gspo_megatron.config.load import parse_yaml
 from gspo_megatron.errors import ConfigError, DataError, UserError, format_value
-from gspo_megatron.files import make_folder
+from gspo_megatron.files import make_folder, write_atomically
 from gspo_megatron.observe.advice import Finding, advise, write_steps
 from gspo_megatron.observe.history import history
 from gspo_megatron.observe.metrics_files import (
@@ -295,8 +295,7 @@ def write_report(run_dirs: Sequence[str | Path], out_dir: str | Path) -> Path:
         raise UserError(f"{out_dir}: cannot be a folder: {error.strerror}") from error
     page = _report_one(runs[0], Path(out_dir)) if len(runs) == 1 else _report_several(runs)
     # Sampled text may hold lone surrogates.
-    path.write_text(page, encoding="utf-8", errors="replace")
-    return path
+    return write_atomically(path, page.encode("utf-8", errors="replace"))
 
 
 def finish_run(run_dir: str | Path, stream: TextIO | None = None, *, plots: bool = True) -> None:

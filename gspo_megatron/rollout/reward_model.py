@@ -21,8 +21,9 @@ from gspo_megatron.config.reward_model import PART, RewardModelSection
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.data.chat import ASSISTANT, USER
 from gspo_megatron.data.prompts import encode_text
-from gspo_megatron.data.tokenizers import HUGGING_FACE_FILES, load_tokenizer
+from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.errors import DataError, RewardError
+from gspo_megatron.hub import tokenizer_in
 from gspo_megatron.process.coroutines import OwnLoop, gathered
 from gspo_megatron.rewards.values import Score, shorten
 from gspo_megatron.rollout.asking import Asker, BusySeconds, keyed_session
@@ -109,10 +110,7 @@ class ModelTexts:
 
 def tokenizer_of(section: RewardModelSection) -> Tokenizer:
     """Load a reward model's own tokenizer. Raises DataError."""
-    folder = Path(section.tokenizer_folder)
-    is_plain = any((folder / name).exists() for name in HUGGING_FACE_FILES)
-    inside = folder / "tokenizer.model"  # the folder may hold only a sentencepiece file
-    path = inside if inside.is_file() and not is_plain else folder
+    path = tokenizer_in(Path(section.tokenizer_folder))
     return load_tokenizer(path, section.chat_template_options)
 
 

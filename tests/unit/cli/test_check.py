@@ -236,6 +236,15 @@ def test_commands_that_run_tell_all_mistakes_at_once_too(
     assert [line.split(" = ")[0].split(":")[0] for line in lines] == ["rollout.top_k", "none.jsonl"]
 
 
+@pytest.mark.parametrize("phases", ["[{from_step: 2}]", "[{optimizer: {learning_rate: x}}]"])
+def test_a_mistake_in_the_phases_does_not_hide_a_missing_file(
+    write_config: ConfigWriter, gspo: Command, phases: str
+) -> None:
+    words = (f"training.phases={phases}", "data.eval_prompts=none.jsonl")
+    first, second = told(gspo, "check", write_config(), *words)
+    assert first.startswith("training.phases[0]") and second.startswith("none.jsonl: no such")
+
+
 def test_a_stage_tells_missing_files_beside_illegal_values(tmp_path: Path, gspo: Command) -> None:
     path = tmp_path / "sft.yaml"
     path.write_text("data: {tokenizer: none.model, examples: none.jsonl, max_tokens: 0}\n")

@@ -10,6 +10,7 @@ import pytest
 
 from gspo_megatron.cli.evaluate import _values
 from gspo_megatron.config.load import STAGES, parse_config, to_yaml
+from gspo_megatron.errors import ConfigError
 
 SUITES = {"near": {"prompts": "test.jsonl"}}
 RUNS: dict[str, dict[str, Any]] = {
@@ -76,6 +77,15 @@ def test_a_mistake_in_a_configuration_is_told_and_not_dropped(tmp_path: Path) ->
     source.write_text("data: {tokenizer: t, examples: a, prompts: b}\nnonsense: {}\n")
     found, _ = _values(source, SUITES)
     assert "nonsense" in found
+
+
+def test_values_in_place_of_sections_are_all_told(tmp_path: Path) -> None:
+    source = tmp_path / "my.yaml"
+    source.write_text("data: {tokenizer: t, prompts: b}\nreward: 5\nparallel: 5\n")
+    with pytest.raises(ConfigError) as told:
+        _values(source, SUITES)
+    wrong = "5: must be a mapping of keys, as in `key: value`"
+    assert told.value.problems == [f"parallel = {wrong}", f"reward = {wrong}"]
 
 
 def test_a_run_that_learns_from_a_teacher_alone_is_evaluated_without_it(tmp_path: Path) -> None:

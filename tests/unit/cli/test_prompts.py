@@ -121,14 +121,17 @@ def test_rows_are_kept_by_their_last_pass_rate(
 
 
 def test_the_files_of_the_last_phase_are_read(gspo: Command, run: Path, tmp_path: Path) -> None:
-    (tmp_path / "other.jsonl").write_text('{"prompt": "ba", "answer": "ab", "more": [1]}\n')
+    (tmp_path / "other.jsonl").write_text(
+        '{"prompt": "ba", "answer": "ab", "more": ["\\ud800é"]}\n'
+    )
     text = (run / "config.resolved.yaml").read_text()
     phase = run / "config.from_step_00000002.yaml"
     phase.write_text(text.replace("prompts.jsonl", "other.jsonl"))
     assert load_config(phase).data.prompts == [str(tmp_path / "other.jsonl")]
     assert gspo("prompts", run, "--write", tmp_path / "kept.jsonl")[0] == 0
     rows = [json.loads(line) for line in (tmp_path / "kept.jsonl").open()]
-    assert rows == [{"prompt": "ba", "answer": "ab", "more": [1]}]  # the whole row
+    # the whole row, also half a surrogate pair, which JSON can hold and UTF-8 cannot
+    assert rows == [{"prompt": "ba", "answer": "ab", "more": ["\ud800é"]}]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +145,7 @@ def test_the_files_of_the_last_phase_are_read(gspo: Command, run: Path, tmp_path
             "--min-pass-rate 0.6: above --max-pass-rate 0.5",
         ),
         (("--write", "run/draws.jsonl"), "is there already; allowed: a new file"),
-        (("--write", "no/folder/x"), "cannot be written: No such file or directory"),
+        (("--write", "prompts.jsonl/x"), "prompts.jsonl/x: cannot be written: "),
     ],
 )
 def test_mistakes(

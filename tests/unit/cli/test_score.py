@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,9 @@ def test_a_file_of_a_response_that_cannot_be_read_is_named_once(
     (tmp_path / "bytes").write_bytes(b"\xff")
     code, _, err = gspo("score", config, "--file", "bytes")
     assert code == 2 and err.startswith("--file bytes: not a text file: ")
+    # Python reads bytes of the command line that are no UTF-8 as halves of surrogate pairs.
+    code, _, err = gspo("score", config, "--response", os.fsdecode(b"a\xff"))
+    assert (code, err) == (2, "--response: it holds half a surrogate pair at character 2\n")
 
 
 @pytest.mark.parametrize(

@@ -292,6 +292,54 @@ def test_unknown_sections_items_of_lists_and_no_number(tmp_path: Path) -> None:
     ]
 
 
+_CORRECTIONS = (
+    "token_tis, icepop, kpop, token_k1_mask, token_k2_mask, token_k3_mask, sequence_tis, "
+    "sequence_mask, sequence_product_tis, k3_mask, worst_token_mask"
+)
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("correction=trunc", f"correction = 'trunc': unknown value; allowed: none, {_CORRECTIONS}"),
+        (
+            "correction=[icepop, trunc]",
+            f"correction[1] = 'trunc': unknown value; allowed: {_CORRECTIONS}",
+        ),
+        ("correction_low=-1", "correction_low = -1: must be greater than 0"),
+        ("correction_low=[1]", "correction_low = [1]: must be a valid number"),
+        ("correction_low.icepop=x", "correction_low.icepop = 'x': must be a valid number"),
+        (
+            "correction_low={trunc: 1.0}",
+            f"correction_low.trunc: unknown key; allowed: {_CORRECTIONS}",
+        ),
+        (
+            "distillation.teachers.a.teachr=x",
+            "distillation.teachers.a.teachr = 'x': unknown key; several teachers by name, each "
+            "with teacher or url; NAME: {} stands for prompts that have no teacher",
+        ),
+        ("distillation.teachers={1: {}}", "distillation.teachers[1]: a key must be text"),
+    ],
+)
+def test_a_value_that_may_have_several_forms_has_one_problem(
+    tmp_path: Path, override: str, line: str
+) -> None:
+    told = problems_of(write(tmp_path, MINIMAL), f"objective.{override}")
+    assert told == [f"objective.{line}"]
+
+
+def test_an_unknown_key_of_a_phase_is_told_with_the_known_ones(tmp_path: Path) -> None:
+    (line,) = problems_of(write(tmp_path, MINIMAL), "training.phases=[{from_step: 9}]")
+    assert line.startswith("training.phases[0].from_step = 9: unknown key; phases of the run: each")
+
+
+def test_an_empty_suite_of_a_file_is_not_replaced_by_another(tmp_path: Path) -> None:
+    (tmp_path / "suites.yaml").write_text("a: {prompts: p.jsonl}\nb:\n")
+    text = f"{MINIMAL}evaluation: {{suites: {{b: suites.yaml}}}}\n"
+    (line,) = problems_of(write(tmp_path, text))
+    assert line.startswith("evaluation.suites.b = null: must be a mapping")
+
+
 def test_missing_keys_keys_that_are_no_text_and_long_values(tmp_path: Path) -> None:
     (line,) = problems_of(write(tmp_path, "training: {steps: 1}\n"))
     assert line.startswith("data.tokenizer: required and missing; a sentencepiece .model file")

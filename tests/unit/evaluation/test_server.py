@@ -152,6 +152,8 @@ def test_a_server_that_refuses_is_not_asked_again(
     assert main([*words, "evaluation.suites.sums.top_k=5", "--requests", "1"]) == 2
     assert "HTTP 400: no such sampling" in capsys.readouterr().err
     assert chat.requests == []
+    chat.refuses = False  # the failed evaluation left nothing, so the same command begins anew
+    assert main(["evaluate", chat.url, "--suite", str(suite), "-o", str(tmp_path / "out")]) == 0
 
 
 @pytest.mark.parametrize(

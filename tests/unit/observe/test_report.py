@@ -271,6 +271,11 @@ def test_what_is_no_run_and_where_no_report_can_go_is_told(
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be a folder"):
         write_report([make_run("run")], tmp_path / "file")
+    for name in ("plots/learning.png", "report.html"):  # folders in place of files
+        out = tmp_path / name.partition(".")[0]
+        (out / name).mkdir(parents=True)
+        with pytest.raises(DataError, match=f"{name}: cannot be written: "):
+            write_report([tmp_path / "run"], out)
 
 
 def test_first_last_and_best_of_what_has_a_best(make_run: RunMaker) -> None:
