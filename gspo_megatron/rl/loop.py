@@ -468,6 +468,7 @@ def collect(
     if not chosen.groups():
         raise collector.nothing_scored("of a step", metrics.failed)
     reduced = metrics.reduce()
+    reduced["reward/zero_spread_groups"] = chosen.zero_spread_share
     if config.reward.on_failure == "drop_group":
         reduced["reward/failed_groups"] = float(sum(chosen.has_failed))
     responses = chosen.num_groups * config.rollout.group_size

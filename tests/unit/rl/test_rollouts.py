@@ -360,6 +360,24 @@ def test_advantages_of_tokens_go_with_the_groups_that_are_kept() -> None:
     assert found.tolist() == pytest.approx(group * 3, rel=1e-6)
 
 
+def test_groups_with_rewards_of_turns_are_judged_by_the_turns() -> None:
+    """Odd prompts: the responses have the same sum of rewards, but their turns differ, so they have
+    advantages. Even prompts: the sums differ, but all turns have the same reward."""
+
+    def reward(sample: Sample) -> TurnRewards:
+        ends = [1, sample.num_tokens] if sample.num_tokens > 1 else [1]
+        if number(sample) % 2:
+            return TurnRewards([1.0, 0.0] if sample.num_tokens == 3 else [0.0, 1.0], ends)
+        return TurnRewards([1.0] * len(ends), ends)
+
+    experience = collected(Prompts(), reward, objective=TOKENS, rollout=DYNAMIC)
+    assert experience.batch.group_index.tolist() == [1, 1, 3, 3, 5, 5]
+    found = token_advantages(experience, objective=TOKENS)
+    assert found is not None and (found != 0).all()
+    assert experience.metrics["reward/zero_spread_groups"] == 0.5
+    assert [each["spread"] for each in experience.draws] == [False, True] * 3
+
+
 def test_rewards_of_turns_for_some_responses_only() -> None:
     def reward(sample: Sample) -> float | TurnRewards:
         return in_turns(sample) if number(sample) == 1 else 1.0
