@@ -16,72 +16,20 @@ from pathlib import Path
 from gspo_megatron.files import write_atomically
 
 TRAIN, TEST = 1000, 128
-ADJECTIVES = [
-    "small",
-    "old",
-    "bright",
-    "quiet",
-    "warm",
-    "green",
-    "tall",
-    "cold",
-    "soft",
-    "heavy",
-    "young",
-    "dark",
-    "clean",
-    "round",
-    "empty",
-]
-NOUNS = [
-    "river",
-    "lamp",
-    "stone",
-    "garden",
-    "window",
-    "apple",
-    "horse",
-    "bread",
-    "cloud",
-    "table",
-    "forest",
-    "candle",
-    "mountain",
-    "paper",
-    "winter",
-    "music",
-    "bridge",
-    "coffee",
-    "island",
-    "silver",
-    "tower",
-    "letter",
-    "market",
-    "engine",
-    "pocket",
-    "doctor",
-    "summer",
-    "basket",
-    "valley",
-    "mirror",
-    "hammer",
-    "orange",
-    "ladder",
-    "farmer",
-    "tiger",
-    "blanket",
-    "ticket",
-    "kitchen",
-    "button",
-    "painter",
-]
+ADJECTIVES = "small,old,bright,quiet,warm,green,tall,cold,soft,heavy,young,dark,clean,round,empty"
+_NOUNS = (
+    "river,lamp,stone,garden,window,apple,horse,bread,cloud,table,forest,candle,mountain,paper,"
+    "winter,music,bridge,coffee,island,silver,tower,letter,market,engine,pocket,doctor,summer,"
+    "basket,valley,mirror,hammer,orange,ladder,farmer,tiger,blanket,ticket,kitchen,button,painter"
+)
+NOUNS = _NOUNS.split(",")
 TEST_NOUNS = 10  # the remaining nouns are for training
 PLACES = ("near", "behind", "above", "under")
 
 
 def sentence(generator: random.Random, nouns: Sequence[str]) -> str:
     first, second = generator.sample(nouns, k=2)
-    one, other = generator.sample(ADJECTIVES, k=2)
+    one, other = generator.sample(ADJECTIVES.split(","), k=2)
     return f"The {one} {first} is {generator.choice(PLACES)} the {other} {second}."
 
 

@@ -167,7 +167,7 @@ class Checkpoints:
         is_base = lora is not None and lora.starts_as_base
         needed, kept = needed and not is_base, kept and not is_base
         step = self.finished_steps(RL)
-        since = reference_step(self.config, step + 1)
+        since = reference_step(self.config, self.start.next_step)
         resumed = self.start.state is not None and self.start.state.phase == RL
         is_read, name = resumed and (since != step or step == 0), reference_name(since)
         if is_read and needed:

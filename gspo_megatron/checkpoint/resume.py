@@ -36,6 +36,7 @@ from gspo_megatron.errors import ConfigError, DataError, UserError, format_value
 from gspo_megatron.families import differences
 from gspo_megatron.families.model_shape import WHOLE_MODEL_KEYS, checkpoint_preset, no_checkpoint
 from gspo_megatron.files import folder_lacks, named
+from gspo_megatron.observe.metrics_files import RL
 
 # Fields of TransformerConfig that decide which tokens are dropped. A run may set them differently
 # from the checkpoint whose weights it loads.
@@ -61,6 +62,14 @@ class Start:
     # Whether some keys get new values at this point, by `train --change` or because a phase begins.
     begins_phase: bool = False
     changed: list[str] = field(default_factory=list)  # by `train --change`: one line for each key
+
+    @property
+    def next_step(self) -> int:
+        """The RL step with which the run goes on: the first step that is not finished, or the last
+        finished step if its evaluation is missing."""
+        if self.state is None or self.state.phase != RL:
+            return 1
+        return self.state.step + (self.state.unevaluated is None)
 
 
 def run_folder(config: AnyConfig) -> Path:
@@ -126,7 +135,9 @@ def conclude(
     branch = read_branch(run_folder(config))
     change = change or (branch is not None and chosen.name == branch.checkpoint)
     lines, changed = _changes(saved_in, chosen, state, command, change)
-    begins_phase = bool(changed) or (is_border(config, step) and not state.rollouts)
+    # In the middle of a step, and before its evaluation, the phase of this step goes on.
+    is_between = state.rollouts is None and state.unevaluated is None
+    begins_phase = bool(changed) or (is_border(config, step) and is_between)
     return Start(chosen, state, done, [*notes, *lines], begins_phase, changed)
 
 

@@ -186,13 +186,6 @@ def max_rl(rewards: Tensor, group_index: Tensor) -> Tensor:
     return (_centred(rewards, groups, sizes, has_spread) * scale[groups]).float()
 
 
-def zero_spread_groups(rewards: Tensor, group_index: Tensor) -> Tensor:
-    """Return [2] float64: the number of groups without spread, which have no gradient, and the
-    number of all groups."""
-    _, sizes, has_spread = _groups(rewards, group_index)
-    return torch.stack([(~has_spread).sum().double(), sizes.new_tensor(len(sizes))])
-
-
 def _groups(rewards: Tensor, group_index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return for each sequence the number of its group, counted from 0; and for each group its
     size, and whether its rewards have a spread."""

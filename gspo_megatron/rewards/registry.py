@@ -182,7 +182,7 @@ def _of_mode(reward: Reward, options: dict[str, Any]) -> Reward:
         return reward
     if (mode := options.pop("mode")) == DEFAULT_MODE:
         return reward
-    if mode not in reward.modes:
+    if not isinstance(mode, str) or mode not in reward.modes:
         legal = ", ".join([DEFAULT_MODE, *reward.modes])
         raise RewardError(f"reward.options.mode = {mode!r}: no such mode; allowed: {legal}")
     return reward.modes[mode]

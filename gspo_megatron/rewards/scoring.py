@@ -166,7 +166,7 @@ class Scorer:
         """
         if self.workers is not None or self.reward.is_async:
             return self._loop.run(self.score_async(samples, given))
-        failures: list[Exception] = []
+        failures: list[BaseException] = []
         arguments = self._arguments(_not_given(samples, given))
         with self._clock(len(arguments)):
             # The function is called in the main thread, because it may need signals, as the reward
@@ -181,7 +181,7 @@ class Scorer:
 
         Call it always in the same loop, because workers and HTTP clients belong to this loop. A
         plain function without workers blocks the loop."""
-        failures: list[Exception] = []
+        failures: list[BaseException] = []
         arguments = self._arguments(_not_given(samples, given))
         with self._clock(len(arguments)):
             values = await self._gather(arguments, failures)
@@ -272,14 +272,14 @@ class Scorer:
             return []
         return [list(samples)] if self.reward.of_batch else list(samples)
 
-    def _call(self, given: Any, failures: list[Exception]) -> Any:
+    def _call(self, given: Any, failures: list[BaseException]) -> Any:
         tries = 0
         while True:
             try:
                 value = self.reward(given)
                 self._done += 1
                 return value
-            except Exception as error:  # noqa: BLE001 (the user's code may raise anything)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 (of the user's code)
                 tries += 1
                 wait = self._wait_after(error, tries, given, failures)
             finally:
@@ -289,7 +289,7 @@ class Scorer:
             time.sleep(wait)
 
     async def _call_async(
-        self, given: Any, slots: asyncio.Semaphore, failures: list[Exception]
+        self, given: Any, slots: asyncio.Semaphore, failures: list[BaseException]
     ) -> Any:
         tries = 0
         while True:
@@ -301,7 +301,7 @@ class Scorer:
                         value = await self.reward(given)
                 self._done += 1
                 return value
-            except Exception as error:  # noqa: BLE001 (the user's code may raise anything)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 (of the user's code)
                 tries += 1
                 wait = self._wait_after(error, tries, given, failures)
             finally:
@@ -311,7 +311,7 @@ class Scorer:
             await asyncio.sleep(wait)
 
     def _wait_after(
-        self, error: Exception, tries: int, given: Any, failures: list[Exception]
+        self, error: BaseException, tries: int, given: Any, failures: list[BaseException]
     ) -> float | None:
         """Return the seconds until a failed call is repeated.
 
@@ -332,7 +332,7 @@ class Scorer:
         text = f"reward {self.reward.name!r} {_told(error)}{where}; {_show(given)}"
         raise RewardError(text) from error
 
-    def _name(self, error: Exception) -> None:
+    def _name(self, error: BaseException) -> None:
         """Print the failure if it is the first failure of its kind."""
         kind = error.kind if isinstance(error, WorkerError) else type(error).__name__
         self._tell_once(kind, f"reward {self.reward.name!r} {_told(error)}")
@@ -343,7 +343,7 @@ class Scorer:
             more = "more of this kind are only counted"
             print(f"{text}; {more}", file=sys.stderr, flush=True)
 
-    async def _gather(self, given: Sequence[Any], failures: list[Exception]) -> list[Any]:
+    async def _gather(self, given: Sequence[Any], failures: list[BaseException]) -> list[Any]:
         slots = asyncio.Semaphore(CONCURRENT_CALLS)
         return await gathered(self._call_async(each, slots, failures) for each in given)
 
@@ -354,7 +354,7 @@ class Scorer:
         values: list[Any],
         samples: Sequence[Sample],
         given: Sequence[Any],
-        failures: Sequence[Exception],
+        failures: Sequence[BaseException],
     ) -> tuple[list[Score | None], FailedCalls]:
         asked = _not_given(samples, given)
         if self.reward.of_batch and values:
@@ -451,7 +451,7 @@ def _groups(samples: Sequence[Sample]) -> dict[int, list[Sample]]:
     return groups
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     if isinstance(error, WorkerError):
         return str(error)
     return f"raised {type(error).__name__}: {error} ({origin(error)})"

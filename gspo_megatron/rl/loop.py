@@ -89,7 +89,8 @@ class ReinforcementLoop:
         self.run_components, self.config, rollout = run, run.config, run.config.rollout
         trains, step = run.config.training.steps > 0, run.checkpoints.finished_steps(RL)
         needed = run.objective.needs_reference and trains
-        kept = needed or (trains and later_phases_need_reference(run.config, step + 1))
+        start = run.checkpoints.start
+        kept = needed or (trains and later_phases_need_reference(run.config, start.next_step))
         with run.checkpoints.reference_weights(needed=needed, kept=kept):
             optimizer, updates = self.config.optimizer, self.config.objective.mini_batches
             schedule = Schedule.of(optimizer, self.config.training.steps, updates)
@@ -110,7 +111,6 @@ class ReinforcementLoop:
         self.sampling = Sampling.of(rollout)
         self.data_group = data_parallel_group()
         # The responses of the next step, if the run was stopped between its rollout and its update.
-        start = run.checkpoints.start
         self.restored: Experience | None = None
         saved = start.state.rollouts if start.state else None
         # After `train --change`, saved responses are not used, because they depend on the old
@@ -119,7 +119,7 @@ class ReinforcementLoop:
             self.restored = read_experience(start.checkpoint, saved, run.policy)
         self.loader = order_of_prompts(run, step + 1 + (self.restored is not None))
         self.done = run.checkpoints.restore(RL, self.trainer, self.loader, updates)
-        self.last = phase_end(self.config, self.done + 1)
+        self.last = phase_end(self.config, start.next_step)
         # The metrics of the last step, if the run ended because the evaluation failed, or because
         # no server took the weights of that step.
         self.unevaluated = start.state.unevaluated if start.state else None
@@ -468,6 +468,7 @@ def collect(
     if not chosen.groups():
         raise collector.nothing_scored("of a step", metrics.failed)
     reduced = metrics.reduce()
+    reduced["reward/zero_spread_groups"] = chosen.zero_spread_share
     if config.reward.on_failure == "drop_group":
         reduced["reward/failed_groups"] = float(sum(chosen.has_failed))
     responses = chosen.num_groups * config.rollout.group_size

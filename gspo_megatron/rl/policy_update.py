@@ -87,6 +87,7 @@ class PolicyUpdater:
         """Begin a step: build this data-parallel rank's micro-batches of each mini-batch."""
         self._metrics = StepMetrics(self.device)
         self._updates: list[tuple[float, float]] = []  # (gradient norm, learning rate)
+        self._learns = any(mini_batch.num_response_tokens for mini_batch in plan)
         mini_batches = self.builder.build_step(plan, sequences, index)
         sequences.routes = None  # now the micro-batches have the routes
         for micro_batch in chain.from_iterable(mini_batches):
@@ -206,6 +207,8 @@ class PolicyUpdater:
         metrics = self.objective.complete(share_with_all_stages(reduced, self.pipeline_group))
         if "distill/loss" in metrics and "loss" in metrics:
             metrics["loss"] += self.distillation.coefficient * metrics["distill/loss"]
+        if "loss" in metrics and not self._learns:
+            metrics["loss"] = 0.0  # a NaN, as the mean of nothing, would count as a collapse
         metrics["ratio/noise_floor"] = metrics.pop("ratio/noise_floor_squared") ** 0.5
         norms, rates = zip(*self._updates)
         metrics["grad_norm"], metrics["lr"] = sum(norms) / len(norms), rates[-1]

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from gspo_megatron.batching.redistribute import branch_starts
 from gspo_megatron.errors import EpisodeError, RewardError
-from gspo_megatron.objectives.advantages import zero_spread_groups
 from gspo_megatron.platform.collectives import all_gather_columns
 from gspo_megatron.platform.reduce_metrics import StepMetrics, mean_pair
 from gspo_megatron.rewards.scoring import FailedCalls
@@ -40,20 +39,17 @@ class RolloutMetrics:
         group = dataclasses.replace(share.group, routes=None)
         device = self.collector.device
         batch, scores = group.to_batch(device), group.to_scores(device)
-        scored, whole = ~scores.rewards.isnan(), ~scores.shaped.isnan()
-        rewards, shaped = scores.rewards[scored], scores.shaped[whole]
+        scored = ~scores.rewards.isnan()
+        rewards = scores.rewards[scored]
         means = {
             "reward/mean": mean_pair(rewards),
             "reward/squared": mean_pair(rewards**2),
-            # computed from shaped rewards, because a group whose shaped rewards are all equal has
-            # no gradient
-            "reward/zero_spread_groups": zero_spread_groups(shaped, batch.group_index[whole]),
             "response/length_mean": mean_pair(batch.response_lengths),
             "response/truncated": mean_pair(batch.truncated),
             "turns": mean_pair(scores.turns[scored] > 0),
         }
         if self.collector.scorer.shapes:
-            means["reward/shaped_mean"] = mean_pair(shaped)
+            means["reward/shaped_mean"] = mean_pair(scores.shaped[~scores.shaped.isnan()])
         for number, name in enumerate(group.part_names or ()):
             assert group.parts is not None, "its names are there"
             part = to_tensor(group.parts[:, number].copy(), device)

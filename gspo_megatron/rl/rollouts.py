@@ -268,6 +268,13 @@ class DynamicSampling:
         return sum(self.has_spread) < self.wanted and self.requests <= self.max_refills
 
     @property
+    def zero_spread_share(self) -> float:
+        """The share of groups without spread among the groups with rewards, of which there is at
+        least one."""
+        scored = [s for s, failed in zip(self.has_spread, self.has_failed) if not failed]
+        return scored.count(False) / len(scored)
+
+    @property
     def num_groups(self) -> int:
         """The number of groups so far; also the number of the next request's first group."""
         return len(self.has_spread)
@@ -307,17 +314,22 @@ def judge_groups(
     group: RolloutGroup, request: RolloutRequest, device: torch.device
 ) -> tuple[list[bool], list[bool]]:
     """Return two lists with a flag for each group of a request. The first list says whether the
-    group has different rewards, the second whether the group lacks a reward.
+    group has different rewards (of turns, if turns have rewards), the second whether the group
+    lacks a reward.
 
     Both lists are in the order of the groups, and the same on all ranks.
     """
-    groups, shaped = (to_tensor(values, device) for values in (group.group_index, group.shaped))
-    failed = shaped.isnan()
-    # `group_mean` is exactly 0 in a group without spread.
-    differs = (group_mean(shaped.nan_to_num(), groups) != 0) & ~failed
+    groups, rewards = (to_tensor(values, device) for values in (group.group_index, group.shaped))
+    failed = rewards.isnan()
     flags = torch.zeros((2, len(request.rows)), dtype=torch.long, device=device)
-    flags[0, groups[differs] - request.first] = 1
     flags[1, groups[failed] - request.first] = 1
+    if group.turns.any():  # then only the turns' rewards have advantages
+        turns = to_tensor(group.turns, device)
+        rewards = to_tensor(group.turn_rewards, device)
+        groups, failed = (each.repeat_interleave(turns) for each in (groups, failed))
+    # `group_mean` is exactly 0 in a group without spread.
+    differs = (group_mean(rewards.nan_to_num(), groups) != 0) & ~failed
+    flags[0, groups[differs] - request.first] = 1
     dist.all_reduce(flags, group=data_parallel_group())
     has_spread, has_failed = (flags > 0).tolist()
     return has_spread, has_failed

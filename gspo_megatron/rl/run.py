@@ -96,10 +96,12 @@ def _train_phase(
     """
     start = session.start
     step = start.state.step if start.state is not None and start.state.phase == RL else 0
-    end, of_phase = phase_end(config, step + 1), at_step(config, step + 1)
+    end, of_phase = phase_end(config, start.next_step), at_step(config, start.next_step)
     run = assemble(of_phase, *(parts or read_parts(of_phase)), start, session.stop, kept)
     with closing(run.logger), closing(run.collector):
-        changed = start.changed or differences(at_step(config, step), of_phase)
+        changed = start.changed
+        if start.begins_phase and not changed:
+            changed = differences(at_step(config, step), of_phase)
         if config.training.phases or changed:
             run.logger.begin_phase(step, changed, config, of_phase)
         if any(line.startswith(_OTHER_REWARDS) for line in changed):

@@ -156,6 +156,24 @@ def test_a_run_whose_last_step_was_not_evaluated_is_not_finished(
     assert start.state is not None and start.state.unevaluated == unevaluated
 
 
+@pytest.mark.parametrize(
+    ("unevaluated", "goes_on"), [(None, (4, True)), ({"loss": 0.5}, (3, False))]
+)
+def test_a_phase_begins_when_the_last_step_before_it_is_evaluated(
+    config: Config, unevaluated: dict[str, float] | None, goes_on: tuple[int, bool]
+) -> None:
+    """If the next phase began earlier, the checkpoint after the evaluation would have the values of
+    the next phase, and the run could not be resumed from there."""
+    phases = [{"until_step": 3}, {"optimizer": {"learning_rate": 1e-3}}]
+    values = config.model_dump(exclude_unset=True)
+    values["training"] = {**values["training"], "phases": phases}
+    values["checkpoint"] = {"interval": 1}
+    config = parse_config(values)
+    add(config, Position("rl", 3), unevaluated=unevaluated)
+    start = preview(config, fresh=False)
+    assert (start.next_step, start.begins_phase) == goes_on
+
+
 def test_how_to_go_on_with_a_finished_run(config: Config) -> None:
     path = add(config, Position("rl", 9))
     state = RunState.read(path)

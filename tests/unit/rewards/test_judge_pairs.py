@@ -326,5 +326,6 @@ def test_options_are_checked_before_the_run() -> None:
     ]
     (line,) = refusal(checked, 8, best=4.0)
     assert line.startswith("reward.options.best = 4.0: llm_judge has no such option; allowed: url,")
-    with pytest.raises(RewardError, match=r"mode = 1: no such mode"):
-        checked(8, mode=1)
+    for mode in (1, ["pairs"]):
+        with pytest.raises(RewardError, match=r"mode = .*: no such mode"):
+            checked(8, mode=mode)

@@ -4,6 +4,7 @@ may return."""
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -174,6 +175,20 @@ def test_a_call_that_fails_for_good_ends_the_run(is_async: bool, waits: list[flo
     assert str(caught.value).startswith("reward 'mine' raised ConnectionError: no judge (test_")
     assert str(caught.value).endswith(") in the last of 3 calls; prompt 'p1', response 'r1'")
     assert isinstance(caught.value.__cause__, ConnectionError) and len(waits) == 2
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_function_that_ends_the_program_is_a_failed_call(is_async: bool) -> None:
+    """If the call of sys.exit(0) ended the rank, the run would count as done."""
+
+    def leaves(sample: Sample) -> float:
+        sys.exit(0)
+
+    async def leaves_later(sample: Sample) -> float:
+        sys.exit(0)
+
+    with pytest.raises(RewardError, match=r"reward 'mine' raised SystemExit: 0 \(test_scoring"):
+        scorer(leaves_later if is_async else leaves, retries=0).score(samples(2))
 
 
 def test_a_call_that_fails_for_good_leaves_no_reward(

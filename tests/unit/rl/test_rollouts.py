@@ -197,8 +197,7 @@ def test_a_plain_step_takes_every_response() -> None:
         seen.append(sample)
         return by_length(sample)
 
-    draw = Prompts(1)
-    experience = collected(draw, watch)
+    experience = collected(draw := Prompts(1), watch)
     assert draw.drawn == PROMPTS
     assert experience.batch.sample_index.tolist() == [0, 1, 2, 3, 4, 5]
     assert experience.scores.shaped.tolist() == [0.125, 0.25, 1, 1, 0.125, 0.25]
@@ -358,6 +357,21 @@ def test_advantages_of_tokens_go_with_the_groups_that_are_kept() -> None:
     group = [third, third, sixth, fourth, fourth, eighth, eighth]
     found = token_advantages(experience, objective=TOKENS)
     assert found.tolist() == pytest.approx(group * 3, rel=1e-6)
+
+
+def test_groups_with_rewards_of_turns_are_judged_by_the_turns() -> None:
+    """Odd prompts have equal sums and different turns, even prompts the opposite."""
+
+    def reward(sample: Sample) -> TurnRewards:
+        if number(sample) % 2:
+            first = float(sample.num_tokens == 3)
+            return TurnRewards([first, 1 - first], [1, sample.num_tokens])
+        return TurnRewards([1.0] * sample.num_tokens, [*range(1, sample.num_tokens + 1)])
+
+    experience = collected(Prompts(), reward, objective=TOKENS, rollout=DYNAMIC)
+    assert experience.batch.group_index.unique().tolist() == [1, 3, 5]
+    assert experience.metrics["reward/zero_spread_groups"] == 0.5
+    assert [each["spread"] for each in experience.draws] == [False, True] * 3
 
 
 def test_rewards_of_turns_for_some_responses_only() -> None:

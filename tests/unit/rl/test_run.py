@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from gspo_megatron.checkpoint.resume import Start
 from gspo_megatron.data.inputs import read_inputs
 from gspo_megatron.objectives import build_objective
 from gspo_megatron.platform.groups import stop_processes
 from gspo_megatron.rewards.registry import get_reward
+from gspo_megatron.rl import run as run_module
 from gspo_megatron.rl.loop import ReinforcementLoop
 from gspo_megatron.rl.run import assemble
 from tests.unit.data.corpora import make_tokenizer, write_jsonl
@@ -65,3 +69,54 @@ def test_the_schedule_counts_updates_and_responses_end_at_all_end_tokens_and_sto
     plain, mixed = found
     assert plain.end([separator], searched=0) == 1
     assert mixed.end([separator, document, separator], searched=0) == 3
+
+
+MOMENTS = {"count": 3.0, "mean": 0.5, "squares": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("state", "length", "moments"),
+    [
+        ({}, 9, {}),  # a phase with another reward model begins, so its moments begin anew
+        (
+            {"rollouts": {}},
+            9,
+            MOMENTS,
+        ),  # in its first step, whose scores are in the moments
+        ({"unevaluated": {}}, 8, MOMENTS),  # before the evaluation of the last phase's last step
+    ],
+)
+def test_a_run_that_is_resumed_at_a_border_is_in_the_right_phase(
+    state: dict[str, Any], length: int, moments: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing(*_: Any) -> None: ...
+
+    second = {"rollout": {"max_response_tokens": 9}, "reward": {"model": {"max_tokens": 64}}}
+    config = tiny_config(
+        rollout={"max_response_tokens": 8},
+        reward={"model": {"url": "http://x", "tokenizer": "t"}},
+        training={"steps": 4, "phases": [{"until_step": 2}, second]},
+        checkpoint={"interval": 1},
+    )
+    known = SimpleNamespace(phase="rl", step=2, **{"rollouts": None, "unevaluated": None, **state})
+    start = Start(Path("c"), known, begins_phase=not state)  # ty: ignore[invalid-argument-type]
+    following, found = Start(), []
+    checkpoints = SimpleNamespace(
+        watch=SimpleNamespace(forget_rewards=nothing),
+        reward_moments=dict(MOMENTS),
+        back=None,
+        close=nothing,
+        next_start=lambda: following,
+    )
+    run = SimpleNamespace(
+        logger=SimpleNamespace(begin_phase=nothing, finish=nothing, close=nothing),
+        collector=SimpleNamespace(close=nothing, source=SimpleNamespace(hand_over=nothing)),
+        checkpoints=checkpoints,
+        policy=None,
+    )
+    monkeypatch.setattr(run_module, "assemble", lambda phase, *_: (found.append(phase), run)[1])
+    session: Any = SimpleNamespace(start=start, stop=None, train=lambda *_: True)
+    done, after, _ = run_module._train_phase(config, (None, None, None), session, None)  # ty: ignore[invalid-argument-type]
+    assert done and after is (following if "unevaluated" in state else None)
+    assert [each.rollout.max_response_tokens for each in found] == [length]
+    assert checkpoints.reward_moments == moments

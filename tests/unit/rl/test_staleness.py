@@ -4,7 +4,7 @@ are learnt from, and metrics. The expected values were counted by hand."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from gspo_megatron.observe.collapse import CollapseWatch
 from gspo_megatron.rewards.registry import Reward
+from gspo_megatron.rl.loop import update_policy
 from gspo_megatron.rl.rollout_metrics import RolloutMetrics
 from gspo_megatron.rl.run import collector_of
 from gspo_megatron.rl.served_rollouts import ServedRollouts
@@ -22,6 +24,7 @@ from gspo_megatron.rollout.store import FOLDER, SUFFIX, RequestFile
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.types import Prompt
 from tests.unit.models.one_rank import tiny_config, tiny_policy
+from tests.unit.routing.steps import a_step, moe_policy, updater_for
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -192,6 +195,18 @@ def test_ages_of_single_turns_are_those_of_all_tokens(tmp_path: Path) -> None:
 def test_tokens_at_one_age_exactly_are_not_older_than_it(tmp_path: Path) -> None:
     _, metrics, _ = read(tmp_path, [[Row("pRR", "11")] * 2] * 2, 1, episodes=False)
     assert staleness(metrics) == {"mean": 1, "max": 1, "tokens_older_than_1": 0, "masked": 0}
+
+
+@pytest.mark.parametrize("name", ["gspo", "dapo"])
+def test_a_step_of_tokens_that_are_all_too_old_is_no_collapse(name: str) -> None:
+    """Such a step has no tokens to learn from. Its loss and its gradient are 0, and not NaN."""
+    updater, step = updater_for(moe_policy(), {}, {"name": name}), a_step()
+    step.sequences.mask = torch.zeros(sum(step.index.response_lengths))
+    index = replace(step.index, masked_lengths=(0,) * len(step.index.lengths))
+    plans = [replace(each, num_response_tokens=0) for each in step.plans]
+    metrics = update_policy(updater, step.sequences, index, plans, torch.ones(len(index.lengths)))
+    assert (metrics["loss"], metrics["grad_norm"]) == (0, 0)
+    assert CollapseWatch().add(1, metrics | {"reward/mean": 1.0}) is None
 
 
 def test_turns_and_branches_of_episodes_are_counted(tmp_path: Path) -> None:
