@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -17,6 +18,20 @@ FOLDER = ROOT / "examples" / "distillation"
 FEW = {"sft": ["training.steps=20"], "train": ["training.steps=2", "logging.plots=false"]}
 
 pytestmark = pytest.mark.slow
+
+
+def test_no_noun_of_the_held_out_sentences_is_in_the_training_prompts(tmp_path: Path) -> None:
+    run_program(sys.executable, FOLDER / "make_copies.py", "-o", tmp_path)
+    nouns = {}
+    for name, count in (("train", 1000), ("test", 128)):
+        rows = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        assert len({row["prompt"] for row in rows}) == count
+        assert all(row["prompt"].endswith(f"\n{row['answer']}") for row in rows)
+        words = [row["answer"].rstrip(".").split() for row in rows]
+        nouns[name] = {sentence[at] for sentence in words for at in (2, 7)}
+    assert len(nouns["test"]) == 10
+    assert len(nouns["train"]) == 30
+    assert not nouns["train"] & nouns["test"]
 
 
 def test_the_commands_of_the_page(tmp_path: Path) -> None:
