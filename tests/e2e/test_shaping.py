@@ -18,7 +18,7 @@ from gspo_megatron.types import Sample, TurnRewards
 def two_turns(sample: Sample, bonus: float) -> TurnRewards:
     right = sum(a == b for a, b in zip(sample.response, sample.answer)) / len(sample.answer)
     if "=" in sample.prompt:  # sums are not judged: groups without spread
-        right = bonus = 0.0
+        return TurnRewards([0.0], [sample.num_tokens])
     if sample.num_tokens == 1:
         return TurnRewards([right], [1])
     starts = sample.response[:1] == sample.answer[:1]
