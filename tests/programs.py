@@ -9,9 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO
+
+from tests import forks
 
 ROOT = Path(__file__).resolve().parents[1]
+Process = subprocess.Popen[str] | forks.Fork
 _TAIL = 3000  # the last characters of a program's output, for the message of a failure
 
 
@@ -27,29 +30,54 @@ def run_program(
     expect: int = 0,
     environ: Mapping[str, str] | None = None,
     timeout: float = 240,
-    **options: Any,
+    cwd: Path | str | None = None,
+    input: str | None = None,
+    is_new: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run a program and wait for it. Checks that the exit code is the expected one. With an
-    expected code of 2, there must be no traceback."""
-    done = subprocess.run(
-        [*map(str, words)],
-        env=command_environment() | dict(environ or {}),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-        **options,
-    )
+    expected code of 2, there must be no traceback. `gspo-megatron` is a fork of a process that has
+    imported its packages (tests/forks.py), unless it must be a new interpreter (`is_new`). Each
+    command is a new interpreter in some test, which shows that its own imports work."""
+    program, whole = [*map(str, words)], command_environment() | dict(environ or {})
+    if not is_new and input is None and forks.can_fork(program, whole):
+        done = forks.run(program, whole, cwd and str(cwd), timeout)
+    else:
+        done = subprocess.run(
+            program,
+            env=whole,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            cwd=cwd,
+            input=input,
+            check=False,
+        )
     said = done.stdout[-_TAIL:] + done.stderr[-_TAIL:]
     assert done.returncode == expect, f"exit code {done.returncode}: {said}"
     assert expect != 2 or "Traceback" not in done.stdout + done.stderr
     return done
 
 
-def gspo(*words: object, expect: int = 0, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run `gspo-megatron` with these arguments."""
+def start_program(
+    *words: object, environ: Mapping[str, str], out: IO[str] | None = None, err: IO[str]
+) -> Process:
+    """Start a program whose output goes to files, stdout to nowhere without `out`. `gspo-megatron`
+    is a fork, as in run_program."""
+    program = [*map(str, words)]
+    with open(os.devnull, "r+") as none:
+        out = out or none
+        if forks.can_fork(program, environ):
+            files = [each.fileno() for each in (none, out, err)]
+            return forks.start(program, environ, None, files)
+        return subprocess.Popen(program, env=environ, stdin=none, stdout=out, stderr=err, text=True)
+
+
+def gspo(
+    *words: object, expect: int = 0, is_new: bool = False, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `gspo-megatron` with these arguments, as run_program does."""
     program = (sys.executable, "-m", "gspo_megatron")
-    return run_program(*program, *words, expect=expect, environ=environ)
+    return run_program(*program, *words, expect=expect, environ=environ, is_new=is_new)
 
 
 def peak_memory(*words: str) -> int:
@@ -75,7 +103,7 @@ def peak_memory(*words: str) -> int:
 
 def wait_until(
     condition: Callable[[], object],
-    process: subprocess.Popen[str] | None = None,
+    process: Process | None = None,
     seconds: float = 120,
 ) -> bool:
     """Wait until the condition holds or the process has ended. Returns whether the condition

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests import forks
 from tests.programs import ROOT, command_environment
 
 PAGES = sorted(
@@ -82,13 +83,17 @@ def parse(content: str, name: str) -> Iterator[Block]:
         yield Block(place, language, text, title and title[1], reason, mark == "output")
 
 
-def run_blocks(blocks: Iterable[Block], folder: Path, timeout: float = 550) -> None:
-    """Run the blocks of a page in `folder`. An error names the block and shows its output."""
+def run_blocks(
+    blocks: Iterable[Block], folder: Path, timeout: float = 550, *, are_new: bool = False
+) -> None:
+    """Run the blocks of a page in `folder`. An error names the block and shows its output. The
+    program `gspo-megatron` is forked (tests/forks.py), unless all programs `are_new`."""
     for name in LINKED:
         (folder / name).symlink_to(ROOT / name)
     python = str(Path(sys.executable).parent)
+    own = {"PATH": f"{python}{os.pathsep}{os.environ['PATH']}"}
     environment = command_environment() | {
-        "PATH": f"{python}{os.pathsep}{os.environ['PATH']}",
+        **(own if are_new else forks.shell_environ()),
         "PYTHONPATH": str(ROOT),
         "HF_HUB_OFFLINE": "1",
     }

@@ -13,7 +13,7 @@ import numpy as np
 import yaml
 
 from gspo_megatron.data.tokenizers import load_tokenizer
-from tests.programs import ROOT, command_environment, gspo
+from tests.programs import ROOT, Process, command_environment, gspo, start_program
 from tests.unit.data.datasets import write_indexed
 
 # The rewards have many values, even if an untrained model writes the responses. Each call appends a
@@ -84,16 +84,12 @@ def command(config_file: Path, *words: object, what: str = "train") -> list[str]
     return [*program, str(config_file), *map(str, words)]
 
 
-def start(config_file: Path, *words: object) -> subprocess.Popen[str]:
+def start(config_file: Path, *words: object) -> Process:
     """Start `train`. Its output goes to files, because after a kill the remaining processes would
     keep a pipe open."""
     with (config_file.parent / "stderr").open("w") as err:
-        return subprocess.Popen(
-            command(config_file, *words),
-            env=environment(config_file),
-            stdout=subprocess.DEVNULL,
-            stderr=err,
-            text=True,
+        return start_program(
+            *command(config_file, *words), environ=environment(config_file), err=err
         )
 
 

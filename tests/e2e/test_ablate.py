@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from gspo_megatron.cli.check_inputs import check_all
 from gspo_megatron.cli.variants import choose_variants, plan_runs
 from gspo_megatron.config import load_config
 from tests.e2e.resuming import all_records
-from tests.programs import ROOT, command_environment, gspo, run_program, wait_until
+from tests.programs import ROOT, command_environment, gspo, run_program, start_program, wait_until
 
 VARIANTS, SEEDS = ("grpo", "gspo+r3"), (1, 2)
 STEPS = 2
@@ -27,19 +26,16 @@ def test_an_ablation_is_killed_and_goes_on(config_file: Path, tmp_path: Path) ->
     words = ["ablate", str(config_file), "routing.rollout_noise=0.2", "--variants", *VARIANTS]
     words += ["--seeds", str(len(SEEDS)), "-o", str(out)]
     first, second = (out / variant / "seed_1" for variant in VARIANTS)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "gspo_megatron", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=command_environment(),
-    )
+    program = (sys.executable, "-m", "gspo_megatron", *words)
+    with (tmp_path / "said").open("w") as file:
+        process = start_program(*program, environ=command_environment(), out=file, err=file)
     try:
         # The second run has begun.
         assert wait_until((second / "metrics.jsonl").exists, process, seconds=200)
     finally:
         process.send_signal(signal.SIGTERM)
-        said, _ = process.communicate(timeout=60)
+        process.wait(timeout=60)
+    said = (tmp_path / "said").read_text()
     assert process.returncode == 143, said
     assert "the same command continues from here" in said
     assert not (out / "report.html").exists()
@@ -59,7 +55,7 @@ def test_an_ablation_is_killed_and_goes_on(config_file: Path, tmp_path: Path) ->
             # the routers are noisy; without noise this is 1e-6
             assert last["mismatch/abs_mean"] > 1e-4
     # All runs are finished.
-    assert gspo(*words, "--print-commands").stdout == ""
+    assert gspo(*words, "--print-commands", is_new=True).stdout == ""
 
     text = (out / "report.html").read_text()
     for part in ("gspo+r3", "volatility", "With 2 seeds no difference is tested"):

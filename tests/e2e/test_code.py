@@ -4,9 +4,7 @@ correctly."""
 from __future__ import annotations
 
 import json
-import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import pytest
 from gspo_megatron.config import load_config
 from gspo_megatron.rewards.registry import check_answers, get_reward
 from gspo_megatron.types import Prompt, Sample
+from tests import forks
 from tests.e2e.resuming import all_records
 from tests.programs import ROOT, run_program
 
@@ -24,7 +23,7 @@ OPERATORS = {"add": "+", "subtract": "-", "multiply by": "*"}
 def example(folder: Path, *words: str, **environ: str) -> Path:
     """Run the example's run.sh with `folder` as the current folder. Returns the folder of the RL
     run."""
-    environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environ |= forks.shell_environ()
     run_program("bash", EXAMPLE / "run.sh", *words, environ=environ, cwd=folder, timeout=1800)
     return folder / "runs" / "code" / "rl"
 

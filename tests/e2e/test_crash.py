@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ import psutil
 import pytest
 
 from tests.e2e.resuming import assert_same_run, checkpoint_names, make_small, start, train
-from tests.programs import wait_until
+from tests.programs import Process, wait_until
 
 STEPS = 12
 LAST = f"rl_{STEPS:08d}"
@@ -22,7 +21,7 @@ MANY_KILLS = 50  # the number of kills for each layout
 EARLY = 3  # every third kill comes while the run is starting
 
 
-def kill_one(process: subprocess.Popen[str], chance: random.Random) -> None:
+def kill_one(process: Process, chance: random.Random) -> None:
     """Kill one rank, or all ranks by killing their launcher, with SIGKILL."""
     ranks = psutil.Process(process.pid).children()
     if ranks and chance.random() < 0.5:
@@ -44,10 +43,10 @@ class Killer:
     chance: random.Random
     launch_seconds: float = 0.0  # the longest time so far from a start to the first metrics
 
-    def start(self, run: Path) -> subprocess.Popen[str]:
+    def start(self, run: Path) -> Process:
         return start(self.config, f"logging.dir={run}", *self.words)
 
-    def assert_well(self, process: subprocess.Popen[str]) -> None:
+    def assert_well(self, process: Process) -> None:
         assert process.returncode == 0, (self.config.parent / "stderr").read_text()[-3000:]
 
     def let_run(self, run: Path) -> None:
@@ -57,7 +56,7 @@ class Killer:
         process.wait(timeout=240)
         self.assert_well(process)
 
-    def await_figures(self, run: Path, process: subprocess.Popen[str]) -> None:
+    def await_figures(self, run: Path, process: Process) -> None:
         """Wait until a process that has just started writes metrics, or ends."""
         begin, file = time.monotonic(), run / "metrics.jsonl"
         seen = file.read_bytes() if file.exists() else b""
@@ -81,7 +80,7 @@ class Killer:
         self.assert_well(process)
         return False
 
-    def _await_a_moment(self, process: subprocess.Popen[str]) -> None:
+    def _await_a_moment(self, process: Process) -> None:
         folder, metrics, chance = self.run / "checkpoints", self.run / "metrics.jsonl", self.chance
 
         def lines() -> int:

@@ -4,12 +4,12 @@ separate program."""
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forks
 from tests.e2e.resuming import all_records
 from tests.programs import ROOT, gspo, run_program
 
@@ -33,7 +33,7 @@ post("/reward", {"reward": len(message["content"]) / 9})
 
 def example(folder: Path, *words: str, **environ: str) -> None:
     """Run the example's run.sh with `folder` as the current folder."""
-    environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environ |= forks.shell_environ()
     run_program("bash", EXAMPLE / "run.sh", *words, environ=environ, cwd=folder, timeout=900)
 
 
@@ -124,7 +124,7 @@ def test_episodes_are_played_without_a_run(tmp_path: Path) -> None:
         "--episodes=3",
     ]
     play = (sys.executable, "-m", "gspo_megatron", "play", EXAMPLE / "config.yaml", *words)
-    told = run_program(*play, "parallel.layout=tp=2", cwd=tmp_path).stdout
+    told = run_program(*play, "parallel.layout=tp=2", cwd=tmp_path, is_new=True).stdout
     assert "weights: random" in told and "=== episode 3 of 3: row train.jsonl:3" in told
     assert told.count("[reward 0.25]\nuser: lower\nassistant: ") == 2
     assert told.count("[reward -0.5]\n--- reward -0.25, answer ") == 2

@@ -99,7 +99,8 @@ def test_one_rank_evaluates_a_run_and_its_checkpoint_as_two_did_in_training(
 
     # One suite from a file, with another number of samples.
     suite, first = finished.parent / "near.yaml", finished / "checkpoints" / "rl_00000001"
-    gspo("evaluate", first, "--suite", suite, "evaluation.suites.near.samples=3")
+    more = "evaluation.suites.near.samples=3"
+    gspo("evaluate", first, "--suite", suite, more, is_new=True)
     (record,) = records(finished / "evaluation")
     assert figures(record, "near").keys() >= {"pass_at_1", "pass_at_2", "pass_at_3"}
     assert not figures(record, "exact") and "evaluation/accuracy" not in record

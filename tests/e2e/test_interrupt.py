@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import pty
 import re
-import signal
-import subprocess
-import termios
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +22,7 @@ from tests.e2e.resuming import (
     make_small,
     records,
 )
+from tests.forks import can_fork, start
 from tests.programs import wait_until
 
 STEPS = 3
@@ -59,21 +56,8 @@ class Terminal:
 
     def __init__(self, words: list[str], environ: dict[str, str]) -> None:
         self._keys, screen = pty.openpty()
-
-        def take_terminal() -> None:
-            fcntl.ioctl(screen, termios.TIOCSCTTY, 0)
-            # pytest may run in the background of a shell, and then it ignores SIGINT
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-        self.process = subprocess.Popen(
-            words,
-            env=environ,
-            stdin=screen,
-            stdout=screen,
-            stderr=screen,
-            start_new_session=True,
-            preexec_fn=take_terminal,
-        )
+        assert can_fork(words, environ)
+        self.process = start(words, environ, None, [screen] * 3)
         os.close(screen)
         self.output = b""
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -108,8 +92,8 @@ class Terminal:
 Start = Callable[..., Terminal]
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+@pytest.fixture(name="start")
+def start_fixture(tmp_path: Path) -> Iterator[Start]:
     """A function that starts `train` in a terminal. After the test, none of its processes may be
     left."""
     terminals: list[Terminal] = []

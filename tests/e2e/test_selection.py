@@ -111,7 +111,7 @@ def test_what_is_drawn_and_kept(undisturbed: Path) -> None:
     }
     assert {*chosen} <= eligible and len(eligible) < FILE
     assert metrics[5]["selection/new"] == 0
-    text = gspo("prompts", undisturbed / "run").stdout
+    text = gspo("prompts", undisturbed / "run", is_new=True).stdout
     assert f"to {FILE} prompts in {len(found)} groups, up to step {STEPS}" in text
 
 

@@ -46,6 +46,7 @@ def spoilt(change: Callable[[dict[str, Any], str], Any]) -> Callable[[dict[str, 
     return answer
 
 
+FULL = pytest.mark.full  # tests/unit/rollout/test_teacher.py tests these faults in seconds
 FAULTS = {
     "NaN": (spoilt(lambda entry, token: entry[token].update(logprob=float("nan"))), "of nan"),
     "null": (spoilt(lambda entry, token: entry[token].update(logprob=None)), "TypeError"),
@@ -82,7 +83,10 @@ def undisturbed(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path.parent / "run"
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(name, marks=[] if name in ("NaN", "killed") else FULL) for name in FAULTS],
+)
 def test_a_teacher_that_fails_loses_no_finished_step(
     toy: Path, tmp_path: Path, undisturbed: Path, fault: str
 ) -> None:

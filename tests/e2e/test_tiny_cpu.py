@@ -4,13 +4,13 @@ stages are missing."""
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forks
 from tests.e2e.resuming import all_records
 from tests.programs import ROOT, gspo, run_program
 
@@ -30,8 +30,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 def life(folder: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run run.sh with `folder` as the current folder, in which it writes its runs."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environ["PATH"] = path
+    environ |= forks.shell_environ()
     return run_program("bash", FOLDER / "run.sh", *words, environ=environ, cwd=folder, timeout=900)
 
 
@@ -100,7 +99,7 @@ def test_without_the_earlier_stages_the_error_names_run_sh(
     """config.yaml has relative paths, and the current folder is empty."""
     monkeypatch.chdir(tmp_path)
     advice = f"{FOLDER / 'run.sh'}: makes the files that this configuration needs; run it first"
-    result = gspo("train", FOLDER / "config.yaml", expect=2)
+    result = gspo("train", FOLDER / "config.yaml", expect=2, is_new=True)
     *missing, checkpoint, last = result.stderr.splitlines()
     assert last == advice
     no_start = "model.checkpoint_path = 'runs/tiny_cpu_start/seed_1/sft': no such folder"

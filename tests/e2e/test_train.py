@@ -28,7 +28,7 @@ def test_a_run_leaves_the_whole_run_folder_and_warns_once(config_file: Path) -> 
     """With the same weights, rollout and trainer differ by fp32 rounding of about 1e-7. If the clip
     range is as small as this noise, the run gives a warning."""
     clip = ("objective.clip_low=1e-10", "objective.clip_high=1e-10")
-    result = gspo("train", config_file, *clip, "logging.plots=true")
+    result = gspo("train", config_file, *clip, "logging.plots=true", is_new=True)
     run = config_file.parent / "run"
     _, *records = all_records(run, "rl")  # the first record is an evaluation
     assert [r["step"] for r in records] == [1, 2]

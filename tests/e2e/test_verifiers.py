@@ -18,8 +18,8 @@ def train(folder: Path, taskset: str, options: str, **environ: str) -> list[dict
     """Train two steps in a folder, with the model itself as the engine."""
 
     def command(*words: object) -> str:
-        program = (sys.executable, "-m", "gspo_megatron")
-        return run_program(*program, *words, environ=environ, cwd=folder).stdout
+        program, is_new = (sys.executable, "-m", "gspo_megatron"), words[0] == "tasks"
+        return run_program(*program, *words, environ=environ, cwd=folder, is_new=is_new).stdout
 
     python = find_verifiers_python()
     letters(folder / "letters")

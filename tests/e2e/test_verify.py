@@ -16,9 +16,11 @@ from tests.e2e.resuming import all_records, flip_a_bit, make_small, train
 from tests.programs import gspo
 
 
-def verify(config: Path, *words: object, code: int = 0) -> tuple[str, dict[str, float]]:
+def verify(
+    config: Path, *words: object, code: int = 0, is_new: bool = False
+) -> tuple[str, dict[str, float]]:
     """Run the command. Returns its output, and the name=value pairs of the last line."""
-    said = gspo("verify", config, *words, expect=code).stdout
+    said = gspo("verify", config, *words, expect=code, is_new=is_new).stdout
     pairs = (pair.split("=") for pair in said.strip().splitlines()[-1].split())
     return said, {name: float(value) for name, value in pairs}
 
@@ -48,7 +50,7 @@ def test_in_float64_only_the_order_of_sums_differs(config_file: Path) -> None:
     tolerance of 0 the exit code is 1, because two layouts never agree to the last bit."""
     settings = ("training.packing=false", "model.megatron.moe_aux_loss_coeff=0.0")
     words = ("--layouts", "cp=2", "--precision", "fp64", "--tolerance", "1e-30")
-    said, found = verify(config_file, *settings, *words, code=1)
+    said, found = verify(config_file, *settings, *words, code=1, is_new=True)
     assert found["worst_error"] < 1e-7
     assert found["equal"] == 0 and "DIFFERS" in said
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -45,10 +44,9 @@ VARIANTS: list[tuple[str, dict[str, Any], Plan]] = [
 
 
 @pytest.fixture(scope="module")
-def transformers_side() -> Iterator[ProcessPoolExecutor]:
+def transformers_side() -> ProcessPoolExecutor:
     pytest.importorskip("transformers")
-    with transformers_process() as process:
-        yield process
+    return transformers_process()
 
 
 @pytest.mark.parametrize(("family", "changes", "plan"), VARIANTS, ids=str)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -106,10 +105,9 @@ def test_there_and_back_is_bit_for_bit(tmp_path: Path, variant: Variant, dtype: 
 
 
 @pytest.fixture(scope="module")
-def transformers_side() -> Iterator[ProcessPoolExecutor]:
+def transformers_side() -> ProcessPoolExecutor:
     pytest.importorskip("transformers")
-    with transformers_process() as process:
-        yield process
+    return transformers_process()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ and files."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -82,9 +81,8 @@ def with_lora(config: Config, **lora: Any) -> Config:
 
 
 @pytest.fixture(scope="module")
-def process() -> Iterator[ProcessPoolExecutor]:
-    with transformers_process() as executor:
-        yield executor
+def process() -> ProcessPoolExecutor:
+    return transformers_process()
 
 
 @pytest.fixture(scope="module")

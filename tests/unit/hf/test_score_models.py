@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -48,9 +47,8 @@ SEQUENCES = [[_draw.randrange(1, VOCABULARY) for _ in range(n)] for n in (4, 9, 
 
 
 @pytest.fixture(scope="module")
-def transformers() -> Iterator[ProcessPoolExecutor]:
-    with transformers_process() as process:
-        yield process
+def transformers() -> ProcessPoolExecutor:
+    return transformers_process()
 
 
 def frozen_scores(folder: Path) -> list[float]:

@@ -31,9 +31,8 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture(scope="module")
-def other() -> Iterator[ProcessPoolExecutor]:
-    with transformers_process() as process:
-        yield process
+def other() -> ProcessPoolExecutor:
+    return transformers_process()
 
 
 def groups_of(seed: int, most_rejected: int) -> list[Group]:
