@@ -32,8 +32,9 @@ import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = [sys.executable, "-m", "gspo_megatron"]
@@ -126,20 +127,23 @@ def run(
     words: Sequence[str], environ: Mapping[str, str], cwd: str | None, timeout: float
 ) -> subprocess.CompletedProcess[str]:
     """Like subprocess.run with captured text, for words that `can_fork` accepts."""
-    with open(os.devnull) as none, _new_file() as out, _new_file() as err:
-        fork = start(words, environ, cwd, [each.fileno() for each in (none, out, err)])
+    ends = [os.pipe() for _ in range(2)]
+    with open(os.devnull) as none, ThreadPoolExecutor(len(ends)) as readers:
+        fork = start(words, environ, cwd, [none.fileno(), *(write for _, write in ends)])
+        for _, write in ends:
+            os.close(write)
+        texts = [readers.submit(_read, read) for read, _ in ends]
         try:
             code = fork.wait(timeout)
         except subprocess.TimeoutExpired:
             fork.kill()
             raise
-        out.seek(0)
-        err.seek(0)
-        return subprocess.CompletedProcess([*words], code, out.read(), err.read())
+        return subprocess.CompletedProcess([*words], code, *(text.result() for text in texts))
 
 
-def _new_file() -> IO[str]:
-    return tempfile.TemporaryFile("w+", encoding="utf-8")
+def _read(descriptor: int) -> str:
+    with open(descriptor, encoding="utf-8", errors="replace") as file:
+        return file.read()
 
 
 def shell_environ() -> dict[str, str]:
@@ -248,7 +252,9 @@ class Interpreter:
         _show_words([sys.executable, *words])
         os.environ.clear()
         os.environ.update(environ)
-        # The objects of the server have seen other files at these descriptors.
+        # The objects of the server have seen other files at these descriptors. They are kept: what
+        # a launcher's objects have not written yet is not the rank's to write.
+        self.earlier = (sys.stdin, sys.stdout, sys.stderr)
         sys.stdin, sys.stdout, sys.stderr = (
             open(number, mode, buffering, encoding="utf-8", errors=errors, closefd=False)  # noqa: SIM115
             for number, mode, buffering, errors in (
@@ -271,7 +277,7 @@ class Interpreter:
 
     def forget(self) -> None:
         """Forget the modules of the user, which ranks import again."""
-        known = (str(ROOT), sys.base_prefix, sys.prefix)
+        known = tuple(f"{path}{os.sep}" for path in (ROOT, sys.base_prefix, sys.prefix))
         for name in {*sys.modules} - self.modules:
             file = getattr(sys.modules[name], "__file__", None)
             if file is not None and not file.startswith(known):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from safetensors.torch import load_file
 from gspo_megatron.cli.main import main
 from tests.e2e.resuming import all_records, environment
 from tests.e2e.test_convert import logits_by_transformers
-from tests.programs import ROOT, run_program, wait_until
+from tests.programs import ROOT, run_program, start_program, wait_until
 from tests.unit.hf.published import read_folder, write_model
 
 VOCABULARY, STEPS, TOLERANCE = 53, 4, 1e-5  # two epochs of two steps
@@ -64,9 +63,8 @@ def test_killed_and_on_another_layout_a_run_ends_as_undisturbed(toy: Path, tmp_p
     run_program(*command(config), environ=environment(config))
 
     config = config_of(toy, killed, source)
-    process = subprocess.Popen(
-        command(config), env=environment(config), stdout=subprocess.DEVNULL, stderr=-3
-    )
+    with (tmp_path / "stderr").open("w") as err:
+        process = start_program(*command(config), environ=environment(config), err=err)
     wait_until(lambda: (killed / "run" / "checkpoints" / "sft_00000001").exists())
     ranks = psutil.Process(process.pid).children(recursive=True)
     for each in [psutil.Process(process.pid), *ranks]:
