@@ -1,9 +1,11 @@
-"""Small RL runs with vLLM servers, started by the command in forks, and their processes."""
+"""Small RL runs with vLLM servers, started like a user's runs, and their processes."""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +16,7 @@ import psutil
 import yaml
 
 from gspo_megatron.data.toy import write_toy_dataset
-from tests.forks import COMMAND, Fork, can_fork, start
+from gspo_megatron.rollout.vllm.process import end_with_parent
 from tests.programs import ROOT, command_environment
 
 # The reward of a response is arbitrary but reproducible. Each call adds a line to the file `calls`.
@@ -34,45 +36,43 @@ class Run:
     """A run, with all its files in `folder`."""
 
     folder: Path
-    processes: list[Fork] = field(default_factory=list)
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
     @property
     def out(self) -> Path:
         return self.folder / "run"
 
-    def start(self, *overrides: str, **environ: str) -> Fork:
-        """Start the train command. Its output goes to a file."""
-        words = [*COMMAND, "train", str(self.folder / "config.yaml"), *overrides]
+    def start(self, *overrides: str, **environ: str) -> subprocess.Popen[str]:
+        """Start the train command, as in a terminal."""
+        words = [sys.executable, "-m", "gspo_megatron", "train", str(self.folder / "config.yaml")]
         path = os.pathsep.join([str(ROOT), str(self.folder)])
-        environ = {**command_environment(), "PYTHONPATH": path, **environ}
-        assert can_fork(words, environ), environ
-        with open(os.devnull) as none, self._output(len(self.processes)).open("w") as file:
-            files = [each.fileno() for each in (none, file, file)]
-            process = start(words, environ, str(self.folder), files)
+        process = subprocess.Popen(
+            [*words, *overrides],
+            env={**command_environment(), "PYTHONPATH": path, **environ},
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            preexec_fn=end_with_parent,  # the run ends with the tests
+        )
         self.processes.append(process)
         return process
 
-    def wait(self, process: Fork, condition: Callable[[], Any]) -> Any:
+    def wait(self, process: subprocess.Popen[str], condition: Callable[[], Any]) -> Any:
         """Wait until the condition returns something true. Fails if the run ends first."""
 
         def look() -> Any:
-            assert process.poll() is None, self.said(process)[-6000:]
+            assert process.poll() is None, process.communicate()[0][-6000:]
             return condition()
 
         return wait_for(look, 600)
 
-    def finish(self, process: Fork, code: int = 0, seconds: float = 600) -> str:
+    def finish(self, process: subprocess.Popen[str], code: int = 0, seconds: float = 600) -> str:
         """Wait until the run ends. Returns its output."""
-        process.wait(timeout=seconds)
-        assert process.returncode == code, self.said(process)[-6000:]
-        return self.said(process)
-
-    def said(self, process: Fork) -> str:
-        """The output of a process so far."""
-        return self._output(self.processes.index(process)).read_text()
-
-    def _output(self, number: int) -> Path:
-        return self.folder / f"output_{number}.txt"
+        said, _ = process.communicate(timeout=seconds)
+        assert process.returncode == code, said[-6000:]
+        return said
 
     def records(self) -> list[dict[str, Any]]:
         lines = (self.out / "metrics.jsonl").read_text().splitlines()

@@ -79,7 +79,7 @@ def test_draws_ahead_follow_from_the_records_of_finished_steps(
         before = [each for each in draws(run) if each["step"] < step]
         servers = run.servers()
         process.kill()
-        process.wait(timeout=60)
+        process.communicate(timeout=60)
         wait_for(lambda servers=servers: not any(each.is_running() for each in servers))
     run.finish(run.start())
 
