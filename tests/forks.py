@@ -31,6 +31,7 @@ import termios
 import threading
 import traceback
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -301,6 +302,8 @@ class Interpreter:
                         os.setsid()
                     _take_streams((pipes[0], pipes[3], pipes[5]), pass_fds)
                     interpreter.forget()
+                    # A temporary folder of the launcher is not the rank's to remove.
+                    weakref.finalize._registry.clear()
                     _exit_after(lambda: interpreter.become(args[1:], environ))
                 self._child_created = True
                 self._close_pipe_fds(*pipes)
