@@ -33,7 +33,7 @@ STEP: dict[str, tuple[str, ...]] = {
     "self.collector.source.take_weights": ("new weights to the rollout engine",),
 }
 COLLECT: dict[str, tuple[str, ...]] = {
-    "next_rows": ("rollout.prompts_per_step prompts", "RolloutRequest.rows"),
+    "next": ("the next rollout.prompts_per_step prompts", "RolloutRequest.rows"),
     "collector.sample": ("rollout.group_size responses to each, and their rewards",)
     + ("RolloutBatch.group_index", "Scores.rewards", "Scores.shaped"),
     "judge_groups": ("without spread or rewards: ask again?",),

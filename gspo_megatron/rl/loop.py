@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -270,7 +270,7 @@ class ReinforcementLoop:
             before, moments = self.loader.state_dict(), {**run.checkpoints.reward_moments}
             try:
                 self._begin_requests(step, first=step)
-                experience = collect(self.collector, lambda: next(rows), self._request(step))
+                experience = collect(self.collector, rows, self._request(step))
                 self._tell_selection(experience)
             except _ENDS_BETWEEN_STEPS as error:
                 self.loader.load_state_dict(before)  # the resumed run uses the same prompts again
@@ -437,12 +437,12 @@ def order_of_prompts(run: RunComponents, step: int) -> PromptLoader | PromptSele
 
 
 def collect(
-    collector: Collector, next_rows: Callable[[], list[int]], of_step: RolloutRequest
+    collector: Collector, rows: Iterator[list[int]], of_step: RolloutRequest
 ) -> Experience:
     """Collect this rank's share of the step's responses. This is the first half of a step.
 
-    next_rows: a function that returns the numbers of the next `rollout.prompts_per_step` prompts,
-    which are the same on every rank. of_step: the request without its prompts. Dynamic sampling may
+    rows: yields the numbers of the next `rollout.prompts_per_step` prompts, which are the same on
+    every rank. of_step: the request without its prompts. Dynamic sampling may
     need several requests, and may leave ranks with different numbers of groups. Raises, on all
     ranks, the errors of `RolloutSource.take`. Also raises an EpisodeError or RewardError if only
     some responses have rewards of turns, or if no group has rewards.
@@ -455,7 +455,7 @@ def collect(
         enabled=config.rollout.dynamic_sampling,
     )
     while chosen.wants_more:
-        request = part_of(of_step, len(kept), next_rows(), chosen.num_groups)
+        request = part_of(of_step, len(kept), next(rows), chosen.num_groups)
         share = collector.sample(request)
         metrics.add(share)
         has_spread, has_failed = judge_groups(share.group, request, collector.device)

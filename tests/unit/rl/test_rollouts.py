@@ -82,13 +82,16 @@ class Engine:
 
 
 class Prompts:
-    """The prompts 0, 1, 2, .... Each call returns the next ones. All responses to a prompt in
-    `flat` get the same reward."""
+    """The prompts 0, 1, 2, .... As an iterator, it yields the next ones. All responses to a prompt
+    in `flat` get the same reward."""
 
     def __init__(self, *flat: int) -> None:
         self.flat, self.drawn = flat, 0
 
-    def __call__(self) -> list[int]:
+    def __iter__(self) -> Prompts:
+        return self
+
+    def __next__(self) -> list[int]:
         self.drawn += PROMPTS
         return [*range(self.drawn - PROMPTS, self.drawn)]
 
