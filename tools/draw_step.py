@@ -36,8 +36,7 @@ COLLECT: dict[str, tuple[str, ...]] = {
     "next": ("the next rollout.prompts_per_step prompts", "RolloutRequest.rows"),
     "collector.sample": ("rollout.group_size responses to each, and their rewards",)
     + ("RolloutBatch.group_index", "Scores.rewards", "Scores.shaped"),
-    "judge_groups": ("without spread or rewards: ask again?",),
-    "draw_records": ("the outcome of each prompt, for draws.jsonl",),
+    "collector.judge": ("what came of each prompt; without spread: ask again?",),
 }
 UPDATE: dict[str, tuple[str, ...]] = {
     "updater.build_micro_batches": ("sequences packed by token budget", "PackedBatch.input_ids")

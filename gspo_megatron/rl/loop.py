@@ -45,13 +45,7 @@ from gspo_megatron.rewards.moments import RunningMoments
 from gspo_megatron.rl.evaluation import Suites, accuracy_text, lines_of
 from gspo_megatron.rl.policy_update import PolicyUpdater
 from gspo_megatron.rl.rollout_metrics import RolloutMetrics
-from gspo_megatron.rl.rollouts import (
-    Collector,
-    DynamicSampling,
-    Experience,
-    draw_records,
-    judge_groups,
-)
+from gspo_megatron.rl.rollouts import Collector, DynamicSampling, Experience
 from gspo_megatron.rl.step_inputs import KeptSteps, read_experience, write_rollouts
 from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 from gspo_megatron.rollout.types import RolloutGroup
@@ -436,9 +430,7 @@ def order_of_prompts(run: RunComponents, step: int) -> PromptLoader | PromptSele
     )
 
 
-def collect(
-    collector: Collector, rows: Iterator[list[int]], of_step: RolloutRequest
-) -> Experience:
+def collect(collector: Collector, rows: Iterator[list[int]], of_step: RolloutRequest) -> Experience:
     """Collect this rank's share of the step's responses. This is the first half of a step.
 
     rows: yields the numbers of the next `rollout.prompts_per_step` prompts, which are the same on
@@ -458,9 +450,9 @@ def collect(
         request = part_of(of_step, len(kept), next(rows), chosen.num_groups)
         share = collector.sample(request)
         metrics.add(share)
-        has_spread, has_failed = judge_groups(share.group, request, collector.device)
-        chosen.add(has_spread, has_failed)
-        draws += draw_records(collector, request, share.group, has_spread)
+        records, has_failed = collector.judge(request, share.group)
+        chosen.add([record["spread"] for record in records], has_failed)
+        draws += records
         if request.first == 0:
             samples = collector.sample_rows(request, share.group)
         group = share.group.without_texts()

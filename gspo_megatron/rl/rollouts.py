@@ -124,6 +124,60 @@ class Collector:
         numbered = enumerate(request.rows, request.first)
         return {n: self.prompts[request.key][row] for n, row in numbered if n % size == rank}
 
+    def judge(
+        self, request: RolloutRequest, group: RolloutGroup
+    ) -> tuple[list[dict[str, Any]], list[bool]]:
+        """Return what came of each prompt of a request: its record of draws.jsonl without the step,
+        and whether it lacks a reward.
+
+        In the records, a response is solved if its unshaped reward is at least
+        `data.selection.correct_at`, and `spread` says whether the group has different rewards (of
+        turns, if turns have rewards). Both lists have the order of the prompts, and are the same on
+        all ranks.
+        """
+        groups = to_tensor(group.group_index, self.device)
+        rewards = to_tensor(group.shaped, self.device)
+        failed = rewards.isnan()
+        flags = torch.zeros((2, len(request.rows)), dtype=torch.long, device=self.device)
+        flags[1, groups[failed] - request.first] = 1
+        if group.turns.any():  # then only the turns' rewards have advantages
+            turns = to_tensor(group.turns, self.device)
+            rewards = to_tensor(group.turn_rewards, self.device)
+            groups, failed = (each.repeat_interleave(turns) for each in (groups, failed))
+        # `group_mean` is exactly 0 in a group without spread.
+        differs = (group_mean(rewards.nan_to_num(), groups) != 0) & ~failed
+        flags[0, groups[differs] - request.first] = 1
+        dist.all_reduce(flags, group=self.data_group)
+
+        correct_at, prompts = self.config.data.selection.correct_at, self.prompts[request.key]
+        correct_at = self.config.evaluation.correct_at if correct_at is None else correct_at
+        scored = ~np.isnan(group.rewards)
+        values = (scored, scored & (group.rewards >= correct_at), np.nan_to_num(group.rewards))
+        values = np.stack([*values, group.response_lengths], 1)
+        sums = np.zeros((4, len(request.rows)))
+        np.add.at(sums.T, group.group_index - request.first, values)
+        everyones = to_tensor(sums, self.device)
+        dist.all_reduce(everyones, group=self.data_group)
+
+        has_spread, has_failed = (flags > 0).tolist()
+        records = []
+        for row, spread, figures in zip(
+            request.rows, has_spread, everyones.T.tolist(), strict=True
+        ):
+            responses, solved, reward, length = figures
+            records.append(
+                {
+                    "prompt": identity(prompts[row]),
+                    "row_id": prompts[row].row_id,
+                    "responses": round(responses),
+                    "solved": round(solved),
+                    "reward": reward / responses if responses else None,
+                    "length": length / request.per_prompt,
+                    "spread": spread,
+                }
+            )
+        return records, has_failed
+
     def sample_rows(self, request: RolloutRequest, group: RolloutGroup) -> list[dict[str, Any]]:
         """Return the first `logging.samples_per_step` responses as rows of samples.jsonl.
 
@@ -308,67 +362,3 @@ class DynamicSampling:
             "rollout/groups_dropped": float(self.num_groups - len(self.groups())),
             "rollout/no_spread": float(not any(self.has_spread)),
         }
-
-
-def judge_groups(
-    group: RolloutGroup, request: RolloutRequest, device: torch.device
-) -> tuple[list[bool], list[bool]]:
-    """Return two lists with a flag for each group of a request. The first list says whether the
-    group has different rewards (of turns, if turns have rewards), the second whether the group
-    lacks a reward.
-
-    Both lists are in the order of the groups, and the same on all ranks.
-    """
-    groups, rewards = (to_tensor(values, device) for values in (group.group_index, group.shaped))
-    failed = rewards.isnan()
-    flags = torch.zeros((2, len(request.rows)), dtype=torch.long, device=device)
-    flags[1, groups[failed] - request.first] = 1
-    if group.turns.any():  # then only the turns' rewards have advantages
-        turns = to_tensor(group.turns, device)
-        rewards = to_tensor(group.turn_rewards, device)
-        groups, failed = (each.repeat_interleave(turns) for each in (groups, failed))
-    # `group_mean` is exactly 0 in a group without spread.
-    differs = (group_mean(rewards.nan_to_num(), groups) != 0) & ~failed
-    flags[0, groups[differs] - request.first] = 1
-    dist.all_reduce(flags, group=data_parallel_group())
-    has_spread, has_failed = (flags > 0).tolist()
-    return has_spread, has_failed
-
-
-def draw_records(
-    collector: Collector,
-    request: RolloutRequest,
-    group: RolloutGroup,
-    has_spread: Sequence[bool],
-) -> list[dict[str, Any]]:
-    """Return the outcome of each prompt of a request: a record of draws.jsonl without the step.
-
-    A response is solved if its unshaped reward is at least `data.selection.correct_at`. The records
-    have the order of the prompts, and are the same on all ranks.
-    """
-    config, prompts = collector.config, collector.prompts[request.key]
-    correct_at = config.data.selection.correct_at
-    correct_at = config.evaluation.correct_at if correct_at is None else correct_at
-    scored = ~np.isnan(group.rewards)
-    values = (scored, scored & (group.rewards >= correct_at), np.nan_to_num(group.rewards))
-    sums = np.zeros((4, len(request.rows)))
-    np.add.at(
-        sums.T, group.group_index - request.first, np.stack([*values, group.response_lengths], 1)
-    )
-    everyones = to_tensor(sums, collector.device)
-    dist.all_reduce(everyones, group=collector.data_group)
-    records = []
-    for row, spread, figures in zip(request.rows, has_spread, everyones.T.tolist(), strict=True):
-        responses, solved, reward, length = figures
-        records.append(
-            {
-                "prompt": identity(prompts[row]),
-                "row_id": prompts[row].row_id,
-                "responses": round(responses),
-                "solved": round(solved),
-                "reward": reward / responses if responses else None,
-                "length": length / request.per_prompt,
-                "spread": spread,
-            }
-        )
-    return records
