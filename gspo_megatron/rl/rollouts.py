@@ -90,11 +90,6 @@ class Collector:
         replica, _ = model_replica()
         self.tells = dist.get_rank() == dist.get_process_group_ranks(replica)[0]
 
-    @property
-    def has_episodes(self) -> bool:
-        """Whether the policy acts in an environment."""
-        return self.config.environment.has_episodes
-
     def close(self) -> None:
         """Free the resources of scorer and source."""
         self.scorer.close()
