@@ -76,16 +76,9 @@ class Barrier:
         self._news.set()
         return await answer
 
-    @property
-    def waiting(self) -> dict[int, _Call]:
-        """The calls that wait, in the order of the samples, without cancelled calls."""
-        return {n: call for n, call in sorted(self._calls.items()) if not call.answer.done()}
-
-    def _waits(self, sample: int) -> bool:
-        return sample in self._calls and not self._calls[sample].answer.done()
-
-    async def until_all_wait(self) -> None:
-        """Wait until every episode waits for a turn or has ended.
+    async def requests(self, *, router_noise: bool = True) -> Requests:
+        """Wait until every episode waits for a turn or has ended. Return the call of the engine
+        that generates all these turns. All calls of a round have the same number of samples.
 
         Raises RolloutError and UnplayableError. Other failures of an episode are part of its
         result.
@@ -98,13 +91,7 @@ class Barrier:
             if task.done():
                 task.result()
                 self._calls.pop(sample, None)  # an ended episode may leave a call behind
-
-    def requests(self, *, router_noise: bool) -> Requests:
-        """Return the call of the engine that generates all turns that are waited for.
-
-        All calls of a round have the same number of samples.
-        """
-        calls = [*self.waiting.values()]
+        calls = self._waiting()
         count = len(calls[0].samples) if calls else 1
         return Requests(
             [call.asked.token_ids for call in calls],
@@ -114,10 +101,17 @@ class Barrier:
             router_noise=router_noise,
         )
 
+    def _waits(self, sample: int) -> bool:
+        return sample in self._calls and not self._calls[sample].answer.done()
+
+    def _waiting(self) -> list[_Call]:
+        """Return the calls that wait, in the order of the samples, without cancelled calls."""
+        return [call for _, call in sorted(self._calls.items()) if not call.answer.done()]
+
     def answer(self, batch: RolloutBatch) -> None:
         """Give each waiting call its turns. batch: the engine's responses to `requests`."""
         number, self._rounds = self._rounds, self._rounds + 1
-        waiting, self._calls = self.waiting, {}
+        waiting, self._calls = self._waiting(), {}
         if not waiting:
             return
         lengths = torch.stack([batch.prompt_lengths, batch.response_lengths], 1).flatten()
@@ -130,7 +124,7 @@ class Barrier:
             turn, start = slice(start, start + length), start + length
             turns.append(MegatronTurn(ids[turn], logprobs[turn], truncated, (number, row)))
         of_call = iter(turns)
-        for call in waiting.values():
+        for call in waiting:
             call.answer.set_result([next(of_call) for _ in call.samples])
 
     def played(self) -> list[Played]:

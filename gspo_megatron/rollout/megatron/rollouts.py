@@ -263,12 +263,11 @@ class MegatronRollouts:
 
         Raises UnplayableError on all ranks, with the problem of the first rank that has one.
         """
-        problem = None
+        requests, problem = Requests([], []), None
         try:
-            self.loop.run_until_complete(barrier.until_all_wait())
+            requests = self.loop.run_until_complete(barrier.requests(router_noise=router_noise))
         except UnplayableError as error:
             problem = str(error)
-        requests = barrier.requests(router_noise=router_noise)
         if self.episodes is not None:
             requests, problem = self._told((requests, problem))
         known = torch.tensor([len(requests.prompts), problem is not None], device=self.device)

@@ -56,14 +56,12 @@ def test_an_episode_that_gives_up_a_turn_is_waited_for() -> None:
     async def run() -> Any:
         barrier = Barrier(asyncio.get_running_loop())
         barrier.start({n: play(barrier) for n, play in enumerate((impatient, plain))})
-        await barrier.until_all_wait()
-        asked = {number: call.asked.token_ids for number, call in barrier.waiting.items()}
-        assert asked == {0: (3,), 1: (1,)}
+        requests = await barrier.requests()
+        assert (requests.prompts, requests.group_index) == ([(3,), (1,)], [0, 1])
         barrier.answer(turns([5, 6], [7]))
-        await barrier.until_all_wait()
-        assert [*barrier.waiting] == [1]
+        assert (await barrier.requests()).group_index == [1]
         barrier.answer(turns([8]))
-        await barrier.until_all_wait()
+        assert not (await barrier.requests()).prompts
         return barrier.played()
 
     found = [
@@ -77,9 +75,10 @@ def test_all_responses_to_a_prompt_wait_together() -> None:
         barrier = Barrier(asyncio.get_running_loop())
         ask = TurnRequest((1,), 0, 4)
         barrier.start({n: barrier.generate(ask, [n, n + 1]) for n in (2, 0)})
-        await barrier.until_all_wait()
+        requests = await barrier.requests()
+        assert (requests.group_index, requests.responses_per_prompt) == ([0, 1], 2)
         barrier.answer(turns([3], [4], [5], [6]))
-        await barrier.until_all_wait()
+        assert not (await barrier.requests()).prompts
         return barrier.played()
 
     found = asyncio.run(run())
