@@ -178,20 +178,18 @@ class Collector:
 
         One rank of each model replica gets them, and the other ranks get an empty list.
         """
+        if not self.tells:
+            return []
         count = self.config.logging.samples_per_step
         first = group.select(np.arange(len(group.sample_index)) < count)
         rows = []
-        for row, sample in enumerate(self._texts(request, first)):
+        for row, sample in enumerate(self.scorer.samples(first, self.prompts_of(request))):
             reward, parts = float(first.rewards[row]), None
             if first.part_names:
                 parts = {} if math.isnan(reward) else first.part_of(row)
             record = first.records[row] if first.records else None
             rows.append(sample_row(sample, reward, parts, record))
         return rows
-
-    def _texts(self, request: RolloutRequest, group: RolloutGroup) -> list[Sample]:
-        """Return the responses as text on one rank of each model replica; else an empty list."""
-        return self.scorer.samples(group, self.prompts_of(request)) if self.tells else []
 
     def evaluate(self, version: int = 0) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Generate one greedy response to each held-out prompt, and return the metrics.
@@ -253,7 +251,8 @@ class Collector:
         """
         mine, problem = [], None
         try:
-            for row, sample in enumerate(self._texts(request, group)):
+            samples = self.scorer.samples(group, self.prompts_of(request)) if self.tells else []
+            for row, sample in enumerate(samples):
                 reason = group.reasons[row] if group.reasons else ""
                 reward, parts = float(group.rewards[row]), group.part_of(row)
                 record = response_record(sample, reward, parts, reason, correct_at)
