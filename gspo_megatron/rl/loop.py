@@ -48,7 +48,7 @@ from gspo_megatron.rl.rollout_metrics import RolloutMetrics
 from gspo_megatron.rl.rollouts import Collector, DynamicSampling, Experience
 from gspo_megatron.rl.step_inputs import KeptSteps, read_experience, write_rollouts
 from gspo_megatron.rollout.engine import RolloutRequest, Sampling
-from gspo_megatron.rollout.types import RolloutGroup
+from gspo_megatron.rollout.types import RolloutGroup, to_tensor
 
 # Names of warnings that are shown once in a run, even if the run is resumed.
 NOISE_WARNING = "ratio/noise_floor"
@@ -124,7 +124,7 @@ class ReinforcementLoop:
         timer = PhaseTimer(self.device)
         experience = self.roll_out(step)
         self.kept_steps.write(step, experience)
-        index = gather_index(experience.batch, experience.scores.shaped, self.data_group)
+        index = gather_index(experience.batch, experience.shaped, self.data_group)
         advantages, token_advantages = compute_advantages(
             self.updater.objective.advantages, experience, index
         )
@@ -495,14 +495,13 @@ def compute_advantages(
     If turns have rewards, also returns the advantages of the tokens of this rank's responses,
     [response tokens] float32; otherwise None.
     """
-    scores, batch = experience.scores, experience.batch
+    group, device = experience.group, experience.device
     of_sequences = estimator.of_sequences(index.rewards, torch.tensor(index.groups))
     of_tokens = None
     if experience.has_turns:
-        of_tokens = estimator.of_turns(
-            scores.turn_rewards, scores.turns, scores.turn_tokens, batch.group_index
-        )
-    return of_sequences.to(batch.tokens.device), of_tokens
+        columns = (group.turn_rewards, group.turns, group.turn_tokens, group.group_index)
+        of_tokens = estimator.of_turns(*(to_tensor(column, device) for column in columns))
+    return of_sequences.to(device), of_tokens
 
 
 def update_policy(

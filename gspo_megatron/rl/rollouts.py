@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gspo_megatron.config import Config
 from gspo_megatron.data.selection import identity
@@ -28,7 +29,7 @@ from gspo_megatron.rewards.scoring import FailedCalls
 from gspo_megatron.rl.reward_model import FolderScores, ModelRewards
 from gspo_megatron.rollout.engine import RolloutRequest, RolloutShare, RolloutSource, Sampling
 from gspo_megatron.rollout.episodes import GroupScorer
-from gspo_megatron.rollout.types import RolloutGroup, Scores, to_tensor
+from gspo_megatron.rollout.types import RolloutGroup, to_tensor
 from gspo_megatron.types import Prompt, RolloutBatch, Sample
 
 
@@ -55,10 +56,10 @@ class Experience:
         """The responses, on the device."""
         return self.group.to_batch(self.device)
 
-    @cached_property
-    def scores(self) -> Scores:
-        """The rewards of the responses, on the device."""
-        return self.group.to_scores(self.device)
+    @property
+    def shaped(self) -> Tensor:
+        """The rewards to train on, [num_sequences] float64, on the device."""
+        return to_tensor(self.group.shaped, self.device)
 
     def describe(self) -> dict[str, Any]:
         """Return all fields except the responses, as JSON values. Only the main rank saves them."""

@@ -77,7 +77,7 @@ def step(config: Config, prompts: list[list[int]]) -> tuple[dict[int, Received],
     rows = iter([*range(start, start + count)] for start in range(0, len(drawn), count))
     experience = collect(collector, rows, draw_of(config))
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    index = gather_index(experience.batch, experience.scores.shaped, group)
+    index = gather_index(experience.batch, experience.shaped, group)
     _, advantages = compute_advantages(build_advantages(config.objective), experience, index)
     size = parallel_state.get_data_parallel_world_size()
     owners = [n % size for n in range(len(index.lengths))]
