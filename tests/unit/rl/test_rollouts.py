@@ -82,14 +82,11 @@ class Engine:
 
 
 class Prompts:
-    """The prompts 0, 1, 2, .... As an iterator, it yields the next ones. All responses to a prompt
+    """The prompts 0, 1, 2, .... `next` returns the next ones. All responses to a prompt
     in `flat` get the same reward."""
 
     def __init__(self, *flat: int) -> None:
         self.flat, self.drawn = flat, 0
-
-    def __iter__(self) -> Prompts:
-        return self
 
     def __next__(self) -> list[int]:
         self.drawn += PROMPTS
