@@ -60,6 +60,7 @@ class Barrier:
         self._loop = loop
         self._running: dict[int, asyncio.Task[list[Played]]] = {}
         self._calls: dict[int, _Call] = {}
+        self._asked: list[_Call] = []  # the calls of the last `requests`, which wait for `answer`
         self._news = asyncio.Event()
         self._rounds = 0  # number of calls of `answer`
 
@@ -91,7 +92,9 @@ class Barrier:
             if task.done():
                 task.result()
                 self._calls.pop(sample, None)  # an ended episode may leave a call behind
-        calls = self._waiting()
+        # the calls in the order of the samples, without cancelled calls
+        calls = [call for _, call in sorted(self._calls.items()) if not call.answer.done()]
+        self._asked, self._calls = calls, {}
         count = len(calls[0].samples) if calls else 1
         return Requests(
             [call.asked.token_ids for call in calls],
@@ -104,15 +107,10 @@ class Barrier:
     def _waits(self, sample: int) -> bool:
         return sample in self._calls and not self._calls[sample].answer.done()
 
-    def _waiting(self) -> list[_Call]:
-        """Return the calls that wait, in the order of the samples, without cancelled calls."""
-        return [call for _, call in sorted(self._calls.items()) if not call.answer.done()]
-
     def answer(self, batch: RolloutBatch) -> None:
-        """Give each waiting call its turns. batch: the engine's responses to `requests`."""
+        """Give each call its turns. batch: the engine's responses to the last `requests`."""
         number, self._rounds = self._rounds, self._rounds + 1
-        waiting, self._calls = self._waiting(), {}
-        if not waiting:
+        if not self._asked:
             return
         lengths = torch.stack([batch.prompt_lengths, batch.response_lengths], 1).flatten()
         is_response = torch.arange(len(lengths), device=lengths.device) % 2 == 1
@@ -124,7 +122,7 @@ class Barrier:
             turn, start = slice(start, start + length), start + length
             turns.append(MegatronTurn(ids[turn], logprobs[turn], truncated, (number, row)))
         of_call = iter(turns)
-        for call in waiting:
+        for call in self._asked:
             call.answer.set_result([next(of_call) for _ in call.samples])
 
     def played(self) -> list[Played]:
