@@ -434,10 +434,10 @@ def collect(collector: Collector, rows: Iterator[list[int]], of_step: RolloutReq
     """Collect this rank's share of the step's responses. This is the first half of a step.
 
     rows: yields the numbers of the next `rollout.prompts_per_step` prompts, which are the same on
-    every rank. of_step: the request without its prompts. Dynamic sampling may
-    need several requests, and may leave ranks with different numbers of groups. Raises, on all
-    ranks, the errors of `RolloutSource.take`. Also raises an EpisodeError or RewardError if only
-    some responses have rewards of turns, or if no group has rewards.
+    every rank. of_step: the request without its prompts. Dynamic sampling may need several
+    requests, and may leave ranks with different numbers of groups. Raises, on all ranks, the errors
+    of `RolloutSource.take`. Also raises an EpisodeError or RewardError if only some responses have
+    rewards of turns, or if no group has rewards.
     """
     start, config, metrics = time.perf_counter(), collector.config, RolloutMetrics(collector)
     kept, samples, draws = [], [], []

@@ -82,8 +82,8 @@ class Engine:
 
 
 class Prompts:
-    """The prompts 0, 1, 2, .... `next` returns the next ones. All responses to a prompt
-    in `flat` get the same reward."""
+    """The prompts 0, 1, 2, .... `next` returns the next ones. All responses to a prompt in `flat`
+    get the same reward."""
 
     def __init__(self, *flat: int) -> None:
         self.flat, self.drawn = flat, 0
