@@ -21,7 +21,7 @@ PACKAGE = ROOT / "gspo_megatron"
 # What the picture says about a function: a text, and the fields that the function makes.
 STEP: dict[str, tuple[str, ...]] = {
     "self.roll_out": ("responses and their rewards", "RolloutBatch.tokens")
-    + ("RolloutBatch.response_lengths", "RolloutBatch.rollout_logprobs", "Scores.shaped"),
+    + ("RolloutBatch.response_lengths", "RolloutBatch.rollout_logprobs", "RolloutGroup.shaped"),
     "self.kept_steps.write": ("keep the inputs (training.keep_step_inputs)",),
     "gather_index": ("what every rank knows of all sequences",)
     + ("StepIndex.response_lengths", "StepIndex.groups", "StepIndex.rewards"),
@@ -33,11 +33,10 @@ STEP: dict[str, tuple[str, ...]] = {
     "self.collector.source.take_weights": ("new weights to the rollout engine",),
 }
 COLLECT: dict[str, tuple[str, ...]] = {
-    "next_rows": ("rollout.prompts_per_step prompts", "RolloutRequest.rows"),
+    "next": ("the next rollout.prompts_per_step prompts", "RolloutRequest.rows"),
     "collector.sample": ("rollout.group_size responses to each, and their rewards",)
-    + ("RolloutBatch.group_index", "Scores.rewards", "Scores.shaped"),
-    "judge_groups": ("without spread or rewards: ask again?",),
-    "draw_records": ("the outcome of each prompt, for draws.jsonl",),
+    + ("RolloutBatch.group_index", "RolloutGroup.rewards", "RolloutGroup.shaped"),
+    "collector.judge": ("what came of each prompt; without spread: ask again?",),
 }
 UPDATE: dict[str, tuple[str, ...]] = {
     "updater.build_micro_batches": ("sequences packed by token budget", "PackedBatch.input_ids")
@@ -84,7 +83,8 @@ def calls_of(function: str) -> list[str]:
 
 def shapes() -> dict[str, str]:
     """Return the shape of each field of all data classes, by Class.field. The shape is in the
-    comment after the field. For a field without a comment, return the type of the field."""
+    comment after the field, or in the declaration of a column. For other fields, return the type
+    of the field."""
     found = {}
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
@@ -94,7 +94,10 @@ def shapes() -> dict[str, str]:
                 if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
                     comment = lines[item.lineno - 1].partition("  # ")[2]
                     given = re.match(r"(\[.*?\])+( \w+\d+)?|scalar", comment)
-                    shape = given[0] if given else ast.unparse(item.annotation)
+                    annotation = ast.unparse(item.annotation)
+                    if column := re.search(r"Column\(SEQUENCE, np\.(\w+)", annotation):
+                        annotation = f"[num_sequences] {column[1]}"
+                    shape = given[0] if given else annotation
                     found[f"{node.name}.{item.target.id}"] = shape
     return found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -171,11 +172,8 @@ def redistribute(
         receive_counts = [int(sizes[numbers].sum()) for numbers in arriving]
         return _all_to_all(flat[rows], send_counts, receive_counts, group)
 
-    def move_tokens(flat: Tensor) -> Tensor:
-        return move(flat, batch.prompt_lengths + batch.response_lengths, lengths)
-
-    def move_responses(flat: Tensor) -> Tensor:
-        return move(flat, batch.response_lengths, responses)
+    move_tokens = partial(move, pieces=batch.prompt_lengths + batch.response_lengths, sizes=lengths)
+    move_responses = partial(move, pieces=batch.response_lengths, sizes=responses)
 
     def numbered(pieces: Sequence[Any]) -> dict[int, Any]:
         return dict(zip(received.tolist(), pieces, strict=True))

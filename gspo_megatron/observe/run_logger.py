@@ -138,7 +138,7 @@ class RunLogger:
             self._trackers.log(step, {"phase": phase, **metrics})
 
     def write_draws(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Write the results of a step's prompts: see `rl.rollouts.draw_records`."""
+        """Write the results of a step's prompts: see `rl.rollouts.Collector.judge`."""
         if self.is_main:
             for record in records:
                 self._draws.append(record)

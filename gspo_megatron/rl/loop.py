@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -45,16 +45,10 @@ from gspo_megatron.rewards.moments import RunningMoments
 from gspo_megatron.rl.evaluation import Suites, accuracy_text, lines_of
 from gspo_megatron.rl.policy_update import PolicyUpdater
 from gspo_megatron.rl.rollout_metrics import RolloutMetrics
-from gspo_megatron.rl.rollouts import (
-    Collector,
-    DynamicSampling,
-    Experience,
-    draw_records,
-    judge_groups,
-)
+from gspo_megatron.rl.rollouts import Collector, DynamicSampling, Experience
 from gspo_megatron.rl.step_inputs import KeptSteps, read_experience, write_rollouts
 from gspo_megatron.rollout.engine import RolloutRequest, Sampling
-from gspo_megatron.rollout.types import RolloutGroup
+from gspo_megatron.rollout.types import RolloutGroup, to_tensor
 
 # Names of warnings that are shown once in a run, even if the run is resumed.
 NOISE_WARNING = "ratio/noise_floor"
@@ -130,7 +124,7 @@ class ReinforcementLoop:
         timer = PhaseTimer(self.device)
         experience = self.roll_out(step)
         self.kept_steps.write(step, experience)
-        index = gather_index(experience.batch, experience.scores.shaped, self.data_group)
+        index = gather_index(experience.batch, experience.shaped, self.data_group)
         advantages, token_advantages = compute_advantages(
             self.updater.objective.advantages, experience, index
         )
@@ -270,7 +264,7 @@ class ReinforcementLoop:
             before, moments = self.loader.state_dict(), {**run.checkpoints.reward_moments}
             try:
                 self._begin_requests(step, first=step)
-                experience = collect(self.collector, lambda: next(rows), self._request(step))
+                experience = collect(self.collector, rows, self._request(step))
                 self._tell_selection(experience)
             except _ENDS_BETWEEN_STEPS as error:
                 self.loader.load_state_dict(before)  # the resumed run uses the same prompts again
@@ -436,16 +430,14 @@ def order_of_prompts(run: RunComponents, step: int) -> PromptLoader | PromptSele
     )
 
 
-def collect(
-    collector: Collector, next_rows: Callable[[], list[int]], of_step: RolloutRequest
-) -> Experience:
+def collect(collector: Collector, rows: Iterator[list[int]], of_step: RolloutRequest) -> Experience:
     """Collect this rank's share of the step's responses. This is the first half of a step.
 
-    next_rows: a function that returns the numbers of the next `rollout.prompts_per_step` prompts,
-    which are the same on every rank. of_step: the request without its prompts. Dynamic sampling may
-    need several requests, and may leave ranks with different numbers of groups. Raises, on all
-    ranks, the errors of `RolloutSource.take`. Also raises an EpisodeError or RewardError if only
-    some responses have rewards of turns, or if no group has rewards.
+    rows: yields the numbers of the next `rollout.prompts_per_step` prompts, which are the same on
+    every rank. of_step: the request without its prompts. Dynamic sampling may need several
+    requests, and may leave ranks with different numbers of groups. Raises, on all ranks, the errors
+    of `RolloutSource.take`. Also raises an EpisodeError or RewardError if only some responses have
+    rewards of turns, or if no group has rewards.
     """
     start, config, metrics = time.perf_counter(), collector.config, RolloutMetrics(collector)
     kept, samples, draws = [], [], []
@@ -455,12 +447,12 @@ def collect(
         enabled=config.rollout.dynamic_sampling,
     )
     while chosen.wants_more:
-        request = part_of(of_step, len(kept), next_rows(), chosen.num_groups)
+        request = part_of(of_step, len(kept), next(rows), chosen.num_groups)
         share = collector.sample(request)
         metrics.add(share)
-        has_spread, has_failed = judge_groups(share.group, request, collector.device)
-        chosen.add(has_spread, has_failed)
-        draws += draw_records(collector, request, share.group, has_spread)
+        records, has_failed = collector.judge(request, share.group)
+        chosen.add([record["spread"] for record in records], has_failed)
+        draws += records
         if request.first == 0:
             samples = collector.sample_rows(request, share.group)
         group = share.group.without_texts()
@@ -503,14 +495,13 @@ def compute_advantages(
     If turns have rewards, also returns the advantages of the tokens of this rank's responses,
     [response tokens] float32; otherwise None.
     """
-    scores, batch = experience.scores, experience.batch
+    group, device = experience.group, experience.device
     of_sequences = estimator.of_sequences(index.rewards, torch.tensor(index.groups))
     of_tokens = None
     if experience.has_turns:
-        of_tokens = estimator.of_turns(
-            scores.turn_rewards, scores.turns, scores.turn_tokens, batch.group_index
-        )
-    return of_sequences.to(batch.tokens.device), of_tokens
+        columns = (group.turn_rewards, group.turns, group.turn_tokens, group.group_index)
+        of_tokens = estimator.of_turns(*(to_tensor(column, device) for column in columns))
+    return of_sequences.to(device), of_tokens
 
 
 def update_policy(

@@ -14,7 +14,7 @@ from gspo_megatron.batching.micro_batches import (
     MicroBatch,
     MicroBatchBuilder,
     forward_backward,
-    response_logprobs,
+    head_outputs,
 )
 from gspo_megatron.batching.plan import MiniBatch
 from gspo_megatron.batching.redistribute import Sequences, StepIndex
@@ -177,7 +177,9 @@ class PolicyUpdater:
                 rollout_logprobs=micro_batch.rollout_logprobs,
                 reference_logprobs=micro_batch.reference_logprobs,
             )
-            inputs, taught = self._taught(inputs, micro_batch, is_first=is_first)
+            taught = inputs
+            if micro_batch.teacher_logprobs is not None:
+                inputs, taught = self._taught(inputs, micro_batch, is_first=is_first)
             outputs = self.objective(inputs)
             if of_candidates is not None:
                 outputs = self._with_divergence(
@@ -221,8 +223,7 @@ class PolicyUpdater:
         the form of distillation changes the advantages. In the second, the mask keeps only tokens
         that have a teacher."""
         teacher = micro_batch.teacher_logprobs
-        if teacher is None:
-            return inputs, inputs
+        assert teacher is not None, "there is a teacher"
         taught = of_taught_tokens(inputs, micro_batch)
         if is_first:  # the policy has not been updated since it sampled
             self._metrics.add_means(divergence_metrics(taught, teacher))
@@ -265,9 +266,9 @@ class PolicyUpdater:
         """Store the log-probs of a forward pass with the current weights in the field `name`."""
         if not micro_batches:
             return
-        outputs = response_logprobs(self.policy, micro_batches)  # empty except on the last stage
-        for micro_batch, (logprobs, _) in zip(micro_batches, outputs):
-            setattr(micro_batch, name, logprobs)
+        outputs = head_outputs(self.policy, micro_batches)  # empty except on the last stage
+        for micro_batch, output in zip(micro_batches, outputs):
+            setattr(micro_batch, name, output[0])
 
     def _measure_mismatch(self, inputs: LossInputs) -> None:
         trained, rollout = inputs.logprobs.detach(), inputs.rollout_logprobs

@@ -35,21 +35,28 @@ class RolloutMetrics:
 
     def add(self, share: RolloutShare) -> None:
         """Add the responses of one more request of the step."""
-        # routes are large and not needed for metrics
-        group = dataclasses.replace(share.group, routes=None)
-        device = self.collector.device
-        batch, scores = group.to_batch(device), group.to_scores(device)
-        scored = ~scores.rewards.isnan()
-        rewards = scores.rewards[scored]
+        group, device = share.group, self.collector.device
+        rewards, shaped, turns, lengths, truncated = (
+            to_tensor(column, device)
+            for column in (
+                group.rewards,
+                group.shaped,
+                group.turns,
+                group.response_lengths,
+                group.truncated,
+            )
+        )
+        scored = ~rewards.isnan()
+        rewards = rewards[scored]
         means = {
             "reward/mean": mean_pair(rewards),
             "reward/squared": mean_pair(rewards**2),
-            "response/length_mean": mean_pair(batch.response_lengths),
-            "response/truncated": mean_pair(batch.truncated),
-            "turns": mean_pair(scores.turns[scored] > 0),
+            "response/length_mean": mean_pair(lengths),
+            "response/truncated": mean_pair(truncated),
+            "turns": mean_pair(turns[scored] > 0),
         }
         if self.collector.scorer.shapes:
-            means["reward/shaped_mean"] = mean_pair(scores.shaped[~scores.shaped.isnan()])
+            means["reward/shaped_mean"] = mean_pair(shaped[~shaped.isnan()])
         for number, name in enumerate(group.part_names or ()):
             assert group.parts is not None, "its names are there"
             part = to_tensor(group.parts[:, number].copy(), device)
@@ -71,8 +78,10 @@ class RolloutMetrics:
             self._metrics.add_maximum("distill/teacher_seconds", seconds.sum())
         if group.sampled is not None:
             sampled = to_tensor(group.sampled, device)
-            turns, branches = turns_and_branches(batch, sampled)
-            means["environment/turns"] = mean_pair(turns)
+            # routes are large and not needed for metrics
+            batch = dataclasses.replace(group, routes=None).to_batch(device)
+            played, branches = turns_and_branches(batch, sampled)
+            means["environment/turns"] = mean_pair(played)
             means["environment/branches"] = mean_pair(branches)
             means["environment/sampled_share"] = mean_pair(sampled)
         if share.model is not None:
@@ -103,7 +112,7 @@ class RolloutMetrics:
         Raises RewardError or EpisodeError on all ranks if only some responses have rewards of
         turns.
         """
-        collector = self.collector
+        collector, has_episodes = self.collector, self.collector.config.environment.has_episodes
         if collector.scorer.has_model:
             seconds = torch.tensor(self.model_seconds, device=collector.device)
             self._metrics.add_maximum("perf/reward_model_seconds", seconds)
@@ -114,7 +123,7 @@ class RolloutMetrics:
         reduced["reward/std"] = math.sqrt(max(squared - reduced["reward/mean"] ** 2, 0.0))
         if 0 < turns_share < 1:
             of_all = f"for {turns_share:.1%} of a step's responses; allowed: all or none of them"
-            if collector.has_episodes:  # the rewards came from the environment or the reward
+            if has_episodes:  # the rewards came from the environment or the reward
                 raise EpisodeError(f"the environment or the reward gave rewards of turns {of_all}")
             name = collector.scorer.reward.name
             raise RewardError(f"reward {name!r} returned rewards of turns {of_all}")
@@ -122,7 +131,7 @@ class RolloutMetrics:
         reduced |= self._length_percentiles()
         reduced["reward/errors"] = float(sum(each.errors for each in self.failed))
         reduced["reward/timeouts"] = float(sum(each.timeouts for each in self.failed))
-        if collector.has_episodes:
+        if has_episodes:
             reduced["environment/errors"] = float(sum(each.episodes for each in self.failed))
         return reduced
 

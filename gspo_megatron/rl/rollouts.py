@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gspo_megatron.config import Config
 from gspo_megatron.data.selection import identity
@@ -28,7 +29,7 @@ from gspo_megatron.rewards.scoring import FailedCalls
 from gspo_megatron.rl.reward_model import FolderScores, ModelRewards
 from gspo_megatron.rollout.engine import RolloutRequest, RolloutShare, RolloutSource, Sampling
 from gspo_megatron.rollout.episodes import GroupScorer
-from gspo_megatron.rollout.types import RolloutGroup, Scores, to_tensor
+from gspo_megatron.rollout.types import RolloutGroup, to_tensor
 from gspo_megatron.types import Prompt, RolloutBatch, Sample
 
 
@@ -55,10 +56,10 @@ class Experience:
         """The responses, on the device."""
         return self.group.to_batch(self.device)
 
-    @cached_property
-    def scores(self) -> Scores:
-        """The rewards of the responses, on the device."""
-        return self.group.to_scores(self.device)
+    @property
+    def shaped(self) -> Tensor:
+        """The rewards to train on, [num_sequences] float64, on the device."""
+        return to_tensor(self.group.shaped, self.device)
 
     def describe(self) -> dict[str, Any]:
         """Return all fields except the responses, as JSON values. Only the main rank saves them."""
@@ -90,11 +91,6 @@ class Collector:
         replica, _ = model_replica()
         self.tells = dist.get_rank() == dist.get_process_group_ranks(replica)[0]
 
-    @property
-    def has_episodes(self) -> bool:
-        """Whether the policy acts in an environment."""
-        return self.config.environment.has_episodes
-
     def close(self) -> None:
         """Free the resources of scorer and source."""
         self.scorer.close()
@@ -124,25 +120,77 @@ class Collector:
         numbered = enumerate(request.rows, request.first)
         return {n: self.prompts[request.key][row] for n, row in numbered if n % size == rank}
 
+    def judge(
+        self, request: RolloutRequest, group: RolloutGroup
+    ) -> tuple[list[dict[str, Any]], list[bool]]:
+        """Return what came of each prompt of a request: its record of draws.jsonl without the step,
+        and whether it lacks a reward.
+
+        In the records, a response is solved if its unshaped reward is at least
+        `data.selection.correct_at`, and `spread` says whether the group has different rewards (of
+        turns, if turns have rewards). Both lists have the order of the prompts, and are the same on
+        all ranks.
+        """
+        groups = to_tensor(group.group_index, self.device)
+        rewards = to_tensor(group.shaped, self.device)
+        failed = rewards.isnan()
+        flags = torch.zeros((2, len(request.rows)), dtype=torch.long, device=self.device)
+        flags[1, groups[failed] - request.first] = 1
+        if group.turns.any():  # then only the turns' rewards have advantages
+            turns = to_tensor(group.turns, self.device)
+            rewards = to_tensor(group.turn_rewards, self.device)
+            groups, failed = (each.repeat_interleave(turns) for each in (groups, failed))
+        # `group_mean` is exactly 0 in a group without spread.
+        differs = (group_mean(rewards.nan_to_num(), groups) != 0) & ~failed
+        flags[0, groups[differs] - request.first] = 1
+        dist.all_reduce(flags, group=self.data_group)
+
+        correct_at, prompts = self.config.data.selection.correct_at, self.prompts[request.key]
+        correct_at = self.config.evaluation.correct_at if correct_at is None else correct_at
+        scored = ~np.isnan(group.rewards)
+        values = (scored, scored & (group.rewards >= correct_at), np.nan_to_num(group.rewards))
+        values = np.stack([*values, group.response_lengths], 1)
+        sums = np.zeros((4, len(request.rows)))
+        np.add.at(sums.T, group.group_index - request.first, values)
+        everyones = to_tensor(sums, self.device)
+        dist.all_reduce(everyones, group=self.data_group)
+
+        has_spread, has_failed = (flags > 0).tolist()
+        records = []
+        for row, spread, figures in zip(
+            request.rows, has_spread, everyones.T.tolist(), strict=True
+        ):
+            responses, solved, reward, length = figures
+            records.append(
+                {
+                    "prompt": identity(prompts[row]),
+                    "row_id": prompts[row].row_id,
+                    "responses": round(responses),
+                    "solved": round(solved),
+                    "reward": reward / responses if responses else None,
+                    "length": length / request.per_prompt,
+                    "spread": spread,
+                }
+            )
+        return records, has_failed
+
     def sample_rows(self, request: RolloutRequest, group: RolloutGroup) -> list[dict[str, Any]]:
         """Return the first `logging.samples_per_step` responses as rows of samples.jsonl.
 
         One rank of each model replica gets them, and the other ranks get an empty list.
         """
+        if not self.tells:
+            return []
         count = self.config.logging.samples_per_step
         first = group.select(np.arange(len(group.sample_index)) < count)
         rows = []
-        for row, sample in enumerate(self._texts(request, first)):
+        for row, sample in enumerate(self.scorer.samples(first, self.prompts_of(request))):
             reward, parts = float(first.rewards[row]), None
             if first.part_names:
                 parts = {} if math.isnan(reward) else first.part_of(row)
             record = first.records[row] if first.records else None
             rows.append(sample_row(sample, reward, parts, record))
         return rows
-
-    def _texts(self, request: RolloutRequest, group: RolloutGroup) -> list[Sample]:
-        """Return the responses as text on one rank of each model replica; else an empty list."""
-        return self.scorer.samples(group, self.prompts_of(request)) if self.tells else []
 
     def evaluate(self, version: int = 0) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Generate one greedy response to each held-out prompt, and return the metrics.
@@ -204,7 +252,8 @@ class Collector:
         """
         mine, problem = [], None
         try:
-            for row, sample in enumerate(self._texts(request, group)):
+            samples = self.scorer.samples(group, self.prompts_of(request)) if self.tells else []
+            for row, sample in enumerate(samples):
                 reason = group.reasons[row] if group.reasons else ""
                 reward, parts = float(group.rewards[row]), group.part_of(row)
                 record = response_record(sample, reward, parts, reason, correct_at)
@@ -308,67 +357,3 @@ class DynamicSampling:
             "rollout/groups_dropped": float(self.num_groups - len(self.groups())),
             "rollout/no_spread": float(not any(self.has_spread)),
         }
-
-
-def judge_groups(
-    group: RolloutGroup, request: RolloutRequest, device: torch.device
-) -> tuple[list[bool], list[bool]]:
-    """Return two lists with a flag for each group of a request. The first list says whether the
-    group has different rewards (of turns, if turns have rewards), the second whether the group
-    lacks a reward.
-
-    Both lists are in the order of the groups, and the same on all ranks.
-    """
-    groups, rewards = (to_tensor(values, device) for values in (group.group_index, group.shaped))
-    failed = rewards.isnan()
-    flags = torch.zeros((2, len(request.rows)), dtype=torch.long, device=device)
-    flags[1, groups[failed] - request.first] = 1
-    if group.turns.any():  # then only the turns' rewards have advantages
-        turns = to_tensor(group.turns, device)
-        rewards = to_tensor(group.turn_rewards, device)
-        groups, failed = (each.repeat_interleave(turns) for each in (groups, failed))
-    # `group_mean` is exactly 0 in a group without spread.
-    differs = (group_mean(rewards.nan_to_num(), groups) != 0) & ~failed
-    flags[0, groups[differs] - request.first] = 1
-    dist.all_reduce(flags, group=data_parallel_group())
-    has_spread, has_failed = (flags > 0).tolist()
-    return has_spread, has_failed
-
-
-def draw_records(
-    collector: Collector,
-    request: RolloutRequest,
-    group: RolloutGroup,
-    has_spread: Sequence[bool],
-) -> list[dict[str, Any]]:
-    """Return the outcome of each prompt of a request: a record of draws.jsonl without the step.
-
-    A response is solved if its unshaped reward is at least `data.selection.correct_at`. The records
-    have the order of the prompts, and are the same on all ranks.
-    """
-    config, prompts = collector.config, collector.prompts[request.key]
-    correct_at = config.data.selection.correct_at
-    correct_at = config.evaluation.correct_at if correct_at is None else correct_at
-    scored = ~np.isnan(group.rewards)
-    values = (scored, scored & (group.rewards >= correct_at), np.nan_to_num(group.rewards))
-    sums = np.zeros((4, len(request.rows)))
-    np.add.at(
-        sums.T, group.group_index - request.first, np.stack([*values, group.response_lengths], 1)
-    )
-    everyones = to_tensor(sums, collector.device)
-    dist.all_reduce(everyones, group=collector.data_group)
-    records = []
-    for row, spread, figures in zip(request.rows, has_spread, everyones.T.tolist(), strict=True):
-        responses, solved, reward, length = figures
-        records.append(
-            {
-                "prompt": identity(prompts[row]),
-                "row_id": prompts[row].row_id,
-                "responses": round(responses),
-                "solved": round(solved),
-                "reward": reward / responses if responses else None,
-                "length": length / request.per_prompt,
-                "spread": spread,
-            }
-        )
-    return records

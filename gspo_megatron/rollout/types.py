@@ -44,17 +44,6 @@ class Column(NamedTuple):
 
 
 @dataclass
-class Scores:
-    """The rewards of this rank's responses on the device: columns of RolloutGroup."""
-
-    rewards: Tensor  # [num_sequences] float64
-    shaped: Tensor  # [num_sequences] float64
-    turns: Tensor  # [num_sequences] int64
-    turn_rewards: Tensor  # [turns] float64
-    turn_tokens: Tensor  # [turns] int64
-
-
-@dataclass
 class RolloutGroup:
     """The responses to one or several prompts, flat. A sequence is a prompt, then its response.
 
@@ -336,11 +325,6 @@ class RolloutGroup:
             for name, values in arrays.items()
         }
         return RolloutBatch(**tensors)
-
-    def to_scores(self, device: torch.device) -> Scores:
-        """Return the tensors of the rewards that a step needs."""
-        names = [each.name for each in fields(Scores)]
-        return Scores(**{name: to_tensor(getattr(self, name), device) for name in names})
 
     def _columns(self) -> Iterator[tuple[str, Column, Any]]:
         return ((name, kind, getattr(self, name)) for name, kind in COLUMNS.items())

@@ -239,7 +239,7 @@ def _run_kept_step(task: Task, kept: StepInputs) -> StepResult:
                 chunk.start_param_sync(force_sync=True)
     policy.set_padding_token(hf)
     experience = read_experience(kept.folder, kept.rollouts, policy)
-    index = gather_index(experience.batch, experience.scores.shaped, group)
+    index = gather_index(experience.batch, experience.shaped, group)
     mini_batches = min(config.objective.mini_batches, len(index.lengths))
     plans = plan_alike(
         config, index.lengths, index.masked_lengths, task.cut, mini_batches, index.branches

@@ -171,7 +171,7 @@ def trained_from_the_bank(config: Config) -> tuple[list[dict[str, float]], StepR
         numbers = range(group.rank(), PROMPTS, group.size())
         drawn = source.read(draw_of(step), numbers)
         experience = Experience(drawn.group, torch.device("cpu"))
-        index = gather_index(experience.batch, experience.scores.shaped, group)
+        index = gather_index(experience.batch, experience.shaped, group)
         advantages, _ = compute_advantages(objective.advantages, experience, index)
         plans = plan_alike(config, index.lengths, index.masked_lengths, CUT, 2)
         sequences = redistribute(

@@ -73,10 +73,11 @@ def step(config: Config, prompts: list[list[int]]) -> tuple[dict[int, Received],
         for n, (ids, answer) in enumerate(zip(prompts, ANSWERS, strict=True))
     ]
     collector = a_collector(config, engine, reward, drawn)
-    rows, count = iter(range(len(drawn))), config.rollout.prompts_per_step
-    experience = collect(collector, lambda: [next(rows) for _ in range(count)], draw_of(config))
+    count = config.rollout.prompts_per_step
+    rows = iter([*range(start, start + count)] for start in range(0, len(drawn), count))
+    experience = collect(collector, rows, draw_of(config))
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    index = gather_index(experience.batch, experience.scores.shaped, group)
+    index = gather_index(experience.batch, experience.shaped, group)
     _, advantages = compute_advantages(build_advantages(config.objective), experience, index)
     size = parallel_state.get_data_parallel_world_size()
     owners = [n % size for n in range(len(index.lengths))]
@@ -135,7 +136,7 @@ def scored(config: Config, name: str, prompts: list[list[int]]) -> dict[str, Any
     drawn = [Prompt(f"prompt {n}", "", f"f:{n}", {}, tuple(p)) for n, p in enumerate(prompts)]
     collector = a_collector(config, engine, reward, drawn)
     try:
-        experience = collect(collector, lambda: [*range(PROMPTS)], draw_of(config))
+        experience = collect(collector, iter([[*range(PROMPTS)]]), draw_of(config))
         evaluation, responses = collector.evaluate()
     except RewardError as error:
         return {"error": str(error)}

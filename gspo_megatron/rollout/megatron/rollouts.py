@@ -11,13 +11,13 @@ import asyncio
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from gspo_megatron.environments.episode import Episode, EpisodeRunner, TurnRequest
+from gspo_megatron.environments.episode import Episode, EpisodeRunner
 from gspo_megatron.errors import EpisodeError, RewardError, UnplayableError, UserError, error_of
 from gspo_megatron.platform.collectives import all_gather_numbers, all_gather_objects
 from gspo_megatron.platform.groups import model_replica
@@ -30,24 +30,18 @@ from gspo_megatron.rollout.engine import (
     RolloutShare,
     Sampling,
 )
-from gspo_megatron.rollout.episodes import GroupScorer, Played, assemble, players
+from gspo_megatron.rollout.episodes import GroupScorer, assemble, players
 from gspo_megatron.rollout.megatron.barrier import (
     Barrier,
     MegatronTurn,
     Places,
     places_of,
     routes_of,
-    turns_of,
 )
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.types import Prompt, RolloutBatch
 
 T = TypeVar("T")
-
-# A call of the engine, and the numbers of its samples. The call generates one turn of an episode,
-# or all responses to a prompt if each response is a single turn. All calls of a round have the
-# same number of samples.
-_Call = tuple[TurnRequest, Sequence[int]]
 
 # The seeds of two consecutive turns differ by this number, so each turn of a sample has its own
 # random numbers.
@@ -149,21 +143,23 @@ class MegatronRollouts:
         Raises UnplayableError on all ranks if the environment of any rank raises it.
         """
         samples = [range(number * per_prompt, (number + 1) * per_prompt) for number in prompts]
-        barrier, running = Barrier(), {}
+        barrier = Barrier(self.loop)
         # Without an environment, every rank of a replica works out the calls by itself, so the
         # leader sends none.
         if self.is_leader or self.episodes is None:
-            running = self._start(barrier, [*prompts.values()], samples, sampling.max_tokens)
+            limit, no_turn = sampling.max_tokens, self._no_turn
+            for prompt, numbers in zip(prompts.values(), samples, strict=True):
+                barrier.start(
+                    players(prompt, numbers, limit, self.episodes, barrier.generate, no_turn)
+                )
         rounds: list[RolloutBatch] = []
-        while (calls := self._calls(barrier, running)) is not None:
-            requests = _requests(calls, router_noise=router_noise)
+        while (requests := self._next_requests(barrier, router_noise=router_noise)) is not None:
             batch = self.engine.generate(requests, sampling, seed + len(rounds) * _SEED_OF_TURN)
-            if running:
-                barrier.answer(turns_of(batch, len(rounds)))
+            barrier.answer(batch)
             rounds.append(batch)
         if not self.is_leader:
             return Generated(None, [], [], rounds)
-        played = [each for task in running.values() for each in task.result()]
+        played = barrier.played()
         numbers = [number for each in samples for number in each]
         has_episodes = self.episodes is not None
         group = assemble(played, numbers, per_prompt, has_episodes=has_episodes)
@@ -256,52 +252,30 @@ class MegatronRollouts:
         layers = np.array(self.layers, np.int64)
         return replace(group, routes=routes_of(places, rounds), layers=layers)
 
-    def _start(
-        self,
-        barrier: Barrier,
-        prompts: Sequence[Prompt],
-        samples: Sequence[Sequence[int]],
-        max_tokens: int,
-    ) -> dict[int, asyncio.Task[list[Played]]]:
-        """Start the tasks of this rank. Returns the tasks, by the number of their first sample."""
-        running = {}
-        for prompt, numbers in zip(prompts, samples, strict=True):
-            works = players(
-                prompt, numbers, max_tokens, self.episodes, barrier.generate, self._no_turn
-            )
-            for sample, work in works.items():
-                running[sample] = self.loop.create_task(work)
-                running[sample].add_done_callback(lambda _: barrier.news.set())
-        return running
-
     def _no_turn(self, prompt_tokens: int) -> MegatronTurn:
         assert self.episodes is not None
         ids = np.array([self.episodes.tokenizer.eos_id], np.int32)
         return MegatronTurn(ids, np.zeros(1, np.float32), truncated=True, place=None)
 
-    def _calls(
-        self, barrier: Barrier, running: Mapping[int, asyncio.Task[Any]]
-    ) -> list[_Call] | None:
-        """Return this replica's next calls of the engine. Returns None if no rank has calls any
+    def _next_requests(self, barrier: Barrier, *, router_noise: bool) -> Requests | None:
+        """Return this replica's next call of the engine. Returns None if no rank has calls any
         more.
 
         Raises UnplayableError on all ranks, with the problem of the first rank that has one.
         """
-        problem = None
-        if running:
-            try:
-                self.loop.run_until_complete(barrier.until_all_wait(running))
-            except UnplayableError as error:
-                problem = str(error)
-        calls = [(call.asked, call.samples) for call in barrier.waiting.values()]
+        requests, problem = Requests([], []), None
+        try:
+            requests = self.loop.run_until_complete(barrier.requests(router_noise=router_noise))
+        except UnplayableError as error:
+            problem = str(error)
         if self.episodes is not None:
-            calls, problem = self._told((calls, problem))
-        known = torch.tensor([len(calls), problem is not None], device=self.device)
+            requests, problem = self._told((requests, problem))
+        known = torch.tensor([len(requests.prompts), problem is not None], device=self.device)
         dist.all_reduce(known)
         count, problems = known.tolist()
         if problems:
             raise UnplayableError(next(filter(None, all_gather_objects(problem))))
-        return calls if count else None
+        return requests if count else None
 
     def _told(self, value: T) -> T:
         """Return, on all ranks of the replica, the `value` of the leader."""
@@ -310,17 +284,6 @@ class MegatronRollouts:
         told = [value]
         dist.broadcast_object_list(told, src=self.leader, group=self.replica)
         return told[0]
-
-
-def _requests(calls: Sequence[_Call], *, router_noise: bool) -> Requests:
-    count = len(calls[0][1]) if calls else 1
-    return Requests(
-        [asked.token_ids for asked, _ in calls],
-        [samples[0] // count for _, samples in calls],
-        count,
-        [asked.max_tokens for asked, _ in calls],
-        router_noise=router_noise,
-    )
 
 
 def _end(loop: asyncio.AbstractEventLoop) -> None:

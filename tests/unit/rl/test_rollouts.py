@@ -82,13 +82,13 @@ class Engine:
 
 
 class Prompts:
-    """The prompts 0, 1, 2, .... Each call returns the next ones. All responses to a prompt in
-    `flat` get the same reward."""
+    """The prompts 0, 1, 2, .... `next` returns the next ones. All responses to a prompt in `flat`
+    get the same reward."""
 
     def __init__(self, *flat: int) -> None:
         self.flat, self.drawn = flat, 0
 
-    def __call__(self) -> list[int]:
+    def __next__(self) -> list[int]:
         self.drawn += PROMPTS
         return [*range(self.drawn - PROMPTS, self.drawn)]
 
@@ -141,7 +141,7 @@ def evaluated(found: Collector) -> tuple[dict[str, float], list[dict[str, Any]]]
 
 def token_advantages(experience: Experience, **sections: dict[str, Any]) -> torch.Tensor | None:
     section, group = config_of(**sections).objective, dist.group.WORLD
-    index = gather_index(experience.batch, experience.scores.shaped, group)
+    index = gather_index(experience.batch, experience.shaped, group)
     return compute_advantages(build_advantages(section), experience, index)[1]
 
 
@@ -200,8 +200,8 @@ def test_a_plain_step_takes_every_response() -> None:
     experience = collected(draw := Prompts(1), watch)
     assert draw.drawn == PROMPTS
     assert experience.batch.sample_index.tolist() == [0, 1, 2, 3, 4, 5]
-    assert experience.scores.shaped.tolist() == [0.125, 0.25, 1, 1, 0.125, 0.25]
-    assert experience.scores.shaped.dtype == torch.float64
+    assert experience.shaped.tolist() == [0.125, 0.25, 1, 1, 0.125, 0.25]
+    assert experience.shaped.dtype == torch.float64
     assert token_advantages(experience) is None
     assert experience.num_tokens == 1 + 2 + 3 + 4 + 1 + 2
     assert 0 < experience.reward_seconds <= experience.rollout_seconds
@@ -238,7 +238,7 @@ def test_groups_without_spread_make_room_for_further_prompts() -> None:
     assert batch.group_index.tolist() == [1, 1, 3, 3, 5, 5]
     assert batch.sample_index.tolist() == [2, 3, 6, 7, 10, 11]
     assert batch.response_lengths.tolist() == [3, 4] * 3
-    assert experience.scores.shaped.tolist() == [3 / 8, 4 / 8] * 3
+    assert experience.shaped.tolist() == [3 / 8, 4 / 8] * 3
     tokens = batch.tokens.split((batch.prompt_lengths + batch.response_lengths).tolist())
     assert tokens[0].tolist() == [5, 67, 67, EOS]
     assert tokens[-1].tolist() == [5, 5, 76, 76, 76, 76]
@@ -284,7 +284,7 @@ def test_shaped_rewards_are_trained_on_and_the_others_logged() -> None:
     experience = collected(Prompts(1), **sections)
     # The rewards 1/8, 2/8, 1, 1, 1/8, 2/8 are doubled and limited to 0.5. A response of 3 tokens
     # then loses 0.5, and one of 4 tokens loses 1.
-    assert experience.scores.shaped.tolist() == [0.25, 0.5, 0, -0.5, 0.25, 0.5]
+    assert experience.shaped.tolist() == [0.25, 0.5, 0, -0.5, 0.25, 0.5]
     assert experience.metrics["reward/mean"] == pytest.approx(2.75 / 6)
     assert experience.metrics["reward/shaped_mean"] == pytest.approx(1 / 6)
     assert experience.metrics["reward/zero_spread_groups"] == 0
@@ -323,7 +323,7 @@ def test_the_sum_of_its_turns_is_a_responses_reward(scale: float) -> None:
     )
     experience = drawn_by(found, Prompts())
     plain = [0, 1.5, 3.5, 5.5, 2, 3.5]
-    assert experience.scores.shaped.tolist() == [scale * r for r in plain]
+    assert experience.shaped.tolist() == [scale * r for r in plain]
     assert experience.metrics["reward/mean"] == pytest.approx(sum(plain) / 6)
     assert [each["reward"] for each in experience.samples] == plain
     expected = []
@@ -439,8 +439,8 @@ def test_parts_are_logged_and_their_weighted_sum_is_trained_on() -> None:
     experience = collected(Prompts(), in_parts, **sections)
     short, late = [0.75, 0.5, 0.25, 0, 0.75, 0.5], [0, 0, 1, 1, 2, 2]
     rewards = [a + b / 2 for a, b in zip(short, late, strict=True)]
-    assert experience.scores.rewards.tolist() == rewards
-    assert experience.scores.shaped.tolist() == [2 * r for r in rewards]
+    assert experience.group.rewards.tolist() == rewards
+    assert experience.shaped.tolist() == [2 * r for r in rewards]
     assert experience.metrics["reward/mean"] == pytest.approx(sum(rewards) / 6)
     assert experience.metrics["reward/short"] == pytest.approx(sum(short) / 6)
     assert experience.metrics["reward/late"] == 1
@@ -481,7 +481,7 @@ def test_the_group_of_a_failed_call_is_left_out_and_counted() -> None:
     """The reward fails for the second response of group 0, which has two tokens."""
     experience = collected(Prompts(), failing_for(0, since=1), reward=DROPPING)
     assert experience.batch.group_index.tolist() == [1, 1, 2, 2]
-    assert experience.scores.shaped.tolist() == [3 / 8, 4 / 8, 1 / 8, 2 / 8]
+    assert experience.shaped.tolist() == [3 / 8, 4 / 8, 1 / 8, 2 / 8]
     rewards = [1 / 8, 3 / 8, 4 / 8, 1 / 8, 2 / 8]  # the rewards of calls that did not fail
     assert experience.metrics["reward/mean"] == pytest.approx(sum(rewards) / 5)
     assert experience.metrics["reward/std"] == pytest.approx(statistics.pstdev(rewards))

@@ -18,16 +18,16 @@ from gspo_megatron.environments.episode import (
     TurnRequest,
 )
 from gspo_megatron.rollout.engine import Requests, Sampling
-from gspo_megatron.rollout.megatron.barrier import Barrier, MegatronTurn, turns_of
+from gspo_megatron.rollout.megatron.barrier import Barrier
 from gspo_megatron.rollout.megatron.rollouts import MegatronRollouts
 from gspo_megatron.types import Prompt, RolloutBatch
 from tests.unit.environments.characters import character_tokenizer
 
 
-def turns(number: int, *ids: list[int]) -> list[MegatronTurn]:
+def turns(*ids: list[int]) -> RolloutBatch:
     """The turns of one call of the engine. Each prompt has one token."""
     count = torch.arange(len(ids))
-    batch = RolloutBatch(
+    return RolloutBatch(
         tokens=torch.tensor([n for turn in ids for n in (9, *turn)]),
         prompt_lengths=torch.ones(len(ids), dtype=torch.long),
         response_lengths=torch.tensor([len(turn) for turn in ids]),
@@ -36,7 +36,6 @@ def turns(number: int, *ids: list[int]) -> list[MegatronTurn]:
         sample_index=count,
         group_index=count,
     )
-    return turns_of(batch, number)
 
 
 def test_an_episode_that_gives_up_a_turn_is_waited_for() -> None:
@@ -54,37 +53,38 @@ def test_an_episode_that_gives_up_a_turn_is_waited_for() -> None:
         await asyncio.sleep(0.05)
         return await barrier.generate(TurnRequest((3,), 0, 4), [0])
 
-    async def run() -> list[list[MegatronTurn]]:
-        barrier = Barrier()
-        plays = enumerate((impatient, plain))
-        running: Any = {n: asyncio.create_task(play(barrier)) for n, play in plays}
-        await barrier.until_all_wait(running)
-        asked = {number: call.asked.token_ids for number, call in barrier.waiting.items()}
-        assert asked == {0: (3,), 1: (1,)}
-        barrier.answer(turns(0, [5, 6], [7]))
-        await barrier.until_all_wait(running)
-        assert [*barrier.waiting] == [1]
-        barrier.answer(turns(1, [8]))
-        return await asyncio.gather(*running.values())
+    async def run() -> Any:
+        barrier = Barrier(asyncio.get_running_loop())
+        barrier.start({n: play(barrier) for n, play in enumerate((impatient, plain))})
+        requests = await barrier.requests()
+        assert (requests.prompts, requests.group_index) == ([(3,), (1,)], [0, 1])
+        barrier.answer(turns([5, 6], [7]))
+        assert (await barrier.requests()).group_index == [1]
+        barrier.answer(turns([8]))
+        assert not (await barrier.requests()).prompts
+        return barrier.played()
 
-    first, second = asyncio.run(run())
-    assert [(turn.token_ids.tolist(), turn.place) for turn in first] == [([5, 6], (0, 0))]
-    found = [(turn.token_ids.tolist(), turn.logprobs.tolist(), turn.place) for turn in second]
-    assert found == [([7], [2.0], (0, 1)), ([8], [0.0], (1, 0))]
+    found = [
+        (turn.token_ids.tolist(), turn.logprobs.tolist(), turn.place) for turn in asyncio.run(run())
+    ]
+    assert found == [([5, 6], [0.0, 1.0], (0, 0)), ([7], [2.0], (0, 1)), ([8], [0.0], (1, 0))]
 
 
 def test_all_responses_to_a_prompt_wait_together() -> None:
     async def run() -> Any:
-        barrier = Barrier()
+        barrier = Barrier(asyncio.get_running_loop())
         ask = TurnRequest((1,), 0, 4)
-        calls = {n: asyncio.create_task(barrier.generate(ask, [n, n + 1])) for n in (2, 0)}
-        await barrier.until_all_wait(calls)
-        barrier.answer(turns(0, [3], [4], [5], [6]))
-        return await asyncio.gather(*calls.values())
+        barrier.start({n: barrier.generate(ask, [n, n + 1]) for n in (2, 0)})
+        requests = await barrier.requests()
+        assert (requests.group_index, requests.responses_per_prompt) == ([0, 1], 2)
+        barrier.answer(turns([3], [4], [5], [6]))
+        assert not (await barrier.requests()).prompts
+        return barrier.played()
 
-    later, first = asyncio.run(run())
-    assert [turn.token_ids.tolist() for turn in (*first, *later)] == [[3], [4], [5], [6]]
-    assert first[0].token_ids.dtype == np.int32
+    found = asyncio.run(run())
+    # in the order in which the prompts were started
+    assert [turn.token_ids.tolist() for turn in found] == [[5], [6], [3], [4]]
+    assert found[0].token_ids.dtype == np.int32
 
 
 class Twice:
