@@ -83,7 +83,8 @@ class Checkpoints:
         self.config, self.section, self.policy = config, config.checkpoint, policy
         self.logger, self.start, self.stop = logger, start, stop
         self.folder = run_folder(config) / CHECKPOINTS
-        self._newest = start.state.position if start.state else None  # of the last published save
+        # the position of the last published checkpoint
+        self._newest = Position.of_name(start.checkpoint.name) if start.checkpoint else None
         self._begun: Position | None = None  # of an asynchronous save that is not published yet
         self.warned = list(start.state.warned) if start.state else []
         # Ranks may differ in the last digit of a metric, so the main rank decides whether the run
@@ -330,16 +331,18 @@ class Checkpoints:
         step: int,
         trainer: Trainer,
         loader: DataOrder,
+        before: dict[str, Any],
         description: dict[str, Any],
         write_rollouts: Callable[[Path], None],
     ) -> None:
         """If a stop signal has come, save the run with the responses of `step`, before its update,
         and raise StopRun on all ranks. `write_rollouts` writes this rank's responses into a folder;
-        `description` describes them and is stored as JSON."""
+        `description` describes them and is stored as JSON; `before` has the values of
+        `RunState.before_rollouts`."""
         if not self.section.interval or not any_rank([self.stop.is_requested])[0]:
             return
         state = self._state(RL, step - 1, trainer, loader)
-        state.rollouts = description
+        state.rollouts, state.before_rollouts = description, before
         self._save(state, trainer, write_rollouts, must=True)
         raise StopRun(self._stopped(state.position))
 

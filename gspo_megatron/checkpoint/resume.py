@@ -139,6 +139,8 @@ def conclude(
     # In the middle of a step, and before its evaluation, the phase of this step goes on.
     is_between = state.rollouts is None and state.unevaluated is None
     begins_phase = bool(changed) or (is_border(config, step) and is_between)
+    if changed:  # saved responses depend on the old values, so the step begins again
+        state = state.without_rollouts()
     return Start(chosen, state, done, [*notes, *lines], begins_phase, changed)
 
 

@@ -150,6 +150,21 @@ def test_a_run_that_is_killed_while_it_replaces_its_only_checkpoint_resumes(
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
+def test_a_change_begins_the_step_of_saved_responses_again(config: Config) -> None:
+    """Saved responses depend on the old values. Their prompts and scores are not skipped."""
+    before = {"loader": {"position": 4}, "reward_moments": {"count": 8.0}}
+    after = {"loader": {"position": 8}, "reward_moments": {"count": 16.0}}
+    path = add(config, Position("rl", 2, True), before_rollouts=before, **after)
+    state = preview(config, fresh=False).state
+    assert state is not None and state.rollouts is not None and state.loader == after["loader"]
+    other = changed(config, "optimizer.learning_rate=0.5")
+    start = preview(other, fresh=False, change=True)
+    assert start.checkpoint == path and start.begins_phase and start.next_step == 3
+    assert start.state is not None and start.state.rollouts is None
+    found = {"loader": start.state.loader, "reward_moments": start.state.reward_moments}
+    assert found == before
+
+
 def test_many_damaged_files_do_not_fill_the_screen(config: Config) -> None:
     whole = add(config, Position("rl", 1))
     damaged = add(config, Position("rl", 2))
