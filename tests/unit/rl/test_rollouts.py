@@ -501,13 +501,10 @@ def test_dynamic_sampling_replaces_groups_of_failed_calls() -> None:
     assert experience.metrics["rollout/groups_dropped"] == 3
 
 
-@pytest.mark.parametrize(("failed", "groups"), [([0], [1, 2, 3]), ([0, 1, 2], [3, 4, 5])])
-def test_without_any_spread_the_first_groups_that_have_not_failed_are_used(
-    failed: list[int], groups: list[int]
-) -> None:
+def test_without_any_spread_the_first_groups_that_have_not_failed_are_used() -> None:
     draw = Prompts(*range(1, 100))
-    experience = collected(draw, failing_for(*failed), rollout=DYNAMIC, reward=DROPPING)
-    assert experience.batch.group_index.tolist() == [n for n in groups for _ in range(GROUP)]
+    experience = collected(draw, failing_for(0, 1, 2), rollout=DYNAMIC, reward=DROPPING)
+    assert experience.batch.group_index.tolist() == [3, 3, 4, 4, 5, 5]
 
 
 @pytest.mark.parametrize("rollout", [{}, DYNAMIC])
