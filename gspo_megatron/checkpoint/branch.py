@@ -19,6 +19,7 @@ from gspo_megatron.checkpoint.folder import (
     REFERENCE,
     Publication,
     positions,
+    put_back,
     remove_leftovers,
     set_latest,
 )
@@ -71,7 +72,9 @@ def begin_branch(run: Path, step: int, overrides: Sequence[str]) -> Path:
         with RunLock() as lock:
             lock.hold(folder)
             try:
-                _make(branch, source, folder)
+                put_back(folder / CHECKPOINTS)
+                if not positions(folder / CHECKPOINTS):
+                    _make(branch, source, folder)
             except OSError as error:
                 wrong = f"the branch cannot be made: {error.strerror or error}"
                 raise UserError(f"{folder}: {wrong}; then repeat the command") from error

@@ -2,7 +2,8 @@
 removed.
 
 A checkpoint is written to `.partial-NAME-TOKEN` and renamed when all its bytes are on the disk.
-Killed processes leave folders whose names begin with `.partial-`.
+Killed processes leave folders whose names begin with `.partial-`. A checkpoint that another one
+replaces is called `.replaced-NAME` until the other one has its name.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def reference_name(step: int) -> str:
 PHASES = ("pretrain", "sft", "reward_model", "rl")
 
 _PARTIAL = ".partial-"
+_REPLACED = ".replaced-"
 _NAME = re.compile(rf"({'|'.join(PHASES)})_(\d{{8,}})(_rollouts)?")
 
 
@@ -105,13 +107,16 @@ class Publication:
         write_file(self.folder / MANIFEST, dump_manifest(files))
         sync_folders(self.folder)
         path = self.parent / self.name
-        # A checkpoint that already has this name is damaged, because the run was resumed from an
-        # older checkpoint.
-        before = hide(path) if path.exists() else None
+        # A checkpoint that already has this name may be damaged, because the run was resumed from
+        # an older checkpoint. It may also be whole, and the only one, if the evaluation of its step
+        # is repeated. So a killed run must find it again: see `put_back`.
+        before = self.parent / f"{_REPLACED}{self.name}"
+        if path.exists():
+            path.rename(before)
         self.folder.rename(path)
         sync(self.parent)
-        if before is not None:
-            shutil.rmtree(before, ignore_errors=True)
+        if before.exists():
+            shutil.rmtree(hide(before), ignore_errors=True)
         return path
 
     def abandon(self) -> None:
@@ -146,8 +151,20 @@ def finish_rollback(checkpoints: Path) -> None:
     record.write(checkpoints)
 
 
+def put_back(checkpoints: Path) -> None:
+    """Finish what a run did that was killed while it replaced a checkpoint. If the new checkpoint
+    does not have its name yet, the replaced one gets it back. Raises OSError."""
+    for before in sorted(checkpoints.glob(f"{_REPLACED}*")):
+        path = before.with_name(before.name.removeprefix(_REPLACED))
+        if path.exists():
+            hide(before)
+        else:
+            before.rename(path)
+
+
 def remove_leftovers(checkpoints: Path) -> list[str]:
     """Remove the files and folders that killed processes have left. Returns their names."""
+    put_back(checkpoints)
     left = sorted(checkpoints.glob(f"{_PARTIAL}*"))
     for path in left:
         if path.is_dir():

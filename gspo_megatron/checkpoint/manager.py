@@ -83,7 +83,9 @@ class Checkpoints:
         self.config, self.section, self.policy = config, config.checkpoint, policy
         self.logger, self.start, self.stop = logger, start, stop
         self.folder = run_folder(config) / CHECKPOINTS
-        self._newest = start.state.position if start.state else None
+        # the position of the last published checkpoint
+        self._newest = Position.of_name(start.checkpoint.name) if start.checkpoint else None
+        self._begun: Position | None = None  # of an asynchronous save that is not published yet
         self.warned = list(start.state.warned) if start.state else []
         # Ranks may differ in the last digit of a metric, so the main rank decides whether the run
         # has collapsed.
@@ -105,8 +107,7 @@ class Checkpoints:
         needed again."""
         if not self.section.interval:
             return step
-        is_written = self._newest is not None and not self.writer.is_busy
-        return self._newest.step if is_written else 0
+        return 0 if self._newest is None else self._newest.step
 
     # What a run restores
 
@@ -173,7 +174,7 @@ class Checkpoints:
         if is_read and needed:
             load_reference(self.config, self.policy, name)
         elif not is_read and kept and self.section.interval:
-            self._raise(self.writer.finish())
+            self._raise(self._finish())
             self._raise(self.writer.begin(name, None, self._write_model, asynchronous=False))
         yield
         if is_read and needed:
@@ -229,7 +230,7 @@ class Checkpoints:
         Afterwards `back` is that checkpoint. The run continues from it as a resumed run does, but
         with the prompts that come next after `step`. Returns the number of finished steps at that
         checkpoint. If there is no such checkpoint, changes nothing and returns None."""
-        self._raise(self.writer.finish())
+        self._raise(self._finish())
         found = on_main(lambda: positions(self.folder))
         found = [self.folder / each.name for each in found if _is_healthy(each, alarm.healthy)]
         self.back, _ = first_whole(found, damage_of)
@@ -293,7 +294,7 @@ class Checkpoints:
         self.stop.boundary()
         stop, busy = any_rank([self.stop.is_requested, self.writer.is_busy])
         if not busy:
-            self._warn(self.writer.finish())
+            self._warn(self._finish())
         ends = stop or is_last or is_border
         if not (ends or step % interval == 0):
             return
@@ -330,16 +331,18 @@ class Checkpoints:
         step: int,
         trainer: Trainer,
         loader: DataOrder,
+        before: dict[str, Any],
         description: dict[str, Any],
         write_rollouts: Callable[[Path], None],
     ) -> None:
         """If a stop signal has come, save the run with the responses of `step`, before its update,
         and raise StopRun on all ranks. `write_rollouts` writes this rank's responses into a folder;
-        `description` describes them and is stored as JSON."""
+        `description` describes them and is stored as JSON; `before` has the values of
+        `RunState.before_rollouts`."""
         if not self.section.interval or not any_rank([self.stop.is_requested])[0]:
             return
         state = self._state(RL, step - 1, trainer, loader)
-        state.rollouts = description
+        state.rollouts, state.before_rollouts = description, before
         self._save(state, trainer, write_rollouts, must=True)
         raise StopRun(self._stopped(state.position))
 
@@ -360,11 +363,11 @@ class Checkpoints:
             raise error
         if not self.section.interval:
             raise type(error)(f"{error}\nnothing is saved: checkpoint.interval = 0") from error
-        problem = self.writer.finish()
+        self._finish()
         state = self._state(RL, step, trainer, loader)
         if unevaluated is not None:
             state.unevaluated = {name: float(value) for name, value in unevaluated.items()}
-        if problem is not None or unevaluated is not None or state.position != self._newest:
+        if unevaluated is not None or state.position != self._newest:
             try:
                 self._save(state, trainer, None, must=True)
             except UserError as failed:
@@ -387,7 +390,7 @@ class Checkpoints:
     def close(self) -> None:
         """Wait for checkpoints that are still being written or removed."""
         if self.section.interval:
-            self._warn(self.writer.finish())
+            self._warn(self._finish())
             self.writer.wait_for_removal()
 
     def _save(
@@ -398,7 +401,7 @@ class Checkpoints:
         *,
         must: bool,
     ) -> None:
-        self._warn(self.writer.finish())  # the previous save may have outlasted the interval
+        self._warn(self._finish())  # the previous save may have outlasted the interval
         self.logger.sync()
 
         def write_small(folder: Path) -> None:
@@ -418,8 +421,19 @@ class Checkpoints:
         problem = self.writer.begin(
             state.position.name, trainer, write_small, published, asynchronous=asynchronous
         )
-        self._newest = state.position if problem is None else None
+        if problem is None and asynchronous:
+            self._begun = state.position
+        elif problem is None:
+            self._newest = state.position
         (self._raise if must else self._warn)(problem)
+
+    def _finish(self) -> str | None:
+        """Wait for the asynchronous save, if there is one, and publish it. Returns what went wrong,
+        or None, the same on all ranks."""
+        problem, begun, self._begun = self.writer.finish(), self._begun, None
+        if problem is None and begun is not None:
+            self._newest = begun
+        return problem
 
     def _state(self, phase: str, step: int, trainer: Trainer, loader: DataOrder) -> RunState:
         return RunState(

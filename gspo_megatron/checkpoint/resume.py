@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.checkpoint.folder import CHECKPOINTS, checkpoints_at, positions
+from gspo_megatron.checkpoint.folder import CHECKPOINTS, checkpoints_at, positions, put_back
 from gspo_megatron.checkpoint.lineage import read_branch
 from gspo_megatron.checkpoint.manifest import MANIFEST, damage_notes, find_damage, first_whole
 from gspo_megatron.checkpoint.run_lock import LOCK_FILE, RunLock
@@ -84,6 +84,7 @@ def candidates(config: AnyConfig, *, fresh: bool, lock: RunLock | None = None) -
     folder = run_folder(config)
     if lock is not None:
         lock.hold(folder)
+        put_back(folder / CHECKPOINTS)
     if not fresh:
         return [folder / CHECKPOINTS / each.name for each in positions(folder / CHECKPOINTS)]
     entries = folder.iterdir() if folder.is_dir() else [folder] if folder.exists() else []
@@ -138,6 +139,8 @@ def conclude(
     # In the middle of a step, and before its evaluation, the phase of this step goes on.
     is_between = state.rollouts is None and state.unevaluated is None
     begins_phase = bool(changed) or (is_border(config, step) and is_between)
+    if changed:  # saved responses depend on the old values, so the step begins again
+        state = state.without_rollouts()
     return Start(chosen, state, done, [*notes, *lines], begins_phase, changed)
 
 

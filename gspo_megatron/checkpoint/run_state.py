@@ -47,6 +47,8 @@ class RunState:
     warned: list[str] = field(default_factory=list)  # the warnings given so far
     # Describes the next step's responses, if the run was saved with them; see rl.step_inputs
     rollouts: dict[str, Any] | None = None
+    # If there are `rollouts`: the fields `loader` and `reward_moments` as they were before them
+    before_rollouts: dict[str, Any] = field(default_factory=dict)
     # Metrics of the step that are not logged yet, because something failed after the update.
     unevaluated: dict[str, float] | None = None
     watch: dict[str, Any] = field(default_factory=dict)  # CollapseWatch.state
@@ -57,6 +59,10 @@ class RunState:
     @property
     def position(self) -> Position:
         return Position(self.phase, self.step, self.rollouts is not None)
+
+    def without_rollouts(self) -> RunState:
+        """Return the state as it was before the responses of the next step were generated."""
+        return dataclasses.replace(self, rollouts=None, before_rollouts={}, **self.before_rollouts)
 
     def dump(self) -> bytes:
         """Return the contents of run.json."""

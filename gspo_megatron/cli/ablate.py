@@ -261,10 +261,10 @@ def submit(
     """Submit the runs as a job array, with the user's `options`, and the report as a job that
     starts after the array.
 
-    Writes one file for each run into a new folder, with the arguments of `train`, one argument on
-    each line. One more file has the arguments of `ablate` for the report. Returns the numbers of
-    both jobs, and the folder. Raises UserError if sbatch is missing or refuses the job, or if the
-    runs need different numbers of tasks.
+    Writes one file for each run into a new folder, with the arguments of `train`, and a NUL after
+    each argument, because an argument may have several lines. One more file has the arguments of
+    `ablate` for the report. Returns the numbers of both jobs, and the folder. Raises UserError if
+    sbatch is missing or refuses the job, or if the runs need different numbers of tasks.
     """
     try:
         words = shlex.split(options)
@@ -288,8 +288,8 @@ def submit(
     folders = (out / _SLURM_FOLDER / str(number) for number in itertools.count(1))
     folder = next(path for path in folders if not path.exists())
     folder.mkdir(parents=True)
-    for name, lines in [*((str(i), run) for i, run in enumerate(runs)), ("report", report)]:
-        (folder / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    for name, words_of in [*((str(i), run) for i, run in enumerate(runs)), ("report", report)]:
+        (folder / name).write_text("".join(f"{word}\0" for word in words_of), encoding="utf-8")
     array_options = [f"--output={folder}/%a.log", "--array", f"0-{len(runs) - 1}", *tasks, *words]
     array = _sbatch([*array_options, str(script), str(folder)])
     # The report is one process without a GPU. So its job gets only the options about accounting.

@@ -78,7 +78,7 @@ def build_advantages(section: ObjectiveSection) -> AdvantageEstimator:
             "group_mean": group_mean,
             "leave_one_out": leave_one_out,
             "max_rl": max_rl,
-            # rewards/shaping.py has already normalised the parts of the reward and summed them
+            # rewards/scoring.py has already normalised the parts of the reward and summed them
             "gdpo": lambda rewards, group_index: rewards.float(),
         }[resolve_objective(section).advantage],
     )

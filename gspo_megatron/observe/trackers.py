@@ -216,9 +216,15 @@ def open_trackers(
             f"logging.trackers = {', '.join(unknown)}: unknown; choose from {', '.join(_TRACKERS)}"
         )
     sent = _sent_before(names, run_dir) if names else {}
-    opened = {name: _open(name, run_dir, config or {}) for name in names}
-    trackers = {name: tracker for name, tracker in opened.items() if tracker is not None}
-    found = TrackerSet(trackers, run_dir, sent)
+    opened: dict[str, Tracker] = {}
+    try:
+        for name in dict.fromkeys(names):
+            if (tracker := _open(name, run_dir, config or {})) is not None:
+                opened[name] = tracker
+    except UserError:
+        TrackerSet(opened).close()
+        raise
+    found = TrackerSet(opened, run_dir, sent)
     found.note()  # so that SENT_FILE also names a tracker that fails before its first record
     return found
 

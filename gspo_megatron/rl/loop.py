@@ -107,9 +107,7 @@ class ReinforcementLoop:
         # The responses of the next step, if the run was stopped between its rollout and its update.
         self.restored: Experience | None = None
         saved = start.state.rollouts if start.state else None
-        # After `train --change`, saved responses are not used, because they depend on the old
-        # values of the changed keys.
-        if start.checkpoint is not None and saved is not None and not start.begins_phase:
+        if start.checkpoint is not None and saved is not None:
             self.restored = read_experience(start.checkpoint, saved, run.policy)
         self.loader = order_of_prompts(run, step + 1 + (self.restored is not None))
         self.done = run.checkpoints.restore(RL, self.trainer, self.loader, updates)
@@ -261,19 +259,20 @@ class ReinforcementLoop:
         restored, self.restored = self.restored, None
         if restored is None:
             run, rows = self.run_components, self._rows(step)
-            before, moments = self.loader.state_dict(), {**run.checkpoints.reward_moments}
+            loader, moments = self.loader.state_dict(), {**run.checkpoints.reward_moments}
             try:
                 self._begin_requests(step, first=step)
                 experience = collect(self.collector, rows, self._request(step))
                 self._tell_selection(experience)
             except _ENDS_BETWEEN_STEPS as error:
-                self.loader.load_state_dict(before)  # the resumed run uses the same prompts again
+                self.loader.load_state_dict(loader)  # the resumed run uses the same prompts again
                 run.checkpoints.reward_moments = moments
                 run.checkpoints.after_failure(step - 1, self.trainer, self.loader, error)
             run.checkpoints.after_rollouts(
                 step,
                 self.trainer,
                 self.loader,
+                {"loader": loader, "reward_moments": moments},
                 experience.describe(),
                 lambda folder: write_rollouts(experience, folder),
             )

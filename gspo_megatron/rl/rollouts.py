@@ -293,8 +293,9 @@ class Collector:
 class DynamicSampling:
     """Chooses, among the groups sampled so far, the groups that a step trains on.
 
-    A group whose rewards are all equal (no spread) has no gradient, so more prompts replace it. All
-    ranks know which groups have a spread, so the choice is the same on every layout."""
+    If the rewards of a group are all equal (no spread), all its advantages are 0, so more prompts
+    replace the group. A teacher or a KL penalty does not change this choice. All ranks know which
+    groups have a spread, so the choice is the same on every layout."""
 
     wanted: int  # number of groups for the step
     max_refills: int  # largest number of additional requests
@@ -331,25 +332,29 @@ class DynamicSampling:
     def candidates(self, first: int) -> list[int]:
         """Return the groups from number `first` on that may still be chosen.
 
-        Other groups need not be kept. All groups of the first request stay candidates: see
-        `groups`.
+        Other groups need not be kept.
         """
-        return [n for n in range(first, self.num_groups) if first == 0 or self.has_spread[n]]
+        first_scored = self._first_scored()
+        return [n for n in range(first, self.num_groups) if self.has_spread[n] or n in first_scored]
 
     def groups(self) -> list[int]:
         """Return the numbers of the chosen groups: the first `wanted` groups with a spread.
 
-        There may be fewer. If no group has a spread, returns the groups of the first request that
-        have not failed, because a step needs some sequences.
+        There may be fewer. If no group has a spread, returns the first `wanted` groups that have
+        not failed, because a step needs some sequences.
         """
         chosen = [number for number, has in enumerate(self.has_spread) if has]
         if self.enabled and chosen:
             return chosen[: self.wanted]
-        return [number for number in range(self.wanted) if not self.has_failed[number]]
+        return self._first_scored()
+
+    def _first_scored(self) -> list[int]:
+        scored = [number for number, failed in enumerate(self.has_failed) if not failed]
+        return scored[: self.wanted]
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics. `rollout/no_spread` is 1 if no group had a spread: the step learns
-        nothing."""
+        nothing from rewards."""
         if not self.enabled:
             return {}
         return {

@@ -95,6 +95,20 @@ def test_phases_are_stops_with_changes(campaign: Path, toy: Path, tmp_path: Path
     assert max(lengths[1], lengths[2]) <= 6 < max(lengths[3], lengths[4], lengths[5])
 
 
+def test_a_change_after_a_stop_in_a_rollout_skips_no_prompts(toy: Path, tmp_path: Path) -> None:
+    """The stopped run has saved responses of step 3. They depend on the old values. So the step
+    begins again, with the same prompts as in a run that was stopped after step 2."""
+    stopped, whole = (a_run(toy, tmp_path / name, [], steps=4) for name in ("stopped", "whole"))
+    (stopped.parent / "signal_at").write_text("60")
+    train(stopped, expect=75)
+    assert "rl_00000002_rollouts" in checkpoint_names(stopped.parent / "run")
+    train(whole, "training.steps=2")
+    for config in (stopped, whole):
+        edit(config, rollout={"max_response_tokens": 9})
+        train(config, "--change")
+    assert_same_run(stopped.parent / "run", whole.parent / "run", "rl_00000004")
+
+
 def copied(campaign: Path, folder: Path) -> Path:
     """A copy of the campaign's configuration, for a run in another folder."""
     copy = shutil.copytree(campaign, folder / "copy")

@@ -431,10 +431,11 @@ def test_tasks_are_counted_where_slurm_does_not_say(job: Job) -> None:
 
 
 def test_a_run_of_an_array_has_its_arguments_in_a_file(job: Job) -> None:
-    (job.folder / "4").write_text("c.yaml\na=1\n")
-    (job.folder / "report").write_text("c.yaml\n--report-only\n")
+    (job.folder / "4").write_text("c.yaml\0a=1\0")
+    (job.folder / "report").write_text("c.yaml\0b='two\nlines'\0--report-only\0")
     job.environ["SLURM_ARRAY_TASK_ID"] = "4"
     job.run(str(job.folder), script="ablation")
     assert job.calls("python") == [CHECK, TRAIN, TRAIN]
     job.run(str(job.folder), "report", script="ablation")
-    assert job.calls("python")[-1] == "python -m gspo_megatron ablate c.yaml --report-only"
+    report = "python -m gspo_megatron ablate c.yaml b='two\nlines' --report-only\n"
+    assert (job.folder / "calls").read_text().endswith(report)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,6 +17,7 @@ from gspo_megatron.checkpoint import writer as checkpoint_writer
 from gspo_megatron.checkpoint.folder import Position
 from gspo_megatron.checkpoint.manager import Checkpoints
 from gspo_megatron.checkpoint.resume import Start
+from gspo_megatron.checkpoint.run_state import RunState
 from gspo_megatron.checkpoint.writer import CheckpointWriter
 from gspo_megatron.errors import (
     DataError,
@@ -43,7 +45,7 @@ def manager(folder: Path, notes: list[str], **section: Any) -> Checkpoints:
         logging={"dir": str(folder / "run")},
         data={"tokenizer": __file__},
     )
-    logger = SimpleNamespace(is_main=True, note=notes.append)
+    logger = SimpleNamespace(is_main=True, note=notes.append, sync=lambda: None)
     return Checkpoints(
         config,
         cast(Policy, tiny_policy()),
@@ -115,6 +117,42 @@ def test_a_run_that_an_error_ends_says_what_has_to_work_again(
         checkpoints.after_failure(3, nothing, nothing, error)
     assert str(raised.value).startswith("wrong\n") and str(raised.value).endswith(advice)
     assert "with 3 finished steps" in str(raised.value)
+
+
+def test_an_asynchronous_save_counts_only_when_it_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it counted earlier, stored responses of steps that a killed run repeats would be deleted.
+    A failed save does not count, so the run is saved again before an error ends it."""
+    notes: list[str] = []
+    checkpoints, nothing = manager(tmp_path, notes, asynchronous=True), cast(Any, None)
+
+    def state(phase: str, step: int, *_: Any) -> RunState:
+        return RunState(phase, step, {}, {}, {}, "tp=1", 1, {})
+
+    monkeypatch.setattr(checkpoints, "_state", state)
+    end_of_step = partial(checkpoints.end_of_step, RL, trainer=nothing, loader=nothing, metrics={})
+    saved = checkpoints.folder / "rl_00000002"
+    end_of_step(2, is_last=False)
+    while checkpoints.writer.is_busy:
+        time.sleep(0.01)
+    assert not saved.exists() and checkpoints.saved_step(2) == 0
+    end_of_step(3, is_last=False)
+    assert saved.exists() and checkpoints.saved_step(3) == 2
+
+    def fails(_: Path) -> list[str]:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_writer, "_all_written", fails)
+        end_of_step(4, is_last=False)
+        while checkpoints.writer.is_busy:
+            time.sleep(0.01)
+    end_of_step(5, is_last=False)
+    assert "No space left on device" in notes[-1] and checkpoints.saved_step(5) == 2
+    with pytest.raises(RewardError, match="rl_00000004: the run is saved, with 4 finished steps"):
+        checkpoints.after_failure(4, nothing, nothing, RewardError("wrong"))
+    assert (checkpoints.folder / "rl_00000004").exists()
 
 
 def test_damaged_checkpoints_after_the_newest_do_not_count(tmp_path: Path) -> None:

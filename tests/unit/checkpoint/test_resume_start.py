@@ -12,15 +12,23 @@ from typing import Any
 import pytest
 
 from gspo_megatron.checkpoint.branch import begin_branch
-from gspo_megatron.checkpoint.folder import CHECKPOINTS, REFERENCE, Position, Publication
-from gspo_megatron.checkpoint.manifest import files_below, record_of
+from gspo_megatron.checkpoint.folder import (
+    CHECKPOINTS,
+    REFERENCE,
+    Position,
+    Publication,
+    remove_leftovers,
+)
+from gspo_megatron.checkpoint.manifest import files_below, find_damage, record_of
 from gspo_megatron.checkpoint.resume import (
+    candidates,
     check_given,
     finished_text,
     given_checkpoint,
     preview,
     weights_fit,
 )
+from gspo_megatron.checkpoint.run_lock import RunLock
 from gspo_megatron.checkpoint.run_state import (
     CONFIG_FILE,
     MODEL_FILE,
@@ -113,6 +121,48 @@ def test_the_newest_is_the_one_that_the_run_reached_last(config: Config) -> None
     assert found.state is not None and found.state.position == Position("rl", 2, True)
     assert not found.is_finished
     assert found.notes == [f"resuming from {path} at step 3 of 9"]
+
+
+@pytest.mark.parametrize("done", [0, 1, 2])
+def test_a_run_that_is_killed_while_it_replaces_its_only_checkpoint_resumes(
+    config: Config, monkeypatch: pytest.MonkeyPatch, done: int
+) -> None:
+    """`done`: the number of folders that the run has renamed when it is killed."""
+    path = add(config, Position("rl", 2), metrics={"loss": 1.0})
+    renames, rename = [], Path.rename
+
+    def dies(self: Path, target: Path) -> Path:
+        if len(renames) == done:
+            raise KeyboardInterrupt
+        renames.append(self)
+        return rename(self, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", dies)
+        add(config, Position("rl", 2), metrics={"loss": 2.0})
+    with RunLock() as lock:
+        assert candidates(config, fresh=False, lock=lock) == [path]
+    assert find_damage(path) == []
+    assert RunState.read(path).metrics == {"loss": 2.0 if done == 2 else 1.0}
+    remove_leftovers(path.parent)
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+    add(config, Position("rl", 2), metrics={"loss": 3.0})
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def test_a_change_begins_the_step_of_saved_responses_again(config: Config) -> None:
+    """Saved responses depend on the old values. Their prompts and scores are not skipped."""
+    before = {"loader": {"position": 4}, "reward_moments": {"count": 8.0}}
+    after = {"loader": {"position": 8}, "reward_moments": {"count": 16.0}}
+    path = add(config, Position("rl", 2, True), before_rollouts=before, **after)
+    state = preview(config, fresh=False).state
+    assert state is not None and state.rollouts is not None and state.loader == after["loader"]
+    other = changed(config, "optimizer.learning_rate=0.5")
+    start = preview(other, fresh=False, change=True)
+    assert start.checkpoint == path and start.begins_phase and start.next_step == 3
+    assert start.state is not None and start.state.rollouts is None
+    found = {"loader": start.state.loader, "reward_moments": start.state.reward_moments}
+    assert found == before
 
 
 def test_many_damaged_files_do_not_fill_the_screen(config: Config) -> None:

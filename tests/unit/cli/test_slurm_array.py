@@ -40,8 +40,12 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
     return lambda: [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def words_in(path: Path) -> list[str]:
+    return path.read_text().split("\0")[:-1]
+
+
 def test_an_array_and_a_report_that_waits_for_it(tmp_path: Path, asked: Asked) -> None:
-    runs = [["c.yaml", "a=1 2"], ["c.yaml", "a='x'"], ["c.yaml"]]
+    runs = [["c.yaml", "a=1 2"], ["c.yaml", "a='x\ny'"], ["c.yaml"]]
     options = "--partition=gpu --gpus-per-node=8 --comment='two words'"
     array_job, report_job, folder = submit(
         tmp_path / "out", runs, ["c.yaml", "--report-only"], options, [4, 4, 4]
@@ -55,7 +59,7 @@ def test_an_array_and_a_report_that_waits_for_it(tmp_path: Path, asked: Asked) -
     assert report[1:3] == ["--dependency=afterany:100", "--ntasks=1"]
     assert "--partition=gpu" in report and "--gpus-per-node=8" not in report
     assert report[-2:] == [str(folder), "report"]
-    written = [(folder / str(n)).read_text().splitlines() for n in range(3)]
+    written = [words_in(folder / str(n)) for n in range(3)]
     assert written == runs
     *_, again = submit(tmp_path / "out", runs, ["c.yaml"], options, [4, 4, 4])
     assert again != folder  # tasks of the first array may still need their files
@@ -100,13 +104,13 @@ def test_what_sbatch_says_is_told(tmp_path: Path, asked: Asked, options: str, to
 def test_what_a_killed_submission_left_is_not_used(tmp_path: Path, asked: Asked) -> None:
     left = tmp_path / ".slurm" / "1"
     left.mkdir(parents=True)
-    (left / "0").write_text("old.yaml\n")
+    (left / "0").write_text("old.yaml\0")
     *_, folder = submit(tmp_path, [["new.yaml"], ["b"]], ["c"], "", [2, 2])
     assert folder == tmp_path / ".slurm" / "2"
     assert all(str(left) not in " ".join(words) for words in asked())
-    assert (folder / "0").read_text() == "new.yaml\n"
+    assert words_in(folder / "0") == ["new.yaml"]
     # The old file stays, because tasks of the old array may still be running.
-    assert (left / "0").read_text() == "old.yaml\n"
+    assert words_in(left / "0") == ["old.yaml"]
 
 
 def test_without_slurm_the_command_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,8 +129,8 @@ def test_the_command_submits_every_run(
     array, report = asked()
     assert array[2:6] == ["--array", "0-3", "--ntasks=1", "--nodes=2"]
     folder = Path(report[-2])
-    first = (folder / "0").read_text().splitlines()
+    first = words_in(folder / "0")
     assert first[:2] == [str(config), "training.steps=3"]
     assert f"logging.dir={out / 'gspo' / 'seed_1'}" in first
-    told = (folder / "report").read_text().splitlines()
+    told = words_in(folder / "report")
     assert told == [str(config), "training.steps=3", *words[:-1], "--report-only"]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from gspo_megatron.observe import collapse
-from gspo_megatron.observe.collapse import FALL, WINDOW, CollapseWatch, find_collapse
+from gspo_megatron.observe.collapse import FALL, WINDOW, Alarm, CollapseWatch
 
 ROOT = Path(__file__).parents[3]
 KEPT = ROOT / "examples/evidence/results/frontier.jsonl"
@@ -34,6 +34,13 @@ def records(
         record = {"phase": "rl", "step": place + 1, "reward/mean": reward, **more}
         found.append({key: value for key, value in record.items() if value is not None})
     return found
+
+
+def find_collapse(found: Sequence[dict[str, Any]]) -> Alarm | None:
+    """The first alarm in the records of a run's steps."""
+    watch = CollapseWatch()
+    alarms = (watch.add(record["step"], record) for record in found)
+    return next((alarm for alarm in alarms if alarm is not None), None)
 
 
 def alarm_step(found: Sequence[dict[str, Any]]) -> int | None:
@@ -237,9 +244,3 @@ def test_other_rewards_begin_again_and_what_was_healthy_stays() -> None:
     alarms += [watch.add(r["step"], r) for r in found]
     steps = [alarm.step for alarm in alarms if alarm is not None]
     assert len(steps) == 1 and steps[0] > len(GOOD) + len(harder)
-
-
-def test_records_of_other_stages_and_of_the_start_do_not_count() -> None:
-    before = [{"phase": "rl", "step": 0, "evaluation/reward": 0.1}]
-    sft = [{"phase": "sft", "step": 1, "loss": None}]
-    assert find_collapse([*sft, *before, *records(GOOD)]) is None

@@ -180,8 +180,12 @@ def test_a_tracker_that_cannot_be_opened_ends_a_new_run_and_not_a_resumed_one(
     wrong = (
         r"logging.trackers = wandb: cannot be opened: RuntimeError: no API key; .*=offline, or take"
     )
+    closed: list[str] = []
+    writer = types.SimpleNamespace(close=lambda: closed.append("tensorboard"))
+    fake_module(monkeypatch, "torch.utils.tensorboard", SummaryWriter=lambda log_dir: writer)
     with pytest.raises(UserError, match=wrong):
-        open_trackers(["wandb"], tmp_path)
+        open_trackers(["tensorboard", "wandb"], tmp_path)
+    assert closed == ["tensorboard"]
     MetricsWriter(tmp_path).close()
     with caplog.at_level(logging.WARNING):
         trackers = open_trackers(["wandb"], tmp_path)

@@ -57,6 +57,17 @@ def test_switched_off_it_takes_one_draw_whole() -> None:
     assert chosen.metrics() == {}
 
 
+def test_groups_without_spread_take_the_place_of_failed_groups() -> None:
+    """All calls for the first prompts have failed, and no group of the refill has a spread."""
+    chosen = DynamicSampling(2, 1)
+    chosen.add([NO, NO], has_failed=[YES, YES])
+    assert chosen.wants_more and chosen.candidates(0) == []
+    chosen.add([NO, NO], has_failed=[YES, NO])
+    assert not chosen.wants_more
+    assert chosen.groups() == chosen.candidates(2) == [3]
+    assert chosen.metrics()["rollout/no_spread"] == 1
+
+
 def test_further_draws_keep_only_groups_that_may_be_chosen() -> None:
     chosen = selection([NO, YES, NO])
     assert chosen.candidates(0) == [0, 1, 2]

@@ -501,10 +501,10 @@ def test_dynamic_sampling_replaces_groups_of_failed_calls() -> None:
     assert experience.metrics["rollout/groups_dropped"] == 3
 
 
-def test_without_any_spread_the_first_draw_has_no_failed_group_either() -> None:
+def test_without_any_spread_the_first_groups_that_have_not_failed_are_used() -> None:
     draw = Prompts(*range(1, 100))
-    experience = collected(draw, failing_for(0), rollout=DYNAMIC, reward=DROPPING)
-    assert experience.batch.group_index.tolist() == [1, 1, 2, 2]
+    experience = collected(draw, failing_for(0, 1, 2), rollout=DYNAMIC, reward=DROPPING)
+    assert experience.batch.group_index.tolist() == [3, 3, 4, 4, 5, 5]
 
 
 @pytest.mark.parametrize("rollout", [{}, DYNAMIC])
