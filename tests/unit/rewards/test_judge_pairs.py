@@ -322,7 +322,7 @@ def test_options_are_checked_before_the_run() -> None:
         "allowed: groups of at least 2, or the mode score"
     ]
     assert refusal(checked, 8, template="{prompt} {first}") == [
-        "reward.options.template: lacks {second}, the responses to compare"
+        "reward.options.template: lacks {second}, the text to judge"
     ]
     (line,) = refusal(checked, 8, best=4.0)
     assert line.startswith("reward.options.best = 4.0: llm_judge has no such option; allowed: url,")
