@@ -21,6 +21,7 @@ from gspo_megatron.config import Config
 from gspo_megatron.config.rollout_nodes import rollout_nodes
 from gspo_megatron.errors import RolloutError, error_of
 from gspo_megatron.families.model_shape import experts_in_layers
+from gspo_megatron.process.signals import signal_name
 from gspo_megatron.rollout.store import step_of
 from gspo_megatron.rollout.vllm.process import end_with_parent, hold_port
 
@@ -211,7 +212,7 @@ class ServiceClient:
             self._process.kill()
             self._process.wait()
             return "the rollout service did not answer, and was ended (its stacks are above)"
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with {code}"
         return f"the rollout service {how}"
 
     def _call(self, verb: str, path: str, given: Any = None, seconds: float | None = None) -> Any:
