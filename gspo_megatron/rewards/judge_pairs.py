@@ -156,7 +156,8 @@ def chosen_pairs(count: int, comparisons: int, key: Sequence[str]) -> list[tuple
     if comparisons == 0 or comparisons >= total:
         return [(i, j) for i in range(count) for j in range(i + 1, count)]
     circle = [*range(count)]
-    random.Random("\0".join(key)).shuffle(circle)
+    # as bytes, because a text of a server may hold lone surrogates
+    random.Random("\0".join(key).encode(errors="surrogatepass")).shuffle(circle)
     pairs = []
     for distance in range(1, count // 2 + 1):
         # at this distance, all places would give each pair twice
