@@ -81,7 +81,7 @@ def test_played_episodes_need_no_teacher(toy: Path, tmp_path: Path) -> None:
     path = config_in(toy, tmp_path / "run")  # nobody listens at the URL of its teacher
     command = (sys.executable, "-m", "gspo_megatron", "play", path, "--episodes", "1")
     played = run_program(*command)
-    assert "episodes: 1, mean reward 0" in played.stdout and "teacher" not in played.stderr
+    assert "episodes: 1, mean reward 0" in played.stdout and "distillation" not in played.stderr
 
 
 @pytest.fixture(scope="module")
