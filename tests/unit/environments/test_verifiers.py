@@ -217,7 +217,7 @@ def test_a_long_error_of_a_taskset_is_cut_and_an_exit_is_an_error() -> None:
         async def raises(*_: Any, error: BaseException = error) -> dict[str, Any]:
             raise error
 
-        bridge._play, bridge.playing = raises, {3: None}  # ty: ignore[invalid-assignment]
+        bridge._play, bridge.playing = raises, {3: None}
         asyncio.run(bridge._answer({"id": 3, "task": {}, "key": ""}, Mock(write=said.append)))
     long, end = (json.loads(line)["error"] for line in said)
     assert long.startswith("ValueError: ax") and long.endswith("xb") and len(long) < 2100

@@ -447,7 +447,7 @@ def test_a_server_that_is_lost_while_it_waits_for_a_folder_is_started_once(tmp_p
 
         [server] = fleet.servers
         await fleet.update(weights(tmp_path, 0))
-        server.start, server.process = start, Started(doubles[0].url)  # ty: ignore
+        server.start, server.process = start, Started(doubles[0].url)
         first = weights(tmp_path, 1)
         fleet.take_weights(replace(first, folder=None))
         bringing = asyncio.create_task(fleet.update_servers())
