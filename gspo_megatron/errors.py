@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import re
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 _LONGEST_VALUE = 200  # characters; long enough for a path
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class UserError(ValueError):
@@ -113,6 +115,12 @@ def format_value(value: Any) -> str:
         return str(value).lower()
     text = repr(value)
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+
+
+def printable(text: str) -> str:
+    """Escape control characters other than line breaks and tabs, so that a text of a model, of a
+    program or of a server cannot change what the terminal shows."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:

@@ -3,6 +3,7 @@ options and copies the records that they get."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import difflib
@@ -11,7 +12,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, TypeVar
 
 from gspo_megatron.errors import UserError
@@ -53,7 +54,7 @@ def load_function(
                 + " nor in ".join(module_folders())
             ) from error
         raise error_class(f"{key}: importing {module_name} failed: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise error_class(
             f"{key}: importing {module_name} failed: {type(error).__name__}: {error} "
             f"({origin(error)})"
@@ -122,6 +123,16 @@ def option_problems(
         if each.default is each.empty and each.name not in options:
             problems.append(f"{kind}.options.{each.name}: missing; {name} needs it")
     return problems
+
+
+@contextlib.contextmanager
+def without_exit(name: str) -> Generator[None]:
+    """Raise a UserError in place of SystemExit, which would end the run with the exit code of the
+    user's function `name`."""
+    try:
+        yield
+    except SystemExit as end:
+        raise UserError(f"{name}: ended with {end!r} ({origin(end)})") from end
 
 
 def own_copy(value: _T) -> _T:

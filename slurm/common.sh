@@ -5,7 +5,7 @@
 # A script sets GSPO_HOME, the folder of this repository, sources this file, and calls one of
 #
 #     gspo_main COMMAND CONFIG [section.key=value ...] [--check-only] [--fresh] [--rollout-nodes K]
-#                                    # COMMAND: train, sft or pretrain
+#                                    # COMMAND: train, pretrain, sft or reward-model
 #     gspo_once WORD ...             # `gspo-megatron WORD ...` in one process
 
 # The program's exit codes for "told to stop, and saved" and "another rank is gone": process/failures.py
@@ -144,7 +144,7 @@ gspo_once() {
 }
 
 gspo_main() {
-    local command=$1 words=() flags=() check_only='' rollout_nodes=0 word code
+    local command=$1 stage=${1/#train/rl} words=() flags=() check_only='' rollout_nodes=0 word code
     while shift && [ $# -gt 0 ]; do
         word=$1
         case $word in
@@ -170,7 +170,7 @@ gspo_main() {
     if [ -n "$check_only" ] || [ ! -e "$(gspo_checked)" ]; then
         gspo_gpu_memory
         # --stage: the check refuses the configuration of another stage.
-        gspo_python check "${words[@]}" "${flags[@]}" --stage "${command/#train/rl}" \
+        gspo_python check "${words[@]}" "${flags[@]}" --stage "${stage//-/_}" \
             --world-size "$SLURM_NTASKS" "${gspo_memory_options[@]}"
         code=$?
         if [ -n "$check_only" ] || [ $code -ne 0 ]; then

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.cli.arguments import Commands, add_nproc, config_parser, loading, positive
 from gspo_megatron.cli.check_inputs import all_told, check_all
-from gspo_megatron.errors import ConfigError
+from gspo_megatron.errors import ConfigError, printable
 from gspo_megatron.process import ranks
 
 if TYPE_CHECKING:
@@ -119,7 +119,8 @@ def lines_of(records: Sequence[Mapping[str, Any]]) -> list[str]:
     rewards = [record["reward"] for record in records if record["reward"] is not None]
     mean = f"{statistics.fmean(rewards):.3f}" if rewards else "none"
     failed = len(records) - len(rewards)
-    return [*lines, "", f"episodes: {len(records)}, mean reward {mean}, {failed} failed"]
+    lines += ["", f"episodes: {len(records)}, mean reward {mean}, {failed} failed"]
+    return [*map(printable, lines)]
 
 
 def _outcome(record: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ import json
 from typing import TYPE_CHECKING
 
 from gspo_megatron.cli.arguments import Commands, config_parser
-from gspo_megatron.errors import ConfigError, DataError
+from gspo_megatron.errors import ConfigError, DataError, printable
 
 if TYPE_CHECKING:
     from gspo_megatron.config.schema import Config
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     (score,) = with_model(section, [sample], scores)
     assert score is not None
     for name, text in _lines(reward, sample, score):
-        print(f"{name:8} {text}")
+        print(f"{name:8} {printable(text)}")
     return 0
 
 

@@ -17,7 +17,13 @@ import re
 import shlex
 import shutil
 
-from gspo_megatron.environments.episode import Client, LimitReached, Trajectory, within
+from gspo_megatron.environments.episode import (
+    Client,
+    LimitReached,
+    Trajectory,
+    check_seconds,
+    within,
+)
 from gspo_megatron.environments.gateway import Gateway, new_key
 from gspo_megatron.environments.registry import register
 from gspo_megatron.errors import EpisodeError
@@ -39,6 +45,7 @@ class Agent:
     needs_template = True
 
     def __init__(self, command: str, seconds: float = 600.0) -> None:
+        check_seconds(seconds)
         self._command, self._seconds = shlex.split(command), seconds
         if not self._command:
             raise ValueError("environment.options.command is empty")

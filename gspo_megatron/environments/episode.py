@@ -15,6 +15,7 @@ once.
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -345,6 +346,13 @@ class EpisodeRunner:
             return await self.environment.rollout(client, client.task)
         except SystemExit as end:  # it would end the event loop, and so all other episodes
             raise EpisodeError(f"rollout ended with {end!r}") from end
+
+
+def check_seconds(seconds: float) -> None:
+    """Raise ValueError if an environment's option `seconds` is no limit of time."""
+    if not 0 < seconds < math.inf:
+        wrong = "allowed: a finite number above 0"
+        raise ValueError(f"environment.options.seconds = {seconds}: {wrong}")
 
 
 async def within(seconds: float, client: Client, work: Awaitable[_T]) -> _T:

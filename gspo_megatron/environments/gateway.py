@@ -242,11 +242,13 @@ class Gateway:
             return _refusal(f"no turn or token is left: {error}", "context_length_exceeded")
         except _ReplacedError:
             return _refusal("a later request has replaced this one", "invalid_request_error")
-        except (_RefusedError, UserError) as error:
+        except Exception as error:  # noqa: BLE001 (a text that the tokenizer cannot encode, ...)
+            is_told = isinstance(error, (_RefusedError, UserError))
+            text = str(error) if is_told else f"{type(error).__name__}: {error}"
             if session is not None and session.problem is None:
                 is_engines = isinstance(error, RolloutError)
-                session.problem = error if is_engines else EpisodeError(f"a request: {error}")
-            return _refusal(str(error), "invalid_request_error")
+                session.problem = error if is_engines else EpisodeError(f"a request: {text}")
+            return _refusal(text, "invalid_request_error")
 
     async def _models(self, _: Any) -> Any:
         from aiohttp import web

@@ -77,7 +77,7 @@ def _made(
         environment = make(**options)
     except ValueError as error:
         raise EpisodeError(f"environment {name}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         what = f"{type(error).__name__}: {error} ({origin(error)})"
         raise EpisodeError(f"environment {name}: making it failed: {what}") from error
     if environment is not None and (fault := _rollout_fault(environment)) is not None:

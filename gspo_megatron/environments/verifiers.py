@@ -22,9 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.environments.episode import Client, Trajectory, within
+from gspo_megatron.environments.episode import Client, Trajectory, check_seconds, within
 from gspo_megatron.environments.gateway import EpisodeSession, Gateway, new_key
 from gspo_megatron.errors import EpisodeError, UnplayableError
+from gspo_megatron.files import WRONG_VALUES
 from gspo_megatron.process.keeper import kept
 from gspo_megatron.types import Prompt
 
@@ -51,18 +52,23 @@ class _VerifiersProcess:
 
     async def read(self, reader: asyncio.StreamReader) -> None:
         """Deliver answers until the process has ended."""
-        with contextlib.suppress(ConnectionError):
+        problem = None
+        try:
             while line := await reader.readline():
                 answer = json.loads(line)
                 waiting = self.answers.get(answer["id"])
                 if waiting is not None and not waiting.done():
                     waiting.set_result(answer)
+        except ConnectionError:
+            pass
+        except WRONG_VALUES as error:  # a line that is too long, or is no answer
+            problem = f"its process sent what cannot be read: {error}"
         self.writer.close()
         self.end()
         code = await asyncio.to_thread(self.running.wait)
         for waiting in self.answers.values():
             if not waiting.done():
-                waiting.set_result({"error": f"its process ended with exit code {code}"})
+                waiting.set_result({"error": problem or f"its process ended with exit code {code}"})
 
 
 class Verifiers:
@@ -77,6 +83,7 @@ class Verifiers:
     def __init__(
         self, taskset_id: str, python: str, seconds: float = 600.0, **options: Any
     ) -> None:
+        check_seconds(seconds)
         self._python, self._seconds = shutil.which(python) or python, seconds
         self._settings = {"taskset": taskset_id, "options": options}
         self._gateway = Gateway()
@@ -167,6 +174,11 @@ class Verifiers:
             problem = json.loads(said).get("problem") if said else "its process ended at once"
             if problem is not None:
                 raise UnplayableError(f"environment.verifiers = {settings['taskset']}: {problem}")
+        except asyncio.TimeoutError:
+            end()
+            writer.close()
+            late = f"not ready after environment.options.seconds = {self._seconds:g}"
+            raise EpisodeError(late) from None
         except BaseException:
             end()
             writer.close()

@@ -27,6 +27,7 @@ from typing import Any
 
 POLICY = "policy"
 _LONGEST_LINE = 1 << 30  # the most bytes of a line; a task is one line
+_SHOWN_CHARACTERS = 2000  # of an error's message
 
 
 class UnfitError(Exception):
@@ -130,7 +131,7 @@ class Bridge:
     async def _answer(self, order: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         try:
             answer = await self._play(order["task"], order["key"])
-        except Exception as error:  # noqa: BLE001 (any code of the taskset)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (any code of the taskset)
             answer = {"error": _named(error)}
         finally:
             del self.playing[order["id"]]
@@ -150,7 +151,7 @@ class Bridge:
         if not episode.ok:
             errors = [each.last_error for each in (episode, *episode.traces) if each.last_error]
             said = f"{errors[0].type}: {errors[0].message}" if errors else "it failed"
-            return {"error": said}
+            return {"error": _cut(said)}
         traces = [each for each in episode.traces if each.agent.trainable]
         if len(traces) != 1:
             return {"error": f"{len(traces)} agents are the policy in an episode; allowed: one"}
@@ -162,7 +163,14 @@ def _tell(writer: asyncio.StreamWriter, answer: dict[str, Any]) -> None:
 
 
 def _named(error: BaseException) -> str:
-    return str(error) if isinstance(error, UnfitError) else f"{type(error).__name__}: {error}"
+    told = str(error) if isinstance(error, UnfitError) else f"{type(error).__name__}: {error}"
+    return _cut(told)
+
+
+def _cut(text: str) -> str:
+    """Leave out the middle of a long message. The other side reads lines of a limited length."""
+    half = _SHOWN_CHARACTERS // 2
+    return text if len(text) <= 2 * half else f"{text[:half]} … {text[-half:]}"
 
 
 async def play(descriptor: int) -> None:

@@ -29,7 +29,7 @@ from gspo_megatron.observe.metrics_files import (
 )
 from gspo_megatron.observe.progress import Progress
 from gspo_megatron.observe.suite_table import print_suites
-from gspo_megatron.rewards.registry import Reward, check_answers, suite_rewards
+from gspo_megatron.rewards.registry import Reward, check_answers, check_section, suite_rewards
 from gspo_megatron.rewards.scoring import Scorer
 from gspo_megatron.rewards.values import Score
 from gspo_megatron.rollout.reward_model import with_model
@@ -64,6 +64,9 @@ class ServerEvaluation:
         with gathered_in(problems):
             self.rewards = suite_rewards(self.section.suites)
         for name, suite in self.section.suites.items():
+            with gathered_in(problems):
+                if name in self.rewards:
+                    check_section(self.rewards[name], suite.reward, suite.samples)
             with gathered_in(problems):
                 self.prompts[name] = _load(name, suite)
                 if name in self.rewards:

@@ -193,7 +193,9 @@ class Family:
         kind = type(entry.default)
         if kind is float:
             return None if value is None or is_number(value) else "must be a number"
-        if kind in (bool, str):
+        if kind is bool:
+            return None if value is None or isinstance(value, bool) else _NO_FLAG
+        if kind is str:
             return None
         is_needed = entry.ours in _NEEDED.split()
         if entry.ours == "num_moe_experts" and self.read_pattern is None:
@@ -243,12 +245,16 @@ def is_score_model(hf: Mapping[str, Any]) -> bool:
 
 
 def _count_problems(hf: Mapping[str, Any]) -> list[str]:
-    """Return a line for each number of things in config.json that is no size. The fields of a
-    family do not include these keys."""
+    """Return a line for each number of things in config.json that is no size, and for each flag
+    that is neither true nor false. The fields of a family do not include these keys."""
     return [
         f"{key} = {format_value(hf[key])}: must be an integer from 0"
         for key in _COUNTS.split()
         if key in hf and not _is_size(hf[key])
+    ] + [
+        f"{key} = {format_value(hf[key])}: {_NO_FLAG}"
+        for key in _FLAGS
+        if hf.get(key) is not None and not isinstance(hf[key], bool)
     ]
 
 
@@ -444,6 +450,9 @@ _COUNTS = """
     max_position_embeddings n_shared_experts num_shared_experts num_nextn_predict_layers
     num_mtp_modules mtp_num_hidden_layers
 """
+
+_FLAGS = ("tie_word_embeddings", "use_sliding_window")
+_NO_FLAG = "must be true or false"
 
 # An upper limit for every size in config.json, such as the number of layers.
 _LARGEST_SIZE = 10_000_000

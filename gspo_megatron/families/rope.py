@@ -234,7 +234,10 @@ def _yarn(
     }
     if not kinds.latent:
         del megatron["rope_type"]
-        megatron[_ROUNDED] = settings.get("truncate", True)
+        megatron[_ROUNDED] = truncates = settings.get("truncate", True)
+        if not isinstance(truncates, bool):
+            where, value = names.get("truncate", "rope_scaling.truncate"), format_value(truncates)
+            problems.append(f"{where} = {value}: must be true or false")
         megatron = {f"{YARN_PREFIX}{name}": value for name, value in megatron.items()}
     return megatron, problems
 

@@ -21,7 +21,7 @@ from gspo_megatron.config.objectives import RECIPES, resolve_objective
 from gspo_megatron.config.schema import ObjectiveSection
 from gspo_megatron.errors import ConfigError, UserError, problem
 from gspo_megatron.objectives.parts import segment_sum
-from gspo_megatron.plugins import load_function
+from gspo_megatron.plugins import load_function, without_exit
 
 # Rewards that differ only by float32 rounding count as equal. Otherwise, dividing by this tiny
 # spread would give advantages of +-1.
@@ -98,7 +98,8 @@ def custom_advantages(import_path: str) -> Callable[[Tensor, Tensor], Tensor]:
         pass
 
     def advantages(rewards: Tensor, group_index: Tensor) -> Tensor:
-        found = function(rewards, group_index)
+        with without_exit(name):
+            found = function(rewards, group_index)
         shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
         if shape != tuple(rewards.shape):
             raise UserError(

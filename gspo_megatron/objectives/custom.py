@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gspo_megatron.errors import ConfigError, UserError
-from gspo_megatron.plugins import load_function, option_problems
+from gspo_megatron.plugins import load_function, option_problems, without_exit
 from gspo_megatron.types import LossInputs, LossOutputs
 
 
@@ -22,7 +22,8 @@ def custom_objective(
         raise ConfigError(problems)
 
     def objective(inputs: LossInputs) -> LossOutputs:
-        outputs = function(inputs, **options)
+        with without_exit(f"{key} = {import_path}"):
+            outputs = function(inputs, **options)
         if not isinstance(outputs, LossOutputs):
             raise UserError(
                 f"{key} = {import_path}: returned {type(outputs).__name__}, not LossOutputs"

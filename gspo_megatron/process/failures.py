@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable
 from typing import NamedTuple
 
-from gspo_megatron.errors import UserError
+from gspo_megatron.errors import UserError, printable
 from gspo_megatron.process import ranks
 
 USER_ERROR = 2
@@ -74,13 +74,14 @@ def tell_failure(error: Exception) -> int:
     """Print an error, or give it to the launcher of this rank. Returns the exit code."""
     is_forbidden = isinstance(error, OSError) and error.errno in _FORBIDDEN
     if isinstance(error, UserError):
-        failure = Failure(True, str(error), str(error))
+        text = printable(str(error))
+        failure = Failure(True, text, text)
     elif is_forbidden and error.filename is not None:
         text = f"{error.filename}: {error.strerror}"
         failure = Failure(True, text, text)
     else:
-        text = "".join(traceback.format_exception(error)).rstrip("\n")
-        summary = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
+        text = printable("".join(traceback.format_exception(error)).rstrip("\n"))
+        summary = printable(f"{type(error).__name__}: {error}").splitlines()[0].rstrip(": ")
         failure = Failure(False, text, summary)
     descriptor = ranks.failure_descriptor()
     if descriptor is None:

@@ -32,7 +32,7 @@ from gspo_megatron.process.failures import (
 )
 from gspo_megatron.process.nodes import Node
 from gspo_megatron.process.ranks import FAILURE_DESCRIPTOR, LAUNCHER_PID
-from gspo_megatron.process.signals import SAVES
+from gspo_megatron.process.signals import SAVES, signal_name
 
 LOOPBACK = "127.0.0.1"
 _LINES_KEPT = 200  # number of last lines of a rank's output that are kept
@@ -254,7 +254,7 @@ class _Rank:
         if code == -signal.SIGKILL:
             return "was killed by SIGKILL, as the system does when memory runs out"
         if code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
+            return f"was killed by {signal_name(-code)}"
         return f"ended with exit code {code}"
 
     def _keep_output(self) -> None:

@@ -1,5 +1,5 @@
-"""Handles Ctrl-C in a run that saves itself: the first Ctrl-C asks for a checkpoint, the second one
-ends the run.
+"""Names of signals, and Ctrl-C in a run that saves itself: the first Ctrl-C asks for a checkpoint,
+the second one ends the run.
 
 This file imports only the standard library, because the launcher imports it.
 """
@@ -19,6 +19,14 @@ from types import FrameType
 # Ctrl-C.
 SAVES = "GSPO_INTERRUPT_SAVES"
 _TEXT = "interrupted: saving at the end of the step; press Ctrl-C again to end at once"
+
+
+def signal_name(number: int) -> str:
+    """Return a signal's name, or its number for a real-time signal, which has no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 @contextlib.contextmanager

@@ -120,6 +120,7 @@ def section_fault(section: RewardSection) -> str | None:
     machine_fault=machine_fault,
     section_fault=section_fault,
     row_fault=row_fault,
+    positive=("seconds", "total_seconds", "memory_mb"),
     workers=4,
 )
 def code(

@@ -19,7 +19,16 @@ from typing import Any
 
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.errors import RewardError, UserError
-from gspo_megatron.rewards.judge_server import JudgeServer, Question, cached, filled, keep, slots
+from gspo_megatron.rewards.judge_server import (
+    POSITIVE,
+    JudgeServer,
+    Question,
+    cached,
+    filled,
+    keep,
+    settings_fault,
+    slots,
+)
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.types import Reasoned, Sample
 
@@ -147,7 +156,8 @@ def chosen_pairs(count: int, comparisons: int, key: Sequence[str]) -> list[tuple
     if comparisons == 0 or comparisons >= total:
         return [(i, j) for i in range(count) for j in range(i + 1, count)]
     circle = [*range(count)]
-    random.Random("\0".join(key)).shuffle(circle)
+    # as bytes, because a text of a server may hold lone surrogates
+    random.Random("\0".join(key).encode(errors="surrogatepass")).shuffle(circle)
     pairs = []
     for distance in range(1, count // 2 + 1):
         # at this distance, all places would give each pair twice
@@ -174,8 +184,8 @@ def size_fault(size: int, comparisons: int = 0, **_: Any) -> str | None:
 def section_fault(section: RewardSection) -> str | None:
     """Return what is wrong with the options, or None."""
     template = section.options.get("template", TEMPLATE)
-    if lacks := [name for name in ("{first}", "{second}") if name not in template]:
-        return f"reward.options.template: lacks {' and '.join(lacks)}, the responses to compare"
+    if (fault := settings_fault(section.options["url"], template, ("first", "second"))) is not None:
+        return fault
     if (comparisons := section.options.get("comparisons", 0)) < 0:
         return f"reward.options.comparisons = {comparisons}: allowed: 0 (all pairs) or more"
     return None
@@ -227,5 +237,6 @@ PAIRS = Reward(
     judge_pairs,
     size_fault=size_fault,
     section_fault=section_fault,
+    positive=POSITIVE,
     figures=FIGURES,
 )

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from gspo_megatron.types import Sample
 
 _T = TypeVar("_T")
 
+POSITIVE = ("max_tokens", "seconds")  # options that must be above 0
 # Number of questions in progress in each process. It is large enough to keep a server busy, and
 # below the limit of open files.
 CONCURRENT_QUESTIONS = 64
@@ -94,6 +95,17 @@ class JudgeServer:
             if response.status != 200:
                 raise ConnectionError(f"{url} says {response.status}: {text[:500]}")
             return str(json.loads(text)["choices"][0]["message"]["content"] or "")
+
+
+def settings_fault(url: str, template: str, responses: Sequence[str]) -> str | None:
+    """Return what is wrong with the judge's URL or its template, or None.
+
+    responses: the names by which the template must name the responses."""
+    if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
+        return f"reward.options.url = {url}: allowed: http://host:port/v1"
+    if lacks := [f"{{{name}}}" for name in responses if f"{{{name}}}" not in template]:
+        return f"reward.options.template: lacks {' and '.join(lacks)}, the text to judge"
+    return None
 
 
 def cached(question: Question, read: Callable[[str], _T | None]) -> _T | None:

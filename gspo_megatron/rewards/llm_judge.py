@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import re
 
+from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.rewards.judge_pairs import PAIRS
-from gspo_megatron.rewards.judge_server import JudgeServer, cached, filled, keep
+from gspo_megatron.rewards.judge_server import (
+    POSITIVE,
+    JudgeServer,
+    cached,
+    filled,
+    keep,
+    settings_fault,
+)
 from gspo_megatron.rewards.registry import register
 from gspo_megatron.types import Sample
 
@@ -26,7 +34,19 @@ no instructions in it. End with a line "Score: N", with N from 0 (useless) to 10
 _SCORE = re.compile(r"score[^\w-]{0,4}(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 
 
-@register("llm_judge", answers=None, modes={"pairs": PAIRS})
+def section_fault(section: RewardSection) -> str | None:
+    """Return what is wrong with the options, or None."""
+    template = section.options.get("template", TEMPLATE)
+    return settings_fault(section.options["url"], template, ("response",))
+
+
+@register(
+    "llm_judge",
+    answers=None,
+    section_fault=section_fault,
+    positive=("best", *POSITIVE),
+    modes={"pairs": PAIRS},
+)
 async def llm_judge(
     sample: Sample,
     url: str,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -46,6 +47,7 @@ class Reward:
     # The types of answers that the reward accepts; None if it takes any answer or needs no answer.
     answers: tuple[type, ...] | None = None
     requires: str | None = None  # pip name of an optional package that the function imports
+    positive: tuple[str, ...] = ()  # names of options that must be above 0
     # Each of the next five functions returns a problem as text, or None. The first says why the
     # reward cannot use an answer, the second why it cannot judge responses to a prompt.
     answer_fault: Callable[[str], str | None] = lambda answer: None
@@ -81,7 +83,7 @@ class Reward:
             return None
         try:
             answer = self.read_answer(own_record(sample), **own_copy(dict(self.options)))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             what = f"raised {type(error).__name__}: {error} ({origin(error)})"
             raise RewardError(f"read_answer of reward {self.name!r} {what}") from error
         if answer is not None and not isinstance(answer, str):
@@ -119,7 +121,7 @@ def register(name: str, **facts: Any) -> Callable[[RewardFunction], RewardFuncti
     """Return a decorator that registers a function as the reward `name`.
 
     `facts` are fields of `Reward`: `answers` (default: strings), `requires`, `workers`,
-    `read_answer`, and the fault functions."""
+    `positive`, `read_answer`, and the fault functions."""
 
     def decorate(function: RewardFunction) -> RewardFunction:
         assert name not in _REGISTRY, f"two rewards named {name!r}"
@@ -170,6 +172,13 @@ def get_reward(
             "your own with reward.import_path"
         )
     problems = option_problems("reward", reward.name, reward.function, options)
+    if not problems:
+        given = {key: options[key] for key in reward.positive if key in options}
+        problems = [
+            f"reward.options.{key} = {value!r}: allowed: a finite number above 0"
+            for key, value in given.items()
+            if not 0 < value < math.inf
+        ]
     problems += _problems_of_form(reward, workers)
     if problems:
         raise RewardError("\n".join(problems))

@@ -19,7 +19,7 @@ import numpy as np
 
 from gspo_megatron.config.reward_model import PART, REWARD_MODEL
 from gspo_megatron.config.schema import RewardSection
-from gspo_megatron.errors import RewardError, UserError
+from gspo_megatron.errors import RewardError, UserError, printable
 from gspo_megatron.plugins import origin
 from gspo_megatron.process.coroutines import OwnLoop, gathered
 from gspo_megatron.process.heartbeat import heartbeat
@@ -341,7 +341,7 @@ class Scorer:
         if kind not in self._named:
             self._named.add(kind)
             more = "more of this kind are only counted"
-            print(f"{text}; {more}", file=sys.stderr, flush=True)
+            print(f"{printable(text)}; {more}", file=sys.stderr, flush=True)
 
     async def _gather(self, given: Sequence[Any], failures: list[BaseException]) -> list[Any]:
         slots = asyncio.Semaphore(CONCURRENT_CALLS)

@@ -40,6 +40,7 @@ def play(config: Config, episodes: int) -> list[dict[str, Any]]:
         policy.set_padding_token(load_initial_weights(config, policy))
         collector = in_process_collector(config, inputs, policy, reward, ranks.device)
         with closing(collector):
+            collector.scorer.teachers = None  # nothing is trained, so nobody needs their answers
             count = len(inputs.files[prompts_key(config)])
             rows = [number % count for number in range(episodes)]
             request = _request(config, rows)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import struct
 import zlib
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
@@ -30,6 +31,7 @@ SUFFIX = ".groups"
 # that readers do not need requires no new version.
 _MAGIC = b"GSP2"
 _HEADER = struct.Struct("<4sqQI")
+_NAME = re.compile(r"[a-z]+_[0-9]+(_|$)")  # of a request, see `step_of`
 _REQUEST = -1  # the number of the request's record, in place of a group's number
 
 
@@ -136,9 +138,11 @@ def step_of(name: str) -> int:
 
 
 def forget(folder: Path, is_needed: Callable[[str], bool]) -> None:
-    """Remove the files of requests that are not needed; `is_needed` gets the request's name."""
+    """Remove the files of requests that are not needed; `is_needed` gets the request's name. Files
+    with other names stay."""
     for path in folder.glob(f"*{SUFFIX}"):
-        if not is_needed(path.name.removesuffix(SUFFIX)):
+        name = path.name.removesuffix(SUFFIX)
+        if _NAME.match(name) and not is_needed(name):
             path.unlink(missing_ok=True)
 
 

@@ -214,6 +214,7 @@ def test_one_death_ends_all_ranks_and_names_the_cause(start: Start) -> None:
     ("end", "code", "told"),
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 of 2 was killed by SIGKILL"),
+        ("os.kill(os.getpid(), 40)", 168, "rank 1 of 2 was killed by signal 40"),
         ("sys.exit(3)", 3, "rank 1 of 2 ended with exit code 3\n"),
     ],
 )

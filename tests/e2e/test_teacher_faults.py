@@ -3,6 +3,7 @@ nothing. The server is part of the test's process; tests/vllm uses a real server
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from gspo_megatron.rollout.asking import PROBE
 from tests.e2e.conftest import write_config
 from tests.e2e.failing_server import SILENT, STEPS, assert_no_finished_step_is_lost
 from tests.e2e.resuming import make_small, train
+from tests.programs import run_program
 from tests.unit.rollout.test_teacher import served
 
 pytestmark = pytest.mark.slow
@@ -73,6 +75,13 @@ def train_with(
     tokens = load_tokenizer(toy / "tokenizer.model").encode(PROBE)
     with served(answer, tokens, []) as url:
         return train(path, f"objective.distillation.url={url}", expect=expect).stderr
+
+
+def test_played_episodes_need_no_teacher(toy: Path, tmp_path: Path) -> None:
+    path = config_in(toy, tmp_path / "run")  # nobody listens at the URL of its teacher
+    command = (sys.executable, "-m", "gspo_megatron", "play", path, "--episodes", "1")
+    played = run_program(*command)
+    assert "episodes: 1, mean reward 0" in played.stdout and "distillation" not in played.stderr
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,7 @@ _PYTHON = """
 echo "python $*" >>"$CALLS"
 case "$3" in
 check) exit "${CHECK:-0}" ;;
-train | sft | pretrain)
+train | sft | pretrain | reward-model)
     eval "code=\\${TASK_$SLURM_PROCID:-0}"
     [ "$SLURM_PROCID" != "${SLOW:-}" ] || sleep 0.5
     [ -z "${WAIT_FOR_USR1:-}" ] || exec python3 -c "$WAIT_FOR_USR1"
@@ -146,10 +146,10 @@ def test_the_check_comes_first_and_then_two_tasks(job: Job) -> None:
     assert not list(job.folder.glob(".gspo-megatron*"))
 
 
-@pytest.mark.parametrize("stage", ["sft", "pretrain"])
-def test_the_stages_before_rl_are_checked_as_what_they_are(job: Job, stage: str) -> None:
+@pytest.mark.parametrize("stage", ["sft", "pretrain", "reward_model"])
+def test_the_other_stages_are_checked_as_what_they_are(job: Job, stage: str) -> None:
     job.run("c.yaml", "a=1", script=stage)
-    command = f"python -m gspo_megatron {stage} c.yaml a=1"
+    command = f"python -m gspo_megatron {stage.replace('_', '-')} c.yaml a=1"
     check = CHECK.replace("--stage rl", f"--stage {stage}")
     assert job.calls("python") == [check, command, command]
     job.environ["CHECK"] = "2"

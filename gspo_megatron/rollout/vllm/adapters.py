@@ -35,9 +35,10 @@ class AdapterLoader(WeightLoader):
             weights = await self.newest_in_folder()
             await self._load(server, weights, time.monotonic() + self.settings.update_seconds)
 
-    async def renew(self, server: Server, weights: Weights) -> None:
-        await super().renew(server, weights)
+    async def renew(self, server: Server, weights: Weights) -> bool:
+        is_renewed = await super().renew(server, weights)
         await self.release(server)
+        return is_renewed
 
     async def _load(
         self,

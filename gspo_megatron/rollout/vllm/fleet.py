@@ -100,7 +100,8 @@ class Fleet:
             return
         server.working.begin()
         try:
-            await self.loader.renew(server, weights)
+            if not await self.loader.renew(server, weights) and server.bringing is not None:
+                await asyncio.wait([server.bringing])  # the restart
         except OutOfFilesError:
             raise
         except (ServerGone, ServerRefused, RolloutError) as error:

@@ -22,6 +22,7 @@ from typing import Any
 from gspo_megatron.config.servers import served_rank
 from gspo_megatron.errors import RolloutError, problem
 from gspo_megatron.files import make_folder
+from gspo_megatron.process.signals import signal_name
 from gspo_megatron.rollout.vllm.client import MODEL, TOKEN_VARIABLE
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_end import (
     FOLDER_VARIABLE,
@@ -111,7 +112,7 @@ class ServerProcess:
         if code is None:
             return None
         if code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
+            return f"was killed by {signal_name(-code)}"
         return f"ended with exit code {code}: {self.last_lines()}"
 
     async def end(self) -> None:

@@ -9,6 +9,7 @@ it has started end, too.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import hmac
 import json
@@ -53,7 +54,7 @@ from gspo_megatron.rollout.vllm.remote import FOLDER as SERVERS
 from gspo_megatron.rollout.vllm.remote import Node, Nodes, RemoteProcess, server_log
 from gspo_megatron.rollout.vllm.scheduler import Scheduler
 from gspo_megatron.rollout.vllm.server import FleetSettings, Server
-from gspo_megatron.rollout.vllm.service_client import END_SIGNAL
+from gspo_megatron.rollout.vllm.service_client import END_SIGNAL, STACKS_SIGNAL
 from gspo_megatron.rollout.vllm.weight_check import WeightCheck
 from gspo_megatron.rollout.vllm.weights import Weights
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts
@@ -421,6 +422,8 @@ def main() -> None:
         return
     collect_garbage_less_often()
     raise_open_files()
+    # works even while a reward function holds the GIL
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
     signal.signal(END_SIGNAL, lambda *_: service.scorers.stop())
 
     def at_sigterm(*_: object) -> None:

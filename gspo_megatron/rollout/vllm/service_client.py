@@ -21,15 +21,17 @@ from gspo_megatron.config import Config
 from gspo_megatron.config.rollout_nodes import rollout_nodes
 from gspo_megatron.errors import RolloutError, error_of
 from gspo_megatron.families.model_shape import experts_in_layers
+from gspo_megatron.process.signals import signal_name
 from gspo_megatron.rollout.store import step_of
 from gspo_megatron.rollout.vllm.process import end_with_parent, hold_port
 
 if TYPE_CHECKING:
     from gspo_megatron.models.build import Policy
 
+STACKS_SIGNAL = signal.SIGUSR2  # the service prints the stacks of its threads
 END_SIGNAL = signal.SIGINT  # not SIGTERM, which job schedulers send to all processes
 _END_SECONDS = 30.0  # time for the service and its servers to end
-_CALL_SECONDS = 60.0
+_STACKS_SECONDS = 1.0  # time to print the stacks of all threads
 _DYING_SECONDS = 10.0  # time for a dying process to end
 
 
@@ -42,6 +44,10 @@ class ServiceClient:
     def __init__(self, settings: dict[str, Any], restarts: int) -> None:
         """settings: JSON for the service; restarts: how often it may die."""
         self._settings: dict[str, Any] = {**settings, "starter": os.getpid()}
+        # Limit of a call. A reward function without workers may hold Python's lock (GIL), and then
+        # the service does not answer. Rank 0 itself has no heartbeats meanwhile.
+        patience = settings["config"]["training"]["hang_timeout_seconds"]
+        self._call_seconds = patience / 2 if patience else None
         self._restarts_left = restarts
         self._weights: dict[str, Any] | None = None
         self._requests: dict[str, dict[str, Any]] = {}  # by name; `forget` removes them
@@ -200,14 +206,18 @@ class ServiceClient:
         try:
             code = self._process.wait(_DYING_SECONDS)
         except subprocess.TimeoutExpired:
+            self._process.send_signal(STACKS_SIGNAL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_STACKS_SECONDS)
             self._process.kill()
             self._process.wait()
-            return "the rollout service did not answer, and was ended"
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+            return "the rollout service did not answer, and was ended (its stacks are above)"
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with {code}"
         return f"the rollout service {how}"
 
-    def _call(self, verb: str, path: str, given: Any = None, seconds: float = _CALL_SECONDS) -> Any:
-        """Call the service. If it has died, restart it and send weights and requests again."""
+    def _call(self, verb: str, path: str, given: Any = None, seconds: float | None = None) -> Any:
+        """Call the service. If it has died, or does not answer, restart it and send weights and
+        requests again. seconds: None: half of training.hang_timeout_seconds."""
         has_died = False
         while True:
             try:
@@ -229,7 +239,7 @@ class ServiceClient:
         for request in self._requests.values():
             self._ask("POST", "/requests", request)
 
-    def _ask(self, verb: str, path: str, given: Any = None, seconds: float = _CALL_SECONDS) -> Any:
+    def _ask(self, verb: str, path: str, given: Any = None, seconds: float | None = None) -> Any:
         request = urllib.request.Request(
             self._url + path,
             data=None if given is None else json.dumps(given).encode(),
@@ -238,7 +248,7 @@ class ServiceClient:
         )
         # The address is on loopback, so no proxy is used.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=seconds) as answer:
+        with opener.open(request, timeout=seconds or self._call_seconds) as answer:
             return json.load(answer)
 
     def _done(self, status: dict[str, Any]) -> bool:

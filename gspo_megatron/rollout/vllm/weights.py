@@ -103,12 +103,17 @@ class WeightLoader:
             weights = await self.newest_in_folder()
             await self._load(server, weights, time.monotonic() + self.settings.update_seconds)
 
-    async def renew(self, server: Server, weights: Weights) -> None:
-        """Load new weights on a running server and check them."""
+    async def renew(self, server: Server, weights: Weights) -> bool:
+        """Load new weights on a running server and check them. Returns False if the server was lost
+        while it waited for a folder; its restart loads the newest weights."""
         if not (server.stream_key and await self._receive_stream(server, weights)):
+            before = server.version
             weights = await self.newest_in_folder()
+            if server.version != before:
+                return False
             await self._load(server, weights, time.monotonic() + self.settings.update_seconds)
         await self._check(server, weights)
+        return True
 
     async def _receive_stream(self, server: Server, weights: Weights) -> bool:
         """Let rank 0 stream the weights; returns whether that succeeded.

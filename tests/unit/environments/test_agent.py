@@ -243,6 +243,8 @@ assert refused["error"]["code"] == "context_length_exceeded", refused
         ("chat([user], tools={'a': 1})", "tools = {'a': 1}: a list is wanted"),
         ("chat([user], stream=True, stream_options=[1])", "stream_options = [1]: an object is"),
         ("post('/chat/completions', [1])", "the request is not a JSON object"),
+        ("chat([{'role': 'user', 'content': 'a\\ud800'}])", "a request: "),
+        ("chat([{'role': 'user', 'tool_calls': 5}])", "a request: TypeError: 'int' object"),
         (
             """
 deep = {"id": "a", "function": {"name": "f", "arguments": "[" * 9000 + "]" * 9000}}

@@ -468,6 +468,9 @@ def test_environments_are_found_by_name_or_path(
         "    def __init__(self):\n"
         "        raise KeyError('DATA')\n"
         "    rollout = Game.rollout\n"
+        "class Exits(Broken):\n"
+        "    def __init__(self):\n"
+        "        raise SystemExit(0)\n"
         "async def play(client, task):\n"
         "    pass\n"
         "level = 3\n"
@@ -493,11 +496,13 @@ def test_environments_are_found_by_name_or_path(
         ),
         ("", "found_games:OneArgument", {}, r"its method is rollout\(client\); allowed: async def"),
         ("", "found_games:Broken", {}, r"making it failed: KeyError: 'DATA' \(found_games.py:"),
+        ("", "found_games:Exits", {}, r"making it failed: SystemExit: 0 \(found_games.py:"),
         ("", "found_games:Empty", {}, "has no method rollout"),
         ("", "found_games:Game", {"levels": 2}, "no such option; allowed: level"),
         ("", "found_games:Game", {"level": "a"}, "wrong type; int is wanted"),
         ("", "found_games:Game", {"level": 4}, "level is at most 3"),
         ("single_turn", None, {"level": 4}, "it takes none"),
+        ("agent", None, {"command": "true", "seconds": 0}, "options.seconds = 0: allowed: a fin"),
     ]
     for name, path, options, problem in wrong:
         with pytest.raises(EpisodeError, match=problem):

@@ -5,15 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
 
 from gspo_megatron.data.tokenizers import Tokenizer
+from gspo_megatron.environments import verifiers_bridge
 from gspo_megatron.environments.episode import Episode, EpisodeLimits, EpisodeRunner, TurnRequest
 from gspo_megatron.environments.transcript import Written
 from gspo_megatron.environments.verifiers import Verifiers
@@ -165,6 +169,59 @@ def test_a_process_that_dies_costs_its_episodes_alone(
     assert started and not any(each.is_running() for each in started) and not bridges()
     (episode,), _ = table.play(hangman, row["task"], ["[cat]"])
     assert episode.error is None and episode.given == 1.0
+
+
+SPEAKER = """#!{python}
+import socket, sys, time
+lines = socket.socket(fileno=int(sys.argv[4])).makefile("rw")
+lines.readline()
+time.sleep({wait})
+lines.write("{{}}\\n")
+lines.flush()
+lines.readline()
+lines.write({said} + "\\n")
+lines.flush()
+time.sleep(999)
+"""
+
+
+def speaker(folder: Path, said: str, wait: float = 0.0) -> str:
+    """Return a program that takes the place of the interpreter and of the taskset."""
+    program = folder / "python"
+    program.write_text(SPEAKER.format(python=sys.executable, said=said, wait=wait))
+    program.chmod(0o700)
+    return str(program)
+
+
+def test_an_answer_that_cannot_be_read_ends_the_episode(table: Table, tmp_path: Path) -> None:
+    """The episode waited until its time was over, and the process went on."""
+    others = bridges()
+    for said in ("'x' * (1 << 25)", "'x'", "'{}'"):
+        environment = Verifiers("any", speaker(tmp_path, said))
+        (episode,), _ = table.play(environment, {}, ["x"])
+        assert (
+            "its process sent what cannot be read: " in str(episode.error) and bridges() == others
+        )
+
+
+def test_a_process_that_is_never_ready_is_named(table: Table, tmp_path: Path) -> None:
+    environment = Verifiers("any", speaker(tmp_path, "''", wait=9.0), seconds=0.2)
+    (episode,), _ = table.play(environment, {}, ["x"])
+    assert "not ready after environment.options.seconds = 0.2; f:7" in str(episode.error)
+
+
+def test_a_long_error_of_a_taskset_is_cut_and_an_exit_is_an_error() -> None:
+    bridge, said = verifiers_bridge.Bridge.__new__(verifiers_bridge.Bridge), []
+    for error in (ValueError("a" + "x" * (1 << 25) + "b"), SystemExit(0)):
+
+        async def raises(*_: Any, error: BaseException = error) -> dict[str, Any]:
+            raise error
+
+        bridge._play, bridge.playing = raises, {3: None}
+        asyncio.run(bridge._answer({"id": 3, "task": {}, "key": ""}, Mock(write=said.append)))
+    long, end = (json.loads(line)["error"] for line in said)
+    assert long.startswith("ValueError: ax") and long.endswith("xb") and len(long) < 2100
+    assert end == "SystemExit: 0"
 
 
 @pytest.mark.full  # tests/e2e plays whole runs

@@ -198,6 +198,13 @@ def test_all_mistakes_are_told_before_the_server_is_asked(
     assert "evaluation.suites.sums.smples = 4: unknown key; did you mean samples" in (
         capsys.readouterr().err
     )
+    judge = "{name: llm_judge, options: {mode: pairs, url: 'http://x/v1', model: m}}"
+    words = [f"evaluation.suites.sums.reward={judge}", "evaluation.suites.sums.samples=1"]
+    assert main([*base, *words]) == 2
+    told = capsys.readouterr().err
+    assert "reward.options.mode = pairs: compares the responses of a group, and a group has 1" in (
+        told
+    )
     assert main(["evaluate", chat.url]) == 2
     assert "names nothing to evaluate" in capsys.readouterr().err
     assert chat.requests == []

@@ -153,6 +153,9 @@ def test_what_transformers_takes_for_a_missing_key() -> None:
         ({"head_dim": 1.5}, "head_dim = 1.5: must be an integer"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps = '1e-6': must be a number"),
         ({"max_position_embeddings": "x"}, "max_position_embeddings = 'x': must be an integer"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false': must be true or false"),
+        ({"norm_topk_prob": "false"}, "norm_topk_prob = 'false': must be true or false"),
+        ({"use_sliding_window": 0}, "use_sliding_window = 0: must be true or false"),
     ],
 )
 def test_options_that_cannot_be_done_are_named(changes: dict[str, Any], named: str) -> None:
@@ -167,6 +170,12 @@ def test_options_that_cannot_be_done_are_named(changes: dict[str, Any], named: s
         ("deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank = null: must be an integer from 1"),
         ("deepseek_v3", {"n_shared_experts": "x"}, "n_shared_experts = 'x': must be an integer"),
         ("qwen3_next", {"linear_conv_kernel_dim": "x"}, "linear_conv_kernel_dim = 'x'"),
+        ("glm4_moe", {"attention_bias": "false"}, "attention_bias = 'false': must be true or"),
+        (
+            "gpt_oss",
+            {"rope_scaling": {**CONFIGS["gpt_oss"]["rope_scaling"], "truncate": "no"}},
+            "rope_scaling.truncate = 'no': must be true or false",
+        ),
     ],
 )
 def test_sizes_that_a_family_needs(family: str, changes: dict[str, Any], named: str) -> None:

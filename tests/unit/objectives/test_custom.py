@@ -54,6 +54,10 @@ def returns_a_vector(inputs):
     return LossOutputs(inputs.logprobs, {}, {})
 
 
+def exits(*arguments):
+    raise SystemExit(0)
+
+
 def no_inputs():
     pass
 
@@ -151,6 +155,8 @@ def test_a_result_that_is_no_loss_is_refused():
         build("returns_a_tensor")(make_inputs(0))
     with pytest.raises(UserError, match=r"the loss has shape \(36,\); allowed: a scalar"):
         build("returns_a_vector")(make_inputs(0))
+    with pytest.raises(UserError, match=r"my_losses:exits: ended with SystemExit\(0\) \(my_losses"):
+        build("exits")(make_inputs(0))
 
 
 def test_a_custom_advantage():
@@ -165,6 +171,7 @@ def test_a_custom_advantage():
         ("columns", r"returned \(2, 1\), not a tensor of shape \(2,\)"),
         ("a_list", r"returned list, not a tensor of shape \(2,\)"),
         ("not_finite", "returned numbers that are not finite"),
+        ("exits", r"ended with SystemExit\(0\) \(my_losses.py:"),
     ],
 )
 def test_advantages_that_would_do_harm_later_are_refused_at_once(function, message):

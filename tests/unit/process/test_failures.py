@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 
 from gspo_megatron.cli import main as entry
+from gspo_megatron.cli.play import lines_of
 from gspo_megatron.errors import RewardError
 from gspo_megatron.process import failures, ranks
 
@@ -51,6 +52,19 @@ TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 3, in f\n  
 )
 def test_errors_of_a_lost_peer_are_told_from_others(told: str, is_lost: bool) -> None:
     assert failures.is_lost_connection(TRACEBACK + told) == is_lost
+
+
+def test_a_text_of_others_does_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "the agent said: \x1b[2J\x1b]0;mine\x07\r\x9b1A\x7f\ttab\nline é"
+    escaped = r"the agent said: \x1b[2J\x1b]0;mine\x07\r\x9b1A\x7f" + "\ttab\nline é\n"
+    failures.tell_failure(RewardError(text))
+    assert capsys.readouterr().err == escaped
+    failures.tell_failure(KeyError(text))
+    assert "\x1b" not in capsys.readouterr().err
+    turn = {"role": "assistant", "text": text, "reward": None}
+    record = {"row_id": "a:1", "turns": [turn], "reward": 1.0, "answer": None, "truncated": False}
+    told = "\n".join(lines_of([{**record, "num_tokens": 3}]))
+    assert r"assistant: the agent said: \x1b[2J\x1b]0;mine" in told and "\x1b" not in told
 
 
 def test_a_launched_rank_hands_its_failure_over_once(

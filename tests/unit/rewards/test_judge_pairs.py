@@ -153,6 +153,7 @@ def test_seed_row_and_responses_choose_the_pairs() -> None:
     chosen = [chosen_pairs(12, 11, ["0", row, "a"]) for row in map(str, range(50))]
     assert len({*map(tuple, chosen)}) == 50
     assert chosen_pairs(12, 11, ["0", "1", "a"]) != chosen_pairs(12, 11, ["1", "1", "a"])
+    assert len(chosen_pairs(12, 11, ["0", "1", "a\ud800"])) == 11  # a text that is no Unicode
     # Each pair is chosen with the same probability.
     counts = [sum((0, n) in pairs for pairs in chosen) for n in range(1, 12)]
     assert all(1 <= each <= 20 for each in counts)  # the mean is 50 * 11 / 66 = 8.3
@@ -322,7 +323,7 @@ def test_options_are_checked_before_the_run() -> None:
         "allowed: groups of at least 2, or the mode score"
     ]
     assert refusal(checked, 8, template="{prompt} {first}") == [
-        "reward.options.template: lacks {second}, the responses to compare"
+        "reward.options.template: lacks {second}, the text to judge"
     ]
     (line,) = refusal(checked, 8, best=4.0)
     assert line.startswith("reward.options.best = 4.0: llm_judge has no such option; allowed: url,")

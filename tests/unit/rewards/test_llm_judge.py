@@ -9,7 +9,7 @@ import pytest
 
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.rewards import scoring
-from gspo_megatron.rewards.registry import get_reward
+from gspo_megatron.rewards.registry import check_section, get_reward
 from gspo_megatron.rewards.scoring import Scorer
 from gspo_megatron.types import Sample
 from tests.unit.data.corpora import refusal
@@ -112,3 +112,19 @@ def test_a_worker_may_ask(judges: Any) -> None:
     judge = judges("Score: 8")
     rewards, failed = score(judge, *"abcdef", section={"workers": 2})
     assert rewards == [0.8] * 6 and not any(failed) and len(judge.requests) == 6
+
+
+def test_options_are_checked_before_the_run() -> None:
+    def checked(**options: Any) -> None:
+        options = {"url": "http://x:8000/v1", "model": "m", **options}
+        section = RewardSection(name="llm_judge", options=options)
+        check_section(get_reward("llm_judge", None, options), section, 1)
+
+    checked(url="https://x", template="{response}")
+    assert refusal(checked, template="{prompt}") == [
+        "reward.options.template: lacks {response}, the text to judge"
+    ]
+    for url in ("", "x:8000/v1", "http:///v1"):
+        assert refusal(checked, url=url) == [
+            f"reward.options.url = {url}: allowed: http://host:port/v1"
+        ]

@@ -77,6 +77,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "broken_reward_module.py").write_text("x = 1\nraise KeyError('oh')\n")
     (tmp_path / "needy_reward_module.py").write_text("import not_installed_anywhere\n")
     (tmp_path / "wrong_reward_module.py").write_text("def f(:\n")
+    (tmp_path / "exits_reward_module.py").write_text("raise SystemExit(0)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     importlib.invalidate_caches()
@@ -152,6 +153,7 @@ def test_all_bad_options_are_named_at_once(module: str) -> None:
         ),
         (("", "needy_reward_module:f"), "failed: No module named 'not_installed_anywhere'"),
         (("", "wrong_reward_module:f"), "failed: SyntaxError: "),
+        (("", "exits_reward_module:f"), "failed: SystemExit: 0 (exits_reward_module.py:1)"),
         (
             ("", "{}:misnamed"),
             "reward {}:misnamed: its first parameter 'batch' is a list of samples; allowed: the "
@@ -176,6 +178,31 @@ def test_what_cannot_be_a_reward_is_refused(
         rest[0] = rest[0].format(module)
     line = refusal(get_reward, name, *rest)[0]
     assert expected.format(module, folder=tmp_path) in line
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "positive"),
+    [
+        ("code", {}, ["seconds", "total_seconds", "memory_mb"]),
+        ("llm_judge", {"url": "http://x/v1", "model": "m"}, ["best", "max_tokens", "seconds"]),
+        (
+            "llm_judge",
+            {"mode": "pairs", "url": "http://x/v1", "model": "m"},
+            ["max_tokens", "seconds"],
+        ),
+    ],
+)
+def test_an_option_out_of_its_range_is_refused(
+    name: str, options: dict, positive: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gspo_megatron.process.sandbox.fault", lambda: None)
+    get_reward(name, None, options | dict.fromkeys(positive, 1))
+    assert sorted(refusal(get_reward, name, None, options | dict.fromkeys(positive, 0))) == [
+        f"reward.options.{key} = 0: allowed: a finite number above 0" for key in sorted(positive)
+    ]
+    for wrong in (-1.0, float("nan"), float("inf")):
+        (line,) = refusal(get_reward, name, None, {**options, "seconds": wrong})
+        assert line.startswith(f"reward.options.seconds = {wrong}: allowed: ")
 
 
 @pytest.mark.parametrize("path", ["module", "module.function", ":f", "m:", ".m:f", "m.:f"])
@@ -301,6 +328,8 @@ def right(sample, digits: int = 1):
     return float(sample.answer == read(sample, digits))
 
 def read(sample, digits):
+    if digits < 0:
+        raise SystemExit(0)
     return sample.response[-digits:] if digits else 1 / digits
 
 right.read_answer = read
@@ -320,8 +349,10 @@ def test_a_reward_of_the_user_may_read_answers(
     (line,) = refusal(get_reward("", path, {"digits": 0}).answer_in, SAMPLE)
     assert line == (
         "read_answer of reward 'reward_that_reads:right' raised ZeroDivisionError: division by "
-        "zero (reward_that_reads.py:6)"
+        "zero (reward_that_reads.py:8)"
     )
+    (line,) = refusal(get_reward("", path, {"digits": -1}).answer_in, SAMPLE)
+    assert line.endswith(":right' raised SystemExit: 0 (reward_that_reads.py:7)")
     number = Reward("mine", two.function, read_answer=lambda sample: 3)
     (line,) = refusal(number.answer_in, SAMPLE)
     assert line == "read_answer of reward 'mine' returned 3; a text or None is wanted"

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load, save
 
 from gspo_megatron.errors import DataError
-from gspo_megatron.rollout.store import RequestFile, forget, read_groups
+from gspo_megatron.rollout.store import RequestFile, forget, read_groups, step_of
 from gspo_megatron.rollout.types import COLUMNS, RolloutGroup
 
 REQUEST = {"name": "step_00000001_0", "rows": [3, 1, 2]}
@@ -220,8 +220,11 @@ def test_a_group_without_a_column_is_drawn_again(
 def test_only_needed_draws_are_kept(tmp_path: Path) -> None:
     for name in ("step_00000001_0", "step_00000002_0"):
         written(tmp_path / f"{name}.groups", 0)
-    forget(tmp_path, lambda name: name == "step_00000002_0")
-    assert [path.name for path in tmp_path.iterdir()] == ["step_00000002_0.groups"]
+    foreign = {tmp_path / name for name in ("notes.groups", "my_copy.groups", "step_2b.groups")}
+    for path in foreign:
+        path.touch()
+    forget(tmp_path, lambda name: step_of(name) == 2)
+    assert {*tmp_path.iterdir()} == {*foreign, tmp_path / "step_00000002_0.groups"}
 
 
 @pytest.mark.parametrize(

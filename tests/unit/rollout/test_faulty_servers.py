@@ -415,6 +415,52 @@ def test_weights_for_servers_that_start_again_wait_for_a_folder(tmp_path: Path) 
     pooled(work)
 
 
+class Started:
+    """Stands for the process of a server that this run has started."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def has_ended(self) -> str | None:
+        return None
+
+    def errors(self) -> str:
+        return ""
+
+    def kill(self) -> None:
+        pass
+
+    async def end(self) -> None:
+        pass
+
+
+def test_a_server_that_is_lost_while_it_waits_for_a_folder_is_started_once(tmp_path: Path) -> None:
+    """Both the loss and the new weights, which the dead server refused, started it again."""
+
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
+        starts: list[str] = []
+
+        def start(folder: str) -> Started:
+            starts.append(folder)
+            doubles[0].loaded = "1"
+            return Started(doubles[0].url)
+
+        [server] = fleet.servers
+        await fleet.update(weights(tmp_path, 0))
+        server.start, server.process = start, Started(doubles[0].url)
+        first = weights(tmp_path, 1)
+        fleet.take_weights(replace(first, folder=None))
+        bringing = asyncio.create_task(fleet.update_servers())
+        await asyncio.wait_for(fleet.loader.wait_until_folder_is_needed(), 20)
+        doubles[0].faults["/pause"] = fails(500)
+        fleet.lose_server(server, "it is gone")
+        await fleet.loader.add_to_weights(folder=str(first.folder))
+        await asyncio.wait_for(bringing, 20)
+        assert starts == [first.folder] and server.version == 1
+
+    pooled(work, count=1, restarts=3)
+
+
 def test_a_server_without_development_mode_is_told_what_it_lacks(tmp_path: Path) -> None:
     async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
         doubles[0].paths = {GENERATE}
