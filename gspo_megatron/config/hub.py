@@ -18,7 +18,7 @@ from typing import Any
 
 from gspo_megatron import hub
 from gspo_megatron.errors import DataError, problem
-from gspo_megatron.files import WRONG_VALUES, make_folder, parse_json, write_atomically
+from gspo_megatron.files import WRONG_VALUES, parse_json, write_atomically
 
 HUB_FILE = "hub.json"
 RANK_SECONDS = 300.0  # time for rank 0 to write hub.json, which all nodes of a run can read
@@ -150,11 +150,7 @@ def write_commits(folder: Path) -> None:
     now = {**hub.known_commits(), **before}
     if not now or now == before:
         return
-    try:
-        make_folder(folder)
-        write_atomically(folder / HUB_FILE, (json.dumps(now, indent=2) + "\n").encode())
-    except OSError as error:
-        raise DataError(f"{folder / HUB_FILE}: cannot be written: {error.strerror}") from error
+    write_atomically(folder / HUB_FILE, (json.dumps(now, indent=2) + "\n").encode())
 
 
 def _wait_for_commits(folder: Path, asked: set[str]) -> dict[str, str]:

@@ -10,8 +10,7 @@ from typing import Any
 
 from gspo_megatron.config import to_shown_yaml
 from gspo_megatron.config.stages import AnyConfig
-from gspo_megatron.errors import DataError
-from gspo_megatron.files import make_folder, write_atomically
+from gspo_megatron.files import make_folder, os_errors, write_atomically
 from gspo_megatron.observe.environment import write_environment
 from gspo_megatron.observe.metrics_files import (
     CHANGES_FILE,
@@ -48,11 +47,8 @@ class RunLogger:
         if not is_main:
             return
         assert resumed_at or not (self.folder / METRICS_FILE).exists(), "an earlier run's folder"
-        try:
+        with os_errors(f"logging.dir = {str(self.folder)!r}", "cannot be made"):
             make_folder(self.folder)
-        except OSError as error:
-            where = f"logging.dir = {str(self.folder)!r}"
-            raise DataError(f"{where}: cannot be made: {error.strerror}") from error
         self._trackers = open_trackers(
             config.logging.trackers, self.folder, config.model_dump(mode="json")
         )
