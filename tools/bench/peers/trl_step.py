@@ -9,7 +9,6 @@ beyond, a growing cache.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -27,6 +26,7 @@ from workload import (
     WORKLOADS,
     Workload,
     peak_memory_gb,
+    read_arguments,
     shape_of,
 )
 
@@ -120,10 +120,10 @@ def build_model(size: str) -> Qwen3MoeForCausalLM:
         num_hidden_layers=shape["num_layers"],
         num_attention_heads=shape["num_attention_heads"],
         num_key_value_heads=shape["num_query_groups"],
-        head_dim=shape["head_dim"],
-        moe_intermediate_size=shape["moe_intermediate_size"],
-        num_experts=shape["num_experts"],
-        num_experts_per_tok=shape["top_k"],
+        head_dim=shape["kv_channels"],
+        moe_intermediate_size=shape["moe_ffn_hidden_size"],
+        num_experts=shape["num_moe_experts"],
+        num_experts_per_tok=shape["moe_router_topk"],
         norm_topk_prob=True,
         max_position_embeddings=max(128, work.prompt_tokens + work.longest),
         attn_implementation="eager" if work.longest <= 128 else "sdpa",
@@ -282,12 +282,7 @@ def run(size: str, steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", choices=sorted(WORKLOADS), default="small")
-    parser.add_argument("--steps", type=int, default=20, help="RL steps measured")
-    arguments = parser.parse_args()
-    if arguments.steps < 1:
-        parser.error("--steps must be at least 1")
+    arguments = read_arguments(__doc__.splitlines()[0])
     print(json.dumps(run(arguments.size, arguments.steps)))
 
 
