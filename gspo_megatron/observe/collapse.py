@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from gspo_megatron.observe.metrics_files import RL, phase_of
 from gspo_megatron.observe.progress import number
 
 WINDOW = 5  # steps: a single step is noisy
@@ -166,17 +165,6 @@ class CollapseWatch:
         variance = self._squares / (self._steps - 1) / 2  # variance of one step's reward
         error = math.sqrt(variance * (1 / WINDOW + 1 / self._best_size))
         return (CLEAR + math.sqrt(2 * math.log(self._steps / WINDOW))) * error
-
-
-def find_collapse(records: Iterable[Mapping[str, Any]]) -> Alarm | None:
-    """Return the first alarm in the metric records of a run, or None."""
-    watch = CollapseWatch()
-    alarms = (
-        watch.add(record["step"], record)
-        for record in records
-        if phase_of(record) == RL and record["step"] > 0
-    )
-    return next((alarm for alarm in alarms if alarm is not None), None)
 
 
 def _means(steps: list[dict[str, float]]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from gspo_megatron.observe import collapse
-from gspo_megatron.observe.collapse import FALL, WINDOW, CollapseWatch, find_collapse
+from gspo_megatron.observe.collapse import FALL, WINDOW, Alarm, CollapseWatch
 
 ROOT = Path(__file__).parents[3]
 KEPT = ROOT / "examples/evidence/results/frontier.jsonl"
@@ -34,6 +34,14 @@ def records(
         record = {"phase": "rl", "step": place + 1, "reward/mean": reward, **more}
         found.append({key: value for key, value in record.items() if value is not None})
     return found
+
+
+def find_collapse(found: Sequence[dict[str, Any]]) -> Alarm | None:
+    """The first alarm in the records of a run."""
+    watch = CollapseWatch()
+    of_rl = (each for each in found if each["phase"] == "rl" and each["step"] > 0)
+    alarms = (watch.add(each["step"], each) for each in of_rl)
+    return next((alarm for alarm in alarms if alarm is not None), None)
 
 
 def alarm_step(found: Sequence[dict[str, Any]]) -> int | None:
