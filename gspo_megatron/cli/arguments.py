@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import gc
 import math
+import sys
 from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
@@ -82,13 +83,14 @@ def number(
     text: str,
     wanted: str = "a number of 0 or more",
     least: float = 0.0,
+    most: float = sys.float_info.max,
 ) -> float:
-    """Read a finite number of `least` or more. Raises argparse's error for anything else."""
+    """Read a number from `least` to `most`. Raises argparse's error for anything else."""
     try:
         value = float(text)
     except ValueError:
         value = float("nan")
-    if not least <= value < math.inf:
+    if not least <= value <= most:
         raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
     return value
 
