@@ -8,6 +8,7 @@ Prints one JSON line.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -29,7 +30,6 @@ from workload import (
     WORKLOADS,
     Workload,
     peak_memory_gb,
-    read_arguments,
     sections_of,
     shape_of,
 )
@@ -196,7 +196,12 @@ PARTS = ("step", "rollout", "logprob", "train", "sync")
 
 
 def main() -> None:
-    arguments = read_arguments(__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=sorted(WORKLOADS), default="small")
+    parser.add_argument("--steps", type=int, default=20, help="RL steps measured")
+    arguments = parser.parse_args()
+    if arguments.steps < 1:
+        parser.error("--steps must be at least 1")
     ranks = WORKLOADS[arguments.size].ranks
     if "RANK" not in os.environ and ranks > 1:
         raise SystemExit(launch([sys.executable, *sys.argv], ranks))

@@ -9,6 +9,7 @@ beyond, a growing cache.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
@@ -26,7 +27,6 @@ from workload import (
     WORKLOADS,
     Workload,
     peak_memory_gb,
-    read_arguments,
     shape_of,
 )
 
@@ -281,7 +281,12 @@ def run(size: str, steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    arguments = read_arguments(__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=sorted(WORKLOADS), default="small")
+    parser.add_argument("--steps", type=int, default=20, help="RL steps measured")
+    arguments = parser.parse_args()
+    if arguments.steps < 1:
+        parser.error("--steps must be at least 1")
     print(json.dumps(run(arguments.size, arguments.steps)))
 
 

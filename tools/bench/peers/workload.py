@@ -6,7 +6,6 @@ Only the standard library is imported, because our side and TRL's run in differe
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import resource
@@ -129,14 +128,3 @@ def sections_of(work: Workload) -> dict[str, dict[str, Any]]:
 def peak_memory_gb() -> float:
     """Return the largest resident memory of this process so far, in 10^9 bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-
-
-def read_arguments(description: str) -> argparse.Namespace:
-    """Return the arguments of one side."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--size", choices=sorted(WORKLOADS), default="small")
-    parser.add_argument("--steps", type=int, default=20, help="RL steps measured")
-    arguments = parser.parse_args()
-    if arguments.steps < 1:
-        parser.error("--steps must be at least 1")
-    return arguments
