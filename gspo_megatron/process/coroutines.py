@@ -48,31 +48,39 @@ class OwnLoop:
 
 
 class BusySeconds:
-    """Counts the seconds in which at least one call is running."""
+    """Counts the seconds in which at least one call, or other activity, is in progress."""
 
     def __init__(self) -> None:
-        self._seconds, self._since = 0.0, 0.0
-        self.calls = 0  # number of calls that are running
+        self._counted, self._since = 0.0, 0.0
+        self.calls = 0  # number of calls in progress
+
+    def begin(self, count: int = 1) -> None:
+        if not self.calls:
+            self._since = time.perf_counter()
+        self.calls += count
+
+    def end(self, count: int = 1) -> None:
+        self._counted = self.seconds
+        self._since = time.perf_counter()
+        self.calls -= count
+        assert self.calls >= 0, "more ends than beginnings"
 
     @contextmanager
     def running(self) -> Generator[None]:
         """Count the time inside the `with` block."""
-        if not self.calls:
-            self._since = time.perf_counter()
-        self.calls += 1
+        self.begin()
         try:
             yield
         finally:
-            self._count()
-            self.calls -= 1
+            self.end()
+
+    @property
+    def seconds(self) -> float:
+        """The seconds that were counted so far."""
+        return self._counted + (time.perf_counter() - self._since if self.calls else 0.0)
 
     def take(self) -> float:
         """Return the seconds that were counted since the last call of this method."""
-        if self.calls:
-            self._count()
-        seconds, self._seconds = self._seconds, 0.0
+        seconds = self.seconds
+        self._counted, self._since = 0.0, time.perf_counter()
         return seconds
-
-    def _count(self) -> None:
-        now = time.perf_counter()
-        self._seconds, self._since = self._seconds + now - self._since, now
