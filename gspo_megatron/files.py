@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -41,6 +42,15 @@ _MOST_NESTED = 100  # levels; no file of this package or of a known program is n
 SETTLED = 64 << 20  # bytes that a writer of a large file writes between two calls of `settle`
 
 
+@contextlib.contextmanager
+def os_errors(path: str | Path, wrong: str) -> Generator[None]:
+    """Turn an OSError in this context into a DataError, `PATH: WRONG: the system's reason`."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path}: {wrong}: {error.strerror or error}") from error
+
+
 def write_atomically(path: str | Path, content: bytes, mode: int = 0o666) -> Path:
     """Write `content` to `path`, making its folder; a reader never sees a part of it.
 
@@ -51,7 +61,7 @@ def write_atomically(path: str | Path, content: bytes, mode: int = 0o666) -> Pat
     # The name has the process id, so that two writers have different files. The partial file is in
     # the same folder as `path`, so that the replacement is atomic.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
+    with os_errors(path, "cannot be written"):
         make_folder(path.parent)
         try:
             with open(partial, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
@@ -59,8 +69,6 @@ def write_atomically(path: str | Path, content: bytes, mode: int = 0o666) -> Pat
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written: {error.strerror or error}") from error
     return path
 
 
@@ -137,7 +145,7 @@ def fingerprint(path: str | Path) -> str:
     tokenizer files, its .jsonl and .parquet files are used instead. Raises DataError."""
     path = Path(path)
     digest = hashlib.sha256()
-    try:
+    with os_errors(path, "cannot be read"):
         if not path.is_dir():
             _add(digest, path)
             return digest.hexdigest()
@@ -146,8 +154,6 @@ def fingerprint(path: str | Path) -> str:
         for file in sorted(files):
             digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
             _add(digest, file)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     return digest.hexdigest()
 
 
@@ -162,7 +168,7 @@ def fingerprint_of_weights(folder: str | Path) -> str:
     are enough, because two separately trained models differ everywhere.
     """
     folder, digest = Path(folder), hashlib.sha256()
-    try:
+    with os_errors(folder, "cannot be read"):
         for file in sorted(folder.glob("*.safetensors")):
             size = file.stat().st_size
             digest.update(f"{file.name}\0{size}\0".encode())
@@ -173,8 +179,6 @@ def fingerprint_of_weights(folder: str | Path) -> str:
         for name in ("config.json", "manifest.json"):  # the manifest has checksums of all files
             if (folder / name).is_file():
                 _add(digest, folder / name)
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be read: {error.strerror or error}") from error
     return digest.hexdigest()
 
 

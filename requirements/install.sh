@@ -109,7 +109,7 @@ make_venv() {
 choose_python
 torch=$(grep -E '^torch==' "$pins")
 cuda_pins=requirements/cuda-torch-${torch#torch==}.txt
-sum=$(cat "$pins" "$cuda_pins" pyproject.toml setup.py requirements/install.sh | cksum | cut -d ' ' -f 1)
+sum=$(cat "$pins" "$cuda_pins" pyproject.toml requirements/install.sh | cksum | cut -d ' ' -f 1)
 stamp=$venv/.stamp-$version-$sum
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$place" ]; then
     exit 0

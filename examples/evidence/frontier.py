@@ -63,16 +63,12 @@ from vllm_engine import VllmEngine, VllmProcess, vllm_python
 from gspo_megatron.batching.micro_batches import MicroBatch, response_logprobs
 from gspo_megatron.checkpoint.start import open_session
 from gspo_megatron.config import Config, check_config, load
-from gspo_megatron.data.inputs import read_inputs
-from gspo_megatron.environments.registry import tools_of
-from gspo_megatron.objectives import build_objective
 from gspo_megatron.observe.environment import describe_environment
 from gspo_megatron.observe.metrics_files import RL
-from gspo_megatron.rewards.registry import get_reward
 from gspo_megatron.rl.loop import ReinforcementLoop
 from gspo_megatron.rl.policy_update import PolicyUpdater
 from gspo_megatron.rl.rollouts import Experience
-from gspo_megatron.rl.run import assemble
+from gspo_megatron.rl.run import assemble, read_parts
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "frontier.jsonl"
@@ -302,16 +298,13 @@ class Laboratory:
         own.append(f"checkpoint.interval={CHECKPOINTS_EVERY}")
         config = load.load_config(HERE / "frontier.yaml", [*own, *overrides], Config)
         check_config(config, 1, for_training=True)
-        inputs, wanted = read_inputs(config, tools_of(config)), config.reward
-        reward = get_reward(wanted.name, wanted.import_path, wanted.options, wanted.workers)
-        objective = build_objective(config.objective, config.rollout.max_response_tokens)
-        metrics = []
+        metrics, parts = [], read_parts(config)
         with open_session(config, fresh=True) as session:
             session.begin()
-            run = assemble(config, inputs, reward, objective, session.start, session.stop)
+            run = assemble(config, *parts, session.start, session.stop)
             with closing(run.logger), closing(run.collector), closing(run.checkpoints):
                 if dtype is not None:
-                    ends = inputs.tokenizer.eos_ids
+                    ends = parts[0].tokenizer.eos_ids
                     engine = VllmEngine(run.policy, self.engine(dtype), ends)
                     run.collector.source.engine = engine
                 loop = ReinforcementLoop(run)

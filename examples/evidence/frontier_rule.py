@@ -22,7 +22,7 @@ was at least the start. If there is no such checkpoint, the second run begins wi
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +93,3 @@ def read(path: Path) -> list[Record]:
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def of_cell(records: Iterable[Record], axis: str, arm: str, value: float) -> list[Record]:
-    """The runs of one cell of the map."""
-    return [r for r in records if (r["axis"], r["arm"], r["value"]) == (axis, arm, value)]

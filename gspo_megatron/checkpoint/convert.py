@@ -71,7 +71,7 @@ from gspo_megatron.families.weight_map import (
     fill,
     weight_map,
 )
-from gspo_megatron.files import SETTLED, settle
+from gspo_megatron.files import SETTLED, os_errors, settle
 from gspo_megatron.hf.files import DTYPES, HfFolder, check_tied_copy, checked_weights
 from gspo_megatron.hf.side_files import (
     check_tokenizer,
@@ -79,13 +79,7 @@ from gspo_megatron.hf.side_files import (
     generation_files,
     with_padding,
 )
-from gspo_megatron.hf.writer import (
-    MAX_SHARD_BYTES,
-    HfWriter,
-    NewFolder,
-    copy_file,
-    write_errors,
-)
+from gspo_megatron.hf.writer import MAX_SHARD_BYTES, HfWriter, NewFolder, copy_file
 
 Merge = Callable[[str, Sequence[slice], Tensor], Tensor]
 _FILE_BYTES = 4 << 30  # size of a checkpoint's files; the disk syncs one while others are written
@@ -152,7 +146,7 @@ def write_checkpoint(
     that returns the values of a block of a piece; model_document: the contents of model.json;
     side_files: the files of a tokenizer."""
     total = sum(piece.data.nbytes for piece in pieces)
-    with NewFolder(destination, total) as new, write_errors(destination):
+    with NewFolder(destination, total) as new, os_errors(destination, "cannot be written"):
         write_file(new.partial / MODEL_FILE, f"{json.dumps(model_document, indent=1)}\n".encode())
         (new.partial / "hf").mkdir()
         for file in side_files:
@@ -371,10 +365,9 @@ def _in_file_order(
         if records is None:
             yield from blocks
             continue
-        try:
+        # a run that goes on removes old checkpoints
+        with os_errors(folder / name, "cannot be read"):
             file = (folder / name).open("rb", buffering=0)
-        except OSError as error:  # a run that goes on removes old checkpoints
-            raise DataError(f"{folder / name}: cannot be read: {error.strerror}") from error
         with file:
             checksum, place, buffer = 0, 0, memoryview(bytearray(_READ_BYTES))
             while count := file.readinto(buffer):

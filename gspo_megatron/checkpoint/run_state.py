@@ -21,7 +21,7 @@ from gspo_megatron.config.schema import suite_key
 from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import DataError
 from gspo_megatron.families.model_shape import MODEL_FILE
-from gspo_megatron.files import fingerprint, fingerprint_of_weights, parse_json
+from gspo_megatron.files import fingerprint, fingerprint_of_weights, os_errors, parse_json
 from gspo_megatron.hub import name_of, written
 from gspo_megatron.plugins import module_folders
 
@@ -181,7 +181,5 @@ def read_model(checkpoint: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> bytes:
-    try:
+    with os_errors(path, "cannot be read"):
         return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error

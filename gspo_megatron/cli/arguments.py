@@ -6,7 +6,9 @@ import argparse
 import contextlib
 import gc
 import math
+import sys
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any
 
 Commands = Any  # what argparse's `add_subparsers` returns: its type has no public name
@@ -66,31 +68,29 @@ def add_nproc(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def positive(text: str) -> int:
-    """Read an argument that counts something. Raises argparse's error for anything below 1."""
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+def integer(text: str, wanted: str, least: int = 0, most: float = math.inf) -> int:
+    """Read a whole number from `least` to `most`. Raises argparse's error for anything else."""
+    if not (text.isascii() and text.isdigit() and least <= int(text) <= most):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
     return int(text)
 
 
-def not_negative(text: str) -> int:
-    """Read an argument that is a whole number from 0. Raises argparse's error for anything else."""
-    if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
-    return int(text)
+positive = partial(integer, wanted="a positive integer", least=1)
+not_negative = partial(integer, wanted="a whole number of 0 or more")
 
 
 def number(
     text: str,
     wanted: str = "a number of 0 or more",
     least: float = 0.0,
+    most: float = sys.float_info.max,
 ) -> float:
-    """Read a finite number of `least` or more. Raises argparse's error for anything else."""
+    """Read a number from `least` to `most`. Raises argparse's error for anything else."""
     try:
         value = float(text)
     except ValueError:
         value = float("nan")
-    if not least <= value < math.inf:
+    if not least <= value <= most:
         raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
     return value
 

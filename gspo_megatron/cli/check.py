@@ -18,7 +18,6 @@ from gspo_megatron.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from gspo_megatron.config.stages import AnyConfig
-    from gspo_megatron.estimate.layout import LayoutEstimate
 
 DEFAULT_GB = 80.0  # the memory of an H100
 STAGES = ("rl", "sft", "pretrain", "reward_model")
@@ -184,7 +183,7 @@ def _estimate(
     check_tables.show_layout(found, recompute_modes(found, vocab_size))
     cost = check_tables.show_cost(found, vocab_size)
     if len(phases) > 1:
-        _show_phases(phases, vocab_size)
+        check_tables.show_phases(phases, vocab_size)
     pairs = check_tables.figures(found) | cost
     fits = gpu_gb is None or found.fits(gpu_gb * 1e9)
     if gpu_gb is not None:
@@ -198,22 +197,6 @@ def _estimate(
     print("for scripts, in bytes:")
     print(" ".join(f"{name}={value}" for name, value in pairs.items()))
     return fits
-
-
-def _show_phases(phases: list[tuple[Any, LayoutEstimate]], vocab_size: int) -> None:
-    """Print the phases of a run, each with its estimate."""
-    from gspo_megatron.cli import check_tables
-    from gspo_megatron.estimate.traffic import step_cost
-    from gspo_megatron.estimate.workload import workload
-
-    seconds = []
-    for config, estimate in phases:
-        counts = check_tables.count_parameters(config.resolved_model(), vocab_size)
-        work = workload(config, estimate.parallel, None)
-        active = counts[1] if counts else estimate.parameters.total()
-        sent = estimate.most_traffic()
-        seconds.append(step_cost(config, estimate.parallel, work, active, sent).total)
-    check_tables.show_phases(phases, seconds)
 
 
 def _search(

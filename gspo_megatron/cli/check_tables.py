@@ -105,17 +105,21 @@ def _of_phases(config: AnyConfig) -> Iterator[tuple[str, str]]:
         first, before = last + 1, phase
 
 
-def show_phases(phases: Sequence[tuple[AnyConfig, LayoutEstimate]], seconds: list[float]) -> None:
-    """Print a table of the phases of a run. seconds: for each phase, the training time of a
-    step."""
+def show_phases(phases: Sequence[tuple[AnyConfig, LayoutEstimate]], vocab_size: int) -> None:
+    """Print the phases of a run, each with its estimate."""
+    from gspo_megatron.estimate.cost import run_cost
+
     names = (">phase", ">from step", ">sequences", ">response tokens", ">GB", ">s/step")
     table, first = new_table(None, *names), 1
-    for place, ((config, estimate), cost) in enumerate(zip(phases, seconds, strict=True), 1):
+    for place, (config, estimate) in enumerate(phases, 1):
+        counts = count_parameters(config.resolved_model(), vocab_size)
+        cost = run_cost(estimate, counts[1] if counts else estimate.parameters.total())
+        assert cost is not None, "only RL runs have phases"
         rollout: Any = getattr(config, "rollout")  # noqa: B009 (only RL runs have phases)
         sequences = rollout.prompts_per_step * rollout.group_size
         sizes = (place, first, sequences, rollout.max_response_tokens)
         memory = _gb(estimate.worst.total, 2 if estimate.worst.total >= 1e9 else 5)
-        table.add_row(*(f"{size:,}" for size in sizes), memory, format(cost, ".3g"))
+        table.add_row(*(f"{size:,}" for size in sizes), memory, f"{cost.train_seconds:.3g}")
         first = phase_end(config, first) + 1
     print("\nphases: the most that a rank needs, and the training time of a step")
     console().print(table, markup=False)

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.cli.arguments import Commands, new_parser
-from gspo_megatron.errors import DataError, UserError
+from gspo_megatron.errors import UserError
+from gspo_megatron.files import folder_lacks, os_errors
 
 if TYPE_CHECKING:
     from gspo_megatron.data.tokenizers import Tokenizer
@@ -53,11 +54,10 @@ def run(arguments: argparse.Namespace) -> int:
     # remains.
     staging = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     try:
-        staging.mkdir(parents=True)
-        write_files(staging, model)
-        os.replace(staging, folder)
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be written: {error.strerror or error}") from error
+        with os_errors(folder, "cannot be written"):
+            staging.mkdir(parents=True)
+            write_files(staging, model)
+            os.replace(staging, folder)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     shown = shlex.quote(str(arguments.folder))
@@ -69,8 +69,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def folder_fault(folder: Path) -> str | None:
     """Return in one line why no folder can be put at this absolute path, or None if one can."""
-    from gspo_megatron.files import folder_lacks
-
     if not os.path.lexists(folder):
         lacks = folder_lacks(folder.parent)
         return lacks and f"{folder}: cannot be written: {lacks}"

@@ -6,10 +6,11 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gspo_megatron.cli.arguments import Commands, new_parser, positive
+from gspo_megatron.cli.arguments import Commands, new_parser, number, positive
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import write_atomically
 
@@ -35,7 +36,7 @@ def add_parser(commands: Commands) -> None:
     for name, what in (("min", "lowest"), ("max", "highest")):
         parser.add_argument(
             f"--{name}-pass-rate",
-            type=_share,
+            type=partial(number, wanted="a share of 0 to 1", most=1.0),
             metavar="X",
             help=f"with --write: the {what} pass rate of the prompts that are kept, 0 to 1",
         )
@@ -66,16 +67,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.write is not None:
         print(f"\n{_write(folder, Path(arguments.write), figures, low, high)}")
     return 0
-
-
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share of 0 to 1")
-    return value
 
 
 def _print_totals(records: Sequence[dict[str, Any]], figures: dict[str, PromptFigures]) -> None:

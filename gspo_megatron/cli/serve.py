@@ -8,10 +8,11 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.cli.arguments import Commands, new_parser
+from gspo_megatron.cli.arguments import Commands, integer, new_parser
 from gspo_megatron.errors import DataError, UserError
 from gspo_megatron.files import WRONG_VALUES, parse_json
 from gspo_megatron.hub import folder_of
@@ -59,7 +60,8 @@ def add_parser(commands: Commands) -> None:
         help="the address to listen on (default: 127.0.0.1; with --join this node's address "
         "towards the run's first node)",
     )
-    parser.add_argument("--port", type=_port, help="the port to listen on (default: a free one)")
+    port = partial(integer, wanted="a port from 1 to 65535", least=1, most=65535)
+    parser.add_argument("--port", type=port, help="the port to listen on (default: a free one)")
     parser.add_argument(
         "--dtype",
         choices=tuple(_DTYPES),
@@ -166,10 +168,3 @@ def _config_of(folder: Path) -> dict[str, Any]:
         return dict(parse_json(file.read_bytes()))
     except (OSError, *WRONG_VALUES) as error:
         raise DataError(f"{file}: not the description of a model: {error}") from None
-
-
-def _port(text: str) -> int:
-    """Read a port. Raises argparse's error."""
-    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 65535):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 1 to 65535")
-    return int(text)

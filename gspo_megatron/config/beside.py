@@ -7,11 +7,12 @@ anywhere. One message tells which paths were found in that folder.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,130 +20,96 @@ from gspo_megatron.errors import problem
 from gspo_megatron.plugins import MODULES_VARIABLE
 
 # Keys of inputs. Outputs are always relative to the current folder.
-_PATHS = {
-    "data": ("tokenizer", "prompts", "eval_prompts", "examples", "eval_examples")
-    + ("train", "evaluation"),
-    "model": ("hf_path", "checkpoint_path"),
-}
-_OUTPUTS = {"logging": ("dir",), "export": ("hf_path",)}
+_DATA = ("tokenizer", "prompts", "eval_prompts", "examples", "eval_examples")
+_DATA += ("preferences", "eval_preferences", "train", "evaluation")
+_REWARD = ("reward.model.folder", "reward.model.tokenizer")
+_INPUTS = (
+    *(f"data.{name}" for name in _DATA),
+    *("model.hf_path", "model.checkpoint_path", "model.lora.checkpoint"),
+    *("objective.distillation.teacher", "objective.distillation.teachers.*.teacher"),
+    *_REWARD,
+)
+_OF_SUITE = ("prompts", *_REWARD)
+_OTHERS = ("logging.dir", "export.hf_path", "evaluation.suites.*.prompts")
 _ENDINGS = ("", ".idx")  # a corpus is named by the prefix of its files
+
+Place = tuple[str, Any, Any]  # a key, the list or dict that holds the value, and its index there
+
+
+def places(values: Any, keys: Iterable[str]) -> Iterator[Place]:
+    """Yield the place of each text in the values of these keys. `*` stands for any name."""
+    for key in keys:
+        yield from _below(values, key.split("."), "")
+
+
+def _below(node: Any, parts: list[str], above: str) -> Iterator[Place]:
+    if not isinstance(node, Mapping):
+        return
+    first, *rest = parts
+    for name in [*node] if first == "*" else [first]:
+        key = f"{above}{name}"
+        if rest:
+            yield from _below(node.get(name), rest, f"{key}.")
+        elif isinstance(value := node.get(name), str):
+            yield key, node, name
+        elif isinstance(value, list):
+            yield from ((key, value, n) for n, each in enumerate(value) if isinstance(each, str))
 
 
 def with_paths_beside(values: Mapping[str, Any], file: Path, above: str = "") -> dict[str, Any]:
     """Return the sections of a configuration file. Paths that exist only beside the file get the
     file's folder in front. above: the key that the sections are part of, for messages."""
-    found = dict(values)
-    for section, given in values.items():
+    found = copy.deepcopy(dict(values))
+    for key, holder, at in places(found, _INPUTS):
+        holder[at] = _of_path(f"{above}{key}", holder[at], file)
+    for section, given in found.items():
         if isinstance(given, Mapping):
-            keys = _PATHS.get(str(section), ())
-            found[section] = {
-                key: _of_key(f"{above}{section}.{key}", value, file) if key in keys else value
-                for key, value in given.items()
-            }
             _find_modules(f"{above}{section}", given, file)
-    objective = found.get("objective")
-    inner = objective.get("distillation") if isinstance(objective, Mapping) else None
-    if isinstance(inner, Mapping):
-        inner = _teachers_beside(inner, file, f"{above}objective.distillation.")
-        found["objective"] = {**found["objective"], "distillation": inner}
-    if isinstance(found.get("reward"), Mapping):
-        found["reward"] = _model_beside(found["reward"], file, "reward.")
-    evaluation = found.get("evaluation")
-    if isinstance(evaluation, Mapping) and isinstance(evaluation.get("suites"), Mapping):
-        suites = suites_beside(evaluation["suites"], file, f"{above}evaluation.suites.")
-        found["evaluation"] = {**evaluation, "suites": suites}
-    training = found.get("training")
-    if isinstance(training, Mapping) and isinstance(training.get("phases"), list):
-        phases = [
+    evaluation, training = found.get("evaluation"), found.get("training")
+    if isinstance(evaluation, dict) and isinstance(evaluation.get("suites"), Mapping):
+        of_suites = f"{above}evaluation.suites."
+        evaluation["suites"] = suites_beside(evaluation["suites"], file, of_suites)
+    if isinstance(training, dict) and isinstance(training.get("phases"), list):
+        training["phases"] = [
             with_paths_beside(each, file, f"{above}training.phases[{number}].")
             if isinstance(each, Mapping)
             else each
             for number, each in enumerate(training["phases"])
         ]
-        found["training"] = {**training, "phases": phases}
     return found
-
-
-def _teachers_beside(inner: Mapping[str, Any], file: Path, above: str) -> dict[str, Any]:
-    """Return the section `distillation`, with the file's folder in front of the paths of teachers
-    that exist only there."""
-    found = dict(inner)
-    if "teacher" in inner:
-        found["teacher"] = _of_key(f"{above}teacher", inner["teacher"], file)
-    if isinstance(named := inner.get("teachers"), Mapping):
-        found["teachers"] = {
-            name: _teachers_beside(each, file, f"{above}teachers.{name}.")
-            if isinstance(each, Mapping)
-            else each
-            for name, each in named.items()
-        }
-    return found
-
-
-def _model_beside(reward: Mapping[str, Any], file: Path, above: str) -> dict[str, Any]:
-    """Return the section `reward`, with the file's folder in front of the paths of a reward model
-    that exist only there."""
-    if not isinstance(model := reward.get("model"), Mapping):
-        return dict(reward)
-    paths = {
-        key: _of_key(f"{above}model.{key}", model[key], file)
-        for key in ("folder", "tokenizer")
-        if key in model
-    }
-    return {**reward, "model": {**model, **paths}}
 
 
 def suites_beside(suites: Mapping[Any, Any], file: Path, above: str = "") -> dict[Any, Any]:
     """Return suites by name, with their paths replaced as in `with_paths_beside`. A suite may also
     be the path of another file."""
-    found: dict[Any, Any] = {}
-    for name, suite in suites.items():
-        found[name] = suite
+    found = copy.deepcopy(dict(suites))
+    for name, suite in found.items():
         if isinstance(suite, str):
             path, colon, inner = suite.rpartition(":")
             if colon and not _is_there(Path(suite)) and not _is_there(file.parent / suite):
                 found[name] = f"{_of_path(f'{above}{name}', path, file)}:{inner}"
             else:
                 found[name] = _of_path(f"{above}{name}", suite, file)
-        elif isinstance(suite, Mapping) and "prompts" in suite:
-            prompts = _of_key(f"{above}{name}.prompts", suite["prompts"], file)
-            found[name] = {**suite, "prompts": prompts}
-            if isinstance(suite.get("reward"), Mapping):
-                _find_modules(f"{above}{name}.reward", suite["reward"], file)
-                reward = _model_beside(suite["reward"], file, f"{above}{name}.reward.")
-                found[name]["reward"] = reward
+            continue
+        for key, holder, at in places(suite, _OF_SUITE):
+            holder[at] = _of_path(f"{above}{name}.{key}", holder[at], file)
+        if isinstance(suite, Mapping) and isinstance(suite.get("reward"), Mapping):
+            _find_modules(f"{above}{name}.reward", suite["reward"], file)
     return found
 
 
 def nul_problems(values: Mapping[str, Any]) -> list[str]:
     """Return a line for each path that holds a NUL character. The system's own error would not name
     the key."""
-    found: list[tuple[str, Any]] = []
-    for section, keys in {**_PATHS, **_OUTPUTS}.items():
-        given = values.get(section)
-        if isinstance(given, Mapping):
-            found += [(f"{section}.{key}", given.get(key)) for key in keys]
-    evaluation = values.get("evaluation")
-    suites = evaluation.get("suites") if isinstance(evaluation, Mapping) else None
-    for name, suite in suites.items() if isinstance(suites, Mapping) else ():
-        if isinstance(suite, Mapping):
-            found.append((f"evaluation.suites.{name}.prompts", suite.get("prompts")))
     return [
-        problem(key, each, "a path cannot contain a NUL character")
-        for key, value in found
-        for each in (value if isinstance(value, list) else [value])
-        if isinstance(each, str) and "\0" in each
+        problem(key, holder[at], "a path cannot contain a NUL character")
+        for key, holder, at in places(values, (*_INPUTS, *_OTHERS))
+        if "\0" in holder[at]
     ]
 
 
-def _of_key(key: str, value: Any, file: Path) -> Any:
-    if isinstance(value, list):
-        return [_of_path(key, each, file) for each in value]
-    return _of_path(key, value, file)
-
-
-def _of_path(key: str, value: Any, file: Path) -> Any:
-    if not isinstance(value, str) or not value or Path(value).is_absolute():
+def _of_path(key: str, value: str, file: Path) -> str:
+    if not value or Path(value).is_absolute():
         return value
     beside = file.parent / value
     if _is_there(Path(value)) or not _is_there(beside):

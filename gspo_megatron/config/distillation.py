@@ -105,10 +105,10 @@ class DistillationSection(Section):
 def distillation_problems(given: DistillationSection) -> Iterator[tuple[str, Any, str]]:
     """Yield the problems of the section: the key below objective.distillation, its value, and what
     is wrong."""
-    for name, value in {"coefficient": 1.0, "form": "reverse_kl"}.items():
-        if not given.is_on and getattr(given, name) != value:
-            wrong = "nothing reads it without objective.distillation.teacher or url"
-            yield name, getattr(given, name), f"{wrong}; allowed: {value}"
+    if not given.is_on:
+        why = "nothing reads it without objective.distillation.teacher or url"
+        for name, wrong in given.unread(("coefficient", "form"), why):
+            yield name, getattr(given, name), wrong
     if given.form == "reverse_kl" and given.top_k != TOP_K:
         wrong = "nothing reads it with objective.distillation.form = reverse_kl"
         yield "top_k", given.top_k, f"{wrong}; allowed: {TOP_K}, or a form with topk"

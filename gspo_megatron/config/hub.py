@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from gspo_megatron import hub
+from gspo_megatron.config.beside import places
 from gspo_megatron.errors import DataError, problem
-from gspo_megatron.files import WRONG_VALUES, make_folder, parse_json, write_atomically
+from gspo_megatron.files import WRONG_VALUES, parse_json, write_atomically
 
 HUB_FILE = "hub.json"
 RANK_SECONDS = 300.0  # time for rank 0 to write hub.json, which all nodes of a run can read
@@ -35,8 +36,6 @@ _KEYS: dict[hub.Kind, tuple[str, ...]] = {
 # Beginnings of the keys that name models whose weights a run loads.
 _OF_WEIGHTS = ("model.hf_path", "model.lora.checkpoint", "objective.", "reward.model.folder")
 
-_Place = tuple[str, Any, Any]  # a key, the list or dict that holds the value, and its index there
-
 
 def with_folders(values: Mapping[str, Any], name: str) -> tuple[dict[str, Any], list[str]]:
     """Replace names of the Hub in the values of a configuration by the folders of this machine.
@@ -47,7 +46,7 @@ def with_folders(values: Mapping[str, Any], name: str) -> tuple[dict[str, Any], 
     given = [
         (place, named)
         for kind in _KEYS
-        for place in _places(values, kind)
+        for place in places(values, _KEYS[kind])
         if (named := hub.parse_name(place[1][place[2]], kind)) is not None
     ]
     if not given:
@@ -60,7 +59,7 @@ def with_folders(values: Mapping[str, Any], name: str) -> tuple[dict[str, Any], 
     if rank not in (None, "0") and asked - {*commits, *hub.known_commits()}:
         commits = _wait_for_commits(folder, asked)
     for kind in _KEYS:
-        for key, holder, at in _places(found, kind):
+        for key, holder, at in places(found, _KEYS[kind]):
             named = hub.parse_name(holder[at], kind)
             if named is None:
                 continue
@@ -77,26 +76,6 @@ def with_folders(values: Mapping[str, Any], name: str) -> tuple[dict[str, Any], 
     if rank == "0":
         write_commits(folder)
     return found, problems
-
-
-def _places(values: Any, kind: hub.Kind) -> Iterator[_Place]:
-    """Yield the place of each text in the keys that may hold names of the Hub."""
-    for key in _KEYS[kind]:
-        yield from _below(values, key.split("."), "")
-
-
-def _below(node: Any, parts: list[str], above: str) -> Iterator[_Place]:
-    if not isinstance(node, Mapping):
-        return
-    first, *rest = parts
-    for name in [*node] if first == "*" else [first]:
-        key = f"{above}{name}"
-        if rest:
-            yield from _below(node.get(name), rest, f"{key}.")
-        elif isinstance(value := node.get(name), str):
-            yield key, node, name
-        elif isinstance(value, list):
-            yield from ((key, value, n) for n, each in enumerate(value) if isinstance(each, str))
 
 
 def _run_folder(values: Mapping[str, Any], name: str) -> Path:
@@ -124,7 +103,7 @@ def model_paths(config: Any) -> Iterator[tuple[str, str]]:
         values["objective"] = {"distillation": {**vars(distillation), "teachers": teachers}}
     if (scorer := getattr(config.known("reward"), "model", None)) is not None:
         values["reward"] = {"model": dict(vars(scorer))}
-    for key, holder, at in _places(values, "model"):
+    for key, holder, at in places(values, _KEYS["model"]):
         if key.startswith(_OF_WEIGHTS):
             yield key, holder[at]
 
@@ -150,11 +129,7 @@ def write_commits(folder: Path) -> None:
     now = {**hub.known_commits(), **before}
     if not now or now == before:
         return
-    try:
-        make_folder(folder)
-        write_atomically(folder / HUB_FILE, (json.dumps(now, indent=2) + "\n").encode())
-    except OSError as error:
-        raise DataError(f"{folder / HUB_FILE}: cannot be written: {error.strerror}") from error
+    write_atomically(folder / HUB_FILE, (json.dumps(now, indent=2) + "\n").encode())
 
 
 def _wait_for_commits(folder: Path, asked: set[str]) -> dict[str, str]:

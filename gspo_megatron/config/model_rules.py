@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -55,6 +55,11 @@ class Plan:
 # allowed values.
 Problems = Iterator[tuple[str, str]]
 Rule = Callable[[Plan], Problems]
+
+
+def unread(plan: Plan, section: str, names: Iterable[str], why: str) -> Problems:
+    """Yield a problem for each key of a section that is set although nothing reads it."""
+    return ((f"{section}.{name}", w) for name, w in plan.value(section).unread(names, why))
 
 
 def world_size_fits(plan: Plan) -> Problems:

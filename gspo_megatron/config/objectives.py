@@ -8,7 +8,7 @@ objectives/parts.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Annotated, Any, Literal
@@ -24,7 +24,7 @@ from gspo_megatron.config.section import (
     key,
     shapes,
 )
-from gspo_megatron.errors import format_value, problem
+from gspo_megatron.errors import problem
 
 
 @dataclass(frozen=True)
@@ -407,20 +407,11 @@ def objective_problems(section: ObjectiveSection) -> Iterator[str]:
 _Problems = Iterator[tuple[str, str]]  # a key of the section, and what is wrong with its value
 
 
-def _unread(section: ObjectiveSection, names: Iterable[str], why: str) -> _Problems:
-    """Yield a problem for each key in `names` that is set although nothing reads it."""
-    for name in names:
-        unset = ObjectiveSection.model_fields[name].default
-        if getattr(section, name) != unset:
-            legal = unset if isinstance(unset, str) else format_value(unset)
-            yield name, f"{why}; allowed: {legal}"
-
-
 def _custom_objective(section: ObjectiveSection, _: Recipe) -> _Problems:
     parts = ("ratio", "rule", "aggregation", "correction", *NUMBERS, *BOUNDS)
     others = ("off_policy_mask", "allow_wide_clip", "entropy_coefficient")
     why = "a custom objective reads only objective.options"
-    yield from _unread(section, (*parts, *others), why)
+    yield from section.unread((*parts, *others), why)
     if section.kl != "none" and section.kl_in == "loss":
         wrong = "a custom objective has its own terms in the loss"
         yield "kl", f"{wrong}; allowed: none, or objective.kl_in = reward"
@@ -502,7 +493,7 @@ def _bounds_are_read(section: ObjectiveSection, recipe: Recipe) -> _Problems:
 
 def _numbers_are_read(section: ObjectiveSection, recipe: Recipe) -> _Problems:
     why = f"nothing reads it with rule {recipe.rule}, which reads {', '.join(recipe.parameters)}"
-    yield from _unread(section, [name for name in NUMBERS if name not in recipe.parameters], why)
+    yield from section.unread([name for name in NUMBERS if name not in recipe.parameters], why)
     if section.options:
         wrong = "nothing reads it without a custom objective"
         yield (
@@ -514,7 +505,7 @@ def _numbers_are_read(section: ObjectiveSection, recipe: Recipe) -> _Problems:
 def _clip_range_is_sane(section: ObjectiveSection, recipe: Recipe) -> _Problems:
     if not recipe.clips_sequences:
         why = f"{section.name} clips no ratios of whole sequences"
-        yield from _unread(section, ["allow_wide_clip"], why)
+        yield from section.unread(["allow_wide_clip"], why)
         return
     for name in ("clip_low", "clip_high"):
         if not section.allow_wide_clip and (getattr(section, name) or 0) >= WIDE_CLIP:
@@ -538,9 +529,9 @@ def _advantage(section: ObjectiveSection, recipe: Recipe) -> _Problems:
     divides = recipe.advantage in ("group_mean_std", "batch_std", "gdpo")
     if section.advantage_import_path is not None:
         reader, divides = "a custom advantage", False
-        yield from _unread(section, ["advantage"], "objective.advantage_import_path replaces it")
+        yield from section.unread(["advantage"], "objective.advantage_import_path replaces it")
     if not divides:
-        yield from _unread(section, ["advantage_std"], f"{reader} does not read it")
+        yield from section.unread(["advantage_std"], f"{reader} does not read it")
 
 
 def _regularisation(section: ObjectiveSection, recipe: Recipe) -> _Problems:
@@ -549,7 +540,7 @@ def _regularisation(section: ObjectiveSection, recipe: Recipe) -> _Problems:
         reads = section.import_path is not None or section.distillation.folders
         names = [] if reads else ["reference_offload"]
         why = "nothing reads it with kl = none"
-        yield from _unread(section, ["kl_coefficient", "kl_in", *names], why)
+        yield from section.unread(["kl_coefficient", "kl_in", *names], why)
     elif section.kl_coefficient is None:
         yield "kl_coefficient", f"needed with kl = {section.kl}; allowed: from 0"
     if recipe.advantage == "gdpo" and section.kl_in == "reward":

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from gspo_megatron.config.model_rules import Plan, Problems
-from gspo_megatron.errors import format_value
+from gspo_megatron.config.model_rules import Plan, Problems, unread
 
 
 def preferences_are_sound(plan: Plan) -> Problems:
@@ -13,14 +12,11 @@ def preferences_are_sound(plan: Plan) -> Problems:
     regression = preference.loss == "regression"
     of_ratings, of_pairs = ("response_field", "rating_field"), ("chosen_field", "rejected_field")
     idle = (*of_pairs, "margin_field") if regression else of_ratings
-    fields = type(data).model_fields
-    for name in idle if data.format is None else (*of_ratings, *of_pairs, "prompt_field"):
-        usual = fields[name].default
-        reason = f"nothing reads it with preference.loss = {preference.loss}"
-        if data.format is not None:
-            reason = f"data.format = {data.format} names the fields"
-        if getattr(data, name) != usual:
-            yield f"data.{name}", f"{reason}; allowed: {format_value(usual)}"
+    reason = f"nothing reads it with preference.loss = {preference.loss}"
+    if data.format is not None:
+        idle = (*of_ratings, *of_pairs, "prompt_field")
+        reason = f"data.format = {data.format} names the fields"
+    yield from unread(plan, "data", idle, reason)
     if data.format is not None and (data.format == "helpsteer") != regression:
         legal = "helpsteer" if regression else "another format"
         wrong = f"its rows are {'pairs' if regression else 'ratings'}"

@@ -17,7 +17,7 @@ from typing import Any
 
 from gspo_megatron.config.collapse import STEP_BITS
 from gspo_megatron.config.lora_rules import ADAPTER_OPTIONS, adapters_are_served
-from gspo_megatron.config.model_rules import MODEL_RULES, Plan, Problems, Rule
+from gspo_megatron.config.model_rules import MODEL_RULES, Plan, Problems, Rule, unread
 from gspo_megatron.config.objectives import (
     learns_from_parts,
     objective_problems,
@@ -212,10 +212,9 @@ def rollouts_fit(plan: Plan) -> Problems:
     if plan.config.objective.mini_batches > sequences:
         wrong = f"more than the prompts_per_step * group_size = {sequences} sequences of a step"
         yield "objective.mini_batches", f"{wrong}; allowed: 1 to {sequences}"
-    usual = type(rollout).model_fields["max_refills"].default
-    if not rollout.dynamic_sampling and rollout.max_refills != usual:
-        wrong = f"nothing reads it without rollout.dynamic_sampling; allowed: {usual}"
-        yield "rollout.max_refills", wrong
+    if not rollout.dynamic_sampling:
+        wrong = "nothing reads it without rollout.dynamic_sampling"
+        yield from unread(plan, "rollout", ["max_refills"], wrong)
     longest, response = plan.shape.max_sequence_length, rollout.max_response_tokens
     if response >= longest:
         wrong = f"leaves no room for a prompt in max_sequence_length = {longest}"
@@ -352,15 +351,14 @@ def rollout_nodes_are_used(plan: Plan) -> Problems:
 def rewards_are_shaped(plan: Plan) -> Problems:
     reward, longest = plan.config.reward, plan.config.rollout.max_response_tokens
     if reward.overlong_buffer is None:
-        if reward.overlong_penalty != 1.0:
-            wrong = "nothing reads it without reward.overlong_buffer; allowed: 1.0"
-            yield "reward.overlong_penalty", wrong
+        wrong = "nothing reads it without reward.overlong_buffer"
+        yield from unread(plan, "reward", ["overlong_penalty"], wrong)
     elif reward.overlong_buffer >= longest:
         wrong = f"leaves no response of max_response_tokens = {longest} without a penalty"
         yield "reward.overlong_buffer", f"{wrong}; allowed: null, or below {longest}"
-    if not reward.repetition_penalty and reward.repetition_words != 3:
-        wrong = "nothing reads it without reward.repetition_penalty; allowed: 3"
-        yield "reward.repetition_words", wrong
+    if not reward.repetition_penalty:
+        wrong = "nothing reads it without reward.repetition_penalty"
+        yield from unread(plan, "reward", ["repetition_words"], wrong)
     if reward.name == "none" and reward.import_path is None:
         if not plan.config.objective.distillation.is_on:
             wrong = "there is nothing to learn from without objective.distillation.teacher or url"
@@ -373,10 +371,8 @@ def rewards_are_shaped(plan: Plan) -> Problems:
         wrong = "with adapters, a teacher's weights cannot be loaded; allowed with model.lora: null"
         yield distillation.key_of(number, "teacher"), wrong
     if learns_from_parts(plan.config.objective):
-        for name, unset in (("scale", 1.0), ("clip", None)):
-            if getattr(reward, name) != unset:
-                wrong = "objective.advantage = gdpo normalises each part of the reward by itself"
-                yield f"reward.{name}", f"{wrong}; allowed: {format_value(unset)}"
+        wrong = "objective.advantage = gdpo normalises each part of the reward by itself"
+        yield from unread(plan, "reward", ("scale", "clip"), wrong)
 
 
 # Keys that change or record the routers' choice of experts -> the value that turns each off.
@@ -394,9 +390,9 @@ def routing_can_be_replayed(plan: Plan) -> Problems:
             reasons = _unreplayable(shape.megatron, name.endswith("replay"))
         for reason in reasons:
             yield f"routing.{name}", reason
-    if routing.store_on_host and not routing.modes:
-        wrong = "nothing reads it with replay = off and reference_replay = off; allowed: false"
-        yield "routing.store_on_host", wrong
+    if not routing.modes:
+        wrong = "nothing reads it with replay = off and reference_replay = off"
+        yield from unread(plan, "routing", ["store_on_host"], wrong)
     if routing.reference_replay != "off" and plan.config.objective.kl == "none":
         wrong = "there is no reference with objective.kl = none; allowed: off"
         yield "routing.reference_replay", wrong
@@ -455,10 +451,9 @@ def prompts_are_sound(plan: Plan) -> Problems:
     for key, paths in (("data.prompts", data.prompts), ("data.eval_prompts", data.eval_prompts)):
         if len({os.path.realpath(path) for path in paths or ()}) < len(paths or ()):
             yield key, "a file is listed twice; allowed: once, with a weight"
-    for name in ("prompt_field", "answer_field") if data.format is not None else ():
-        usual = type(data).model_fields[name].default
-        if getattr(data, name) != usual:
-            yield f"data.{name}", f"data.format = {data.format} names it; allowed: {usual}"
+    if data.format is not None:
+        wrong = f"data.format = {data.format} names it"
+        yield from unread(plan, "data", ("prompt_field", "answer_field"), wrong)
     if data.template is not None and data.format is None and data.prompt_field != "prompt":
         yield "data.prompt_field", "data.template makes the prompt; allowed: prompt"
 
@@ -470,10 +465,8 @@ def selection_fits(plan: Plan) -> Problems:
     yield from data.selection.problems()
     if not data.selection.is_on:
         return
-    for name, usual in (("weights", None), ("shuffle", True)):
-        if getattr(data, name) != usual:
-            wrong = "nothing reads it with data.selection.by = pass_rate"
-            yield f"data.{name}", f"{wrong}; allowed: {format_value(usual)}"
+    wrong = "nothing reads it with data.selection.by = pass_rate"
+    yield from unread(plan, "data", ("weights", "shuffle"), wrong)
     if reward.name == "none" and reward.import_path is None:
         wrong = "with reward none no response is solved; allowed: uniform"
         yield "data.selection.by", wrong

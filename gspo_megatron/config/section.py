@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Annotated, Any
 
@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from gspo_megatron.errors import UnknownValueError
+from gspo_megatron.errors import UnknownValueError, format_value
 from gspo_megatron.hub import written
 
 Text = Annotated[str, Field(min_length=1)]
@@ -111,6 +111,14 @@ class Section(BaseModel):
     def known(self, name: str) -> Any:
         """Return the value of a key, or None if the user's value is not allowed."""
         return vars(self).get(name)
+
+    def unread(self, names: Iterable[str], why: str) -> Iterator[tuple[str, str]]:
+        """Yield each key in `names` that is set although nothing reads it, with the problem."""
+        for name in names:
+            usual = type(self).model_fields[name].default
+            if getattr(self, name) != usual:
+                legal = usual if isinstance(usual, str) else format_value(usual)
+                yield name, f"{why}; allowed: {legal}"
 
     def require_whole(self) -> None:
         """Raise UnknownValueError if a value is unknown, here or in a nested section."""

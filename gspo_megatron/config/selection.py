@@ -46,14 +46,13 @@ class SelectionSection(Section):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield each key of the section that does not fit the other keys, and why."""
-        idle = {} if self.is_on else dict.fromkeys(("low", "high", "floor", "retire_after"), "by")
-        if self.retire_after is None:
-            idle["revive_after"] = "retire_after"
-        for name, above in idle.items():
-            usual = type(self).model_fields[name].default
-            if getattr(self, name) != usual:
-                reason = "by = uniform" if above == "by" else "retire_after = null"
-                wrong = f"nothing reads it with data.selection.{reason}"
-                yield f"data.selection.{name}", f"{wrong}; allowed: {format_value(usual)}"
+        idle = {
+            "by = uniform": () if self.is_on else ("low", "high", "floor", "retire_after"),
+            "retire_after = null": ("revive_after",) if self.retire_after is None else (),
+        }
+        for reason, names in idle.items():
+            wrong = f"nothing reads it with data.selection.{reason}"
+            for name, told in self.unread(names, wrong):
+                yield f"data.selection.{name}", told
         if self.is_on and self.low > self.high:
             yield "data.selection.low", f"above high; allowed: at most {format_value(self.high)}"

@@ -15,7 +15,7 @@ import numpy as np
 
 from gspo_megatron.data.rows import Problems
 from gspo_megatron.errors import DataError
-from gspo_megatron.files import parse_json
+from gspo_megatron.files import os_errors, parse_json
 
 # The file format: magic, version, type code, number of sequences, number of document ends.
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -108,11 +108,9 @@ def check_dataset(prefix: str | Path, model_vocab_size: int | None = None) -> Ma
     if not covered or (np.diff(documents) < 0).any():
         problems.add(f"{idx_path}", "documents do not cover all sequences: damaged")
     wanted = int(lengths.sum(dtype=np.int64)) * index.dtype.itemsize
-    try:
+    with os_errors(bin_path, "cannot be read"):
         size = bin_path.stat().st_size
         tokens = np.fromfile(bin_path, index.dtype, _CHECKED_TOKENS)
-    except OSError as error:
-        raise DataError(f"{bin_path}: cannot be read: {error.strerror or error}") from error
     if size != wanted:
         problems.add(
             f"{bin_path}",

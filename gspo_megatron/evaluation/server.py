@@ -19,7 +19,7 @@ from gspo_megatron.data.formats import suite_fields
 from gspo_megatron.data.prompts import load_prompts
 from gspo_megatron.errors import ConfigError, DataError, RolloutError, gathered_in
 from gspo_megatron.evaluation.scores import figures_of_records, response_record
-from gspo_megatron.files import WRONG_VALUES, make_folder, parse_json, write_atomically
+from gspo_megatron.files import WRONG_VALUES, make_folder, os_errors, parse_json, write_atomically
 from gspo_megatron.observe.metrics_files import (
     EVALUATION_FILE,
     METRICS_FILE,
@@ -99,12 +99,10 @@ class ServerEvaluation:
 
     @contextlib.contextmanager
     def _files(self) -> Any:
-        try:
+        with os_errors(f"--output {self.out}", "cannot be made"):
             make_folder(self.out)
-            text = dump_yaml({"evaluation": self.section.model_dump()})
-            write_atomically(self.out / "suites.yaml", text.encode())
-        except OSError as error:
-            raise DataError(f"--output {self.out}: cannot be made: {error.strerror}") from error
+        text = dump_yaml({"evaluation": self.section.model_dump()})
+        write_atomically(self.out / "suites.yaml", text.encode())
         with (
             JsonLinesWriter(self.out / EVALUATION_FILE) as responses,
             MetricsWriter(self.out) as figures,

@@ -139,18 +139,14 @@ def export_adapter(
 
 @torch.no_grad()
 def stream_hf(
-    policy: Policy,
-    *,
-    family: Family | None = None,
-    dtype: torch.dtype | None = None,
-    everywhere: bool = False,
+    policy: Policy, *, family: Family | None = None, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Yield (name, tensor) of every tensor in the layout of published files, layer by layer. All
     ranks must iterate together, to the end. The caller may keep or change a tensor.
 
-    The main rank gets each tensor whole, all other ranks get None; with `everywhere` all ranks get
-    the tensor. The stream holds only one tensor at a time. The ranks of one copy of the model send
-    their shards to the main rank, each element once.
+    The main rank gets each tensor whole, all other ranks get None. The stream holds only one tensor
+    at a time. The ranks of one copy of the model send their shards to the main rank, each element
+    once.
 
     family: gives the names (default: the family that has models of this shape, or ConfigError);
     dtype: the dtype of the tensors (default: the model's).
@@ -162,12 +158,9 @@ def stream_hf(
     device = torch.device(torch.cuda.current_device())
     for name, kind in _dtypes(weights, dtype or policy.config.params_dtype).items():
         tensor = None
-        if dist.get_rank() == MAIN_RANK or everywhere:
+        if dist.get_rank() == MAIN_RANK:
             tensor = torch.empty(weights.shapes[name], dtype=kind, device=device)
         copy.collect(name, kind, tensor)
-        if everywhere and dist.get_world_size() > 1:
-            assert tensor is not None
-            dist.broadcast(tensor, src=MAIN_RANK)
         yield name, tensor
 
 

@@ -26,8 +26,6 @@ from gspo_megatron.families.weight_map import Box
 LEAVES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _JOINT = re.compile(r"\.experts(\.base_layer)?\.lora_[AB]\.weight$")
 
-Joint = Mapping[str, Sequence[tuple[Box, Matrix]]]  # see `joint_matrices`
-
 
 class Part(NamedTuple):
     """Where a PEFT file holds A or B of one matrix of one expert."""

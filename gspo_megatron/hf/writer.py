@@ -9,8 +9,7 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from gspo_megatron.files import (
     WEIGHT_INDEX,
     folder_lacks,
     make_folder,
+    os_errors,
     settle,
     sync,
     sync_folders,
@@ -71,7 +71,7 @@ class NewFolder:
         if not self._owner:
             return self
         check_destination(self.path)
-        with write_errors(self.path):
+        with os_errors(self.path, "cannot be written"):
             make_folder(self.partial.parent)
             if self.partial.exists():
                 lock = _lock(self.partial)  # the lock lasts as long as this process runs
@@ -93,7 +93,7 @@ class NewFolder:
     def publish(self) -> None:
         """Rename the hidden folder to `path`. If durable, sync the folders; the files are synced
         already."""
-        with write_errors(self.path):
+        with os_errors(self.path, "cannot be written"):
             if self.durable:
                 sync_folders(self.partial)
             self.partial.rename(os.path.realpath(self.path))
@@ -202,7 +202,7 @@ class HfWriter(NewFolder):
         offsets = list(_run_offsets(shape, slices))
         size = len(flat) // len(offsets)
         file = self._file_of[name]
-        with write_errors(self.path), self._writing:
+        with os_errors(self.path, "cannot be written"), self._writing:
             for number, offset in enumerate(offsets):
                 at = file.offsets[name] + offset * dtype.itemsize
                 self._write(file, memoryview(flat[number * size : (number + 1) * size]), at)
@@ -212,7 +212,7 @@ class HfWriter(NewFolder):
             if is_due:
                 self._unsettled[file.name] = 0
         if is_due:  # outside the lock, so that other threads can write
-            with write_errors(self.path):
+            with os_errors(self.path, "cannot be written"):
                 settle(self._descriptors[file.name])
 
     def finish(self, files: Iterable[_File] | None = None) -> None:
@@ -220,7 +220,7 @@ class HfWriter(NewFolder):
         for file in self.files if files is None else files:
             for name in file.offsets:
                 assert self._missing[name] == 0, f"never written, or only in part: {name}"
-            with write_errors(self.path):
+            with os_errors(self.path, "cannot be written"):
                 self._write(file, memoryview(file.header), 0)
                 if self.durable:
                     settle(self._descriptors[file.name])
@@ -234,7 +234,7 @@ class HfWriter(NewFolder):
             names = {name: file.name for name, file in sorted(self._file_of.items())}
             index = {"metadata": {"total_size": self.bytes}, "weight_map": names}
             contents = {**contents, WEIGHT_INDEX: index}
-        with write_errors(self.path):
+        with os_errors(self.path, "cannot be written"):
             copies = [file for file in copies if file.name not in contents]
             for file in copies:
                 shutil.copyfile(file, self.partial / file.name)
@@ -334,15 +334,6 @@ def check_destination(path: Path) -> None:
     lacks = folder_lacks(_hidden_place(path).parent)
     if lacks is not None:
         raise DataError(f"{path}: cannot be made: {lacks}")
-
-
-@contextmanager
-def write_errors(path: Path) -> Generator[None]:
-    """Turn an OSError into a DataError about `path` while the context lasts."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 def copy_file(source: Path, folder: Path) -> None:

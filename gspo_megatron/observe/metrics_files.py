@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_megatron.errors import DataError, UserError, problem
-from gspo_megatron.files import make_folder
+from gspo_megatron.files import make_folder, os_errors
 from gspo_megatron.types import Sample
 
 METRICS_FILE = "metrics.jsonl"
@@ -61,10 +61,8 @@ def read_json_lines(path: Path) -> list[Record]:
     An incomplete last line is left out: it is being written, or its writer died. Raises DataError
     with file:line for any other damaged line.
     """
-    try:
+    with os_errors(path, "cannot be read"):
         lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     records = []
     for number, line in enumerate(lines, start=1):
         record = parse_record(line)

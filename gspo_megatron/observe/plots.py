@@ -22,8 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from gspo_megatron.errors import DataError
-from gspo_megatron.files import make_folder
+from gspo_megatron.files import make_folder, os_errors
 from gspo_megatron.observe.metrics_files import (
     CHANGES_FILE,
     FINE_TUNING,
@@ -577,9 +576,7 @@ def _draw_curve(
 
 def save_figure(figure: Figure, path: Path) -> Path:
     """Write a picture. Raises DataError if it cannot be written."""
-    try:
+    with os_errors(path, "cannot be written"):
         make_folder(path.parent)
         figure.savefig(path, dpi=_DPI)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written: {error.strerror or error}") from error
     return path

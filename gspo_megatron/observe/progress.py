@@ -118,6 +118,14 @@ class SafeStream:
             self._stream.flush()
 
 
+def console_for(stream: TextIO | None = None) -> Console:
+    """Return a console that prints to `stream`, or to stdout."""
+    safe = SafeStream(sys.stdout if stream is None else stream)
+    # Markup is turned off, because a run may be called "a[red]".
+    options: dict[str, Any] = {"force_terminal": safe.isatty(), "highlight": False, "markup": False}
+    return Console(file=safe.as_file(), **options)
+
+
 # --- progress -------------------------------------------------------------------------------------
 
 _SHOWN: tuple[tuple[str, Callable[[float | None], str], tuple[str, ...]], ...] = (

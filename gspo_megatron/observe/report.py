@@ -38,7 +38,7 @@ from gspo_megatron.observe.metrics_files import (
     series,
     steps_done,
 )
-from gspo_megatron.observe.progress import MISSING, SafeStream, duration, fixed, number, percent
+from gspo_megatron.observe.progress import MISSING, console_for, duration, fixed, number, percent
 from gspo_megatron.observe.suite_table import only_suites, print_suites
 from gspo_megatron.observe.trackers import flattened
 
@@ -304,7 +304,7 @@ def finish_run(run_dir: str | Path, stream: TextIO | None = None, *, plots: bool
     `stream` defaults to stdout. With plots=False only the summary is printed. If a plot or the
     report fails, print the error; the finished run does not fail.
     """
-    run_dir, console = Path(run_dir), _console(stream)
+    run_dir, console = Path(run_dir), console_for(stream)
     lines = [f"run     {run_dir}"]
     if plots:
         try:
@@ -324,7 +324,7 @@ def finish_run(run_dir: str | Path, stream: TextIO | None = None, *, plots: bool
 
 def print_results(run_dirs: Sequence[str | Path], stream: TextIO | None = None) -> None:
     """Print the main metrics: a table for one run, or one line for each of several runs."""
-    console = _console(stream)
+    console = console_for(stream)
     if len(run_dirs) == 1:
         console.print(_terminal_table(run_dirs[0]))
         return
@@ -350,7 +350,7 @@ def print_results(run_dirs: Sequence[str | Path], stream: TextIO | None = None) 
 
 def print_comparison(run_dirs: Sequence[str | Path], stream: TextIO | None = None) -> None:
     """Print the settings that differ between the runs, and the warnings about the runs."""
-    runs, console = load_runs(run_dirs), _console(stream)
+    runs, console = load_runs(run_dirs), console_for(stream)
     settings = _differing_settings(runs)
     if settings.rows:
         for line in _stages_differ(runs):
@@ -380,14 +380,6 @@ def _print_settings(console: Console, settings: Table) -> None:
 def _print_warnings(console: Console, runs: Sequence[Run]) -> None:
     for name, finding in _warnings(runs):
         console.print(f"warning: {name}: {finding}", markup=False)
-
-
-def _console(stream: TextIO | None) -> Console:
-    """Return a console that prints to `stream`, or to stdout."""
-    safe = SafeStream(sys.stdout if stream is None else stream)
-    # Markup is turned off, because a run may be called "a[red]".
-    options: dict[str, Any] = {"force_terminal": safe.isatty(), "highlight": False, "markup": False}
-    return Console(file=safe.as_file(), **options)
 
 
 def _report_one(run: Run, out: Path) -> str:

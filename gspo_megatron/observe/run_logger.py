@@ -10,8 +10,7 @@ from typing import Any
 
 from gspo_megatron.config import to_shown_yaml
 from gspo_megatron.config.stages import AnyConfig
-from gspo_megatron.errors import DataError
-from gspo_megatron.files import make_folder, write_atomically
+from gspo_megatron.files import make_folder, os_errors, write_atomically
 from gspo_megatron.observe.environment import write_environment
 from gspo_megatron.observe.metrics_files import (
     CHANGES_FILE,
@@ -48,11 +47,8 @@ class RunLogger:
         if not is_main:
             return
         assert resumed_at or not (self.folder / METRICS_FILE).exists(), "an earlier run's folder"
-        try:
+        with os_errors(f"logging.dir = {str(self.folder)!r}", "cannot be made"):
             make_folder(self.folder)
-        except OSError as error:
-            where = f"logging.dir = {str(self.folder)!r}"
-            raise DataError(f"{where}: cannot be made: {error.strerror}") from error
         self._trackers = open_trackers(
             config.logging.trackers, self.folder, config.model_dump(mode="json")
         )
@@ -60,8 +56,11 @@ class RunLogger:
         self._draws = JsonLinesWriter(self.folder / DRAWS_FILE)
         self._samples = JsonLinesWriter(self.folder / SAMPLES_FILE)
         self._evaluation = JsonLinesWriter(self.folder / EVALUATION_FILE)
+        self._files = (self._metrics, self._draws, self._samples, self._evaluation)
         if resumed_at is not None:
-            self._drop_after(*resumed_at)
+            phase, step = resumed_at
+            for file in self._files:
+                file.truncate_after(step, phase)
         if config.logging.trackers:
             self._trackers.catch_up(read_metrics(self.folder))
         rollout = getattr(config, "rollout", None)  # fine-tuning and pre-training have no rollout
@@ -117,19 +116,13 @@ class RunLogger:
         Raises UserError on the main rank if the disk refuses; the launcher stops the other ranks.
         """
         if self.is_main:
-            self._metrics.sync()
-            self._draws.sync()
-            self._samples.sync()
-            self._evaluation.sync()
+            for file in self._files:
+                file.sync()
 
     def keep_metrics(self, name: str) -> None:
         """Copy metrics.jsonl to the file `name` of the run folder. Raises OSError."""
         if self.is_main:
             shutil.copyfile(self.folder / METRICS_FILE, self.folder / name)
-
-    def _drop_after(self, phase: str, step: int) -> None:
-        for file in (self._metrics, self._draws, self._samples, self._evaluation):
-            file.truncate_after(step, phase)
 
     def write(self, phase: str, step: int, metrics: Mapping[str, Any]) -> None:
         """Write one step's metrics. Raises UserError as `sync` does."""
@@ -168,8 +161,5 @@ class RunLogger:
     def close(self) -> None:
         """Close the files. Call this method also after an error."""
         if self.is_main:
-            self._metrics.close()
-            self._draws.close()
-            self._samples.close()
-            self._evaluation.close()
-            self._trackers.close()
+            for file in (*self._files, self._trackers):
+                file.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from rich.text import Text
 
 from gspo_megatron.observe.intervals import CONFIDENCE
 from gspo_megatron.observe.metrics_files import read_metrics
-from gspo_megatron.observe.progress import MISSING, SafeStream
+from gspo_megatron.observe.progress import MISSING, console_for
 
 _INTERVAL = f"{CONFIDENCE:.0%} interval"
 _COLUMNS = "suite", "problems", "k", "mean@k", _INTERVAL, "pass@k", "maj@k", "cut off", "tokens"
@@ -55,10 +54,7 @@ def print_suites(run_dir: str | Path, console: Console | None = None) -> None:
         )
     for suite, of_suite in figures.items():
         table.add_row(Text(suite), *_row(of_suite))
-    if console is None:
-        stream = SafeStream(sys.stdout)
-        file, is_terminal = stream.as_file(), stream.isatty()
-        console = Console(file=file, force_terminal=is_terminal, highlight=False)
+    console = console or console_for()
     console.print(table)
     for suite, of_suite in figures.items():
         if of_suite.get("failed"):

@@ -1,10 +1,13 @@
-"""Runs coroutines: many at the same time, or one from a function that is not async."""
+"""Runs coroutines: many at the same time, or one from a function that is not async. Also counts the
+seconds in which calls run."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 import weakref
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Generator, Iterable
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -42,3 +45,42 @@ class OwnLoop:
             self._loop = asyncio.new_event_loop()
             weakref.finalize(self, self._loop.close)
         return self._loop.run_until_complete(work)
+
+
+class BusySeconds:
+    """Counts the seconds in which at least one call, or other activity, is in progress."""
+
+    def __init__(self) -> None:
+        self._counted, self._since = 0.0, 0.0
+        self.calls = 0  # number of calls in progress
+
+    def begin(self, count: int = 1) -> None:
+        if not self.calls:
+            self._since = time.perf_counter()
+        self.calls += count
+
+    def end(self, count: int = 1) -> None:
+        self._counted = self.seconds
+        self._since = time.perf_counter()
+        self.calls -= count
+        assert self.calls >= 0, "more ends than beginnings"
+
+    @contextmanager
+    def running(self) -> Generator[None]:
+        """Count the time inside the `with` block."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
+    @property
+    def seconds(self) -> float:
+        """The seconds that were counted so far."""
+        return self._counted + (time.perf_counter() - self._since if self.calls else 0.0)
+
+    def take(self) -> float:
+        """Return the seconds that were counted since the last call of this method."""
+        seconds = self.seconds
+        self._counted, self._since = 0.0, time.perf_counter()
+        return seconds

@@ -49,15 +49,13 @@ class Failure(NamedTuple):
     summary: str
 
 
-def exit_code_of(command: Callable[[], int], interrupted: str | None = None) -> int:
+def exit_code_of(command: Callable[[], int]) -> int:
     """Run a command and return its exit code. After an error, return the exit code from
-    `tell_failure`. After an interrupt, print `interrupted` and return INTERRUPTED. If the reader of
-    stdout has closed the pipe, return UNREAD."""
+    `tell_failure`, after an interrupt INTERRUPTED. If the reader of stdout has closed the pipe,
+    return UNREAD."""
     try:
         code = command()
     except KeyboardInterrupt:
-        if interrupted is not None:
-            print(interrupted, file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _drop_unread_output():

@@ -60,9 +60,9 @@ def node_of_job(environ: Mapping[str, str]) -> Node | None:
 
 def _of_skypilot(environ: Mapping[str, str]) -> Node:
     addresses = environ["SKYPILOT_NODE_IPS"].split()
-    gpus = _number(environ, "SKYPILOT_NUM_GPUS_PER_NODE", default=0)
-    port = _number(environ, "MASTER_PORT", default=_PORT)
-    number = _number(environ, "SKYPILOT_NODE_RANK")
+    gpus = number_in(environ, "SKYPILOT_NUM_GPUS_PER_NODE", default=0)
+    port = number_in(environ, "MASTER_PORT", default=_PORT)
+    number = number_in(environ, "SKYPILOT_NODE_RANK")
     return _checked(
         Node(number, len(addresses), gpus or None, addresses[0], port, "SKYPILOT_NODE_IPS"),
         "SKYPILOT_NODE_RANK",
@@ -76,8 +76,8 @@ def _of_torchrun(environ: Mapping[str, str]) -> Node:
             f"PET_NNODES = {environ['PET_NNODES']!r}: a changing number of machines; allowed: one "
             "number, or torchrun with pretrain_scripts/"
         )
-    count = _number(environ, "PET_NNODES")
-    number = _number(environ, "PET_NODE_RANK", default=0 if count == 1 else None)
+    count = number_in(environ, "PET_NNODES")
+    number = number_in(environ, "PET_NODE_RANK", default=0 if count == 1 else None)
     text = environ.get("PET_NPROC_PER_NODE") or environ.get("PET_N_PROC_PER_NODE", "")
     ranks = int(text) if text.isascii() and text.isdigit() else None  # other values: auto, gpu, cpu
     master = environ.get("PET_MASTER_ADDR") or environ.get("MASTER_ADDR", "")
@@ -89,7 +89,7 @@ def _of_torchrun(environ: Mapping[str, str]) -> Node:
         )
     if number == 0 and count > 1 and master in ("localhost", "127.0.0.1"):
         master = socket.gethostname()  # some releases of PyTorchJob set localhost here
-    port = _number(environ, port_name, default=_PORT)
+    port = number_in(environ, port_name, default=_PORT)
     return _checked(Node(number, count, ranks or None, master, port, "PET_NNODES"), "PET_NODE_RANK")
 
 
@@ -154,10 +154,13 @@ def _gpus_here() -> int | None:
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) or None
 
 
-def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = environ.get(name, "")
+def number_in(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Return a whole number from the environment. Raises UserError."""
+    text = environ.get(name)
     if not text and default is not None:
         return default
+    if text is None:
+        raise UserError(f"{name} is not set in the environment, and is needed")
     if not (text.isascii() and text.isdigit()):
         raise UserError(f"{name} = {text!r} in the environment: not an integer from 0")
     return int(text)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING
 
 from gspo_megatron.errors import UserError
-from gspo_megatron.process.nodes import Node, node_of_job, world_size_on
+from gspo_megatron.process.nodes import Node, node_of_job, number_in, world_size_on
 
 if TYPE_CHECKING:
     from gspo_megatron.config.stages import AnyConfig
@@ -80,7 +80,7 @@ def world_size_of_rank(environ: MutableMapping[str, str]) -> int | None:
         if not environ.get("MASTER_PORT"):
             # All ranks of a job must compute the same port, but two jobs on a node need different
             # ports. Linux gives the ports from 32768 on to programs that ask for any port.
-            environ["MASTER_PORT"] = str(20000 + _integer(environ, "SLURM_JOB_ID") % 12000)
+            environ["MASTER_PORT"] = str(20000 + number_in(environ, "SLURM_JOB_ID") % 12000)
     given = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
     if not given:
         return None
@@ -89,7 +89,7 @@ def world_size_of_rank(environ: MutableMapping[str, str]) -> int | None:
             f"{given[0]} = {environ[given[0]]}: only one of RANK and WORLD_SIZE is set in the "
             "environment; set both, as torchrun does, or neither"
         )
-    rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
+    rank, world_size = number_in(environ, "RANK"), number_in(environ, "WORLD_SIZE")
     if rank >= world_size:
         raise UserError(f"RANK = {rank}: must be below WORLD_SIZE = {world_size}")
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
@@ -105,7 +105,7 @@ def _is_slurm_task(environ: Mapping[str, str]) -> bool:
     """Whether srun started this process as one of several. A batch script, which runs only once,
     also has SLURM_PROCID and SLURM_NTASKS; but only processes of srun have a step number."""
     needed = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID")
-    return all(name in environ for name in needed) and _integer(environ, "SLURM_NTASKS") > 1
+    return all(name in environ for name in needed) and number_in(environ, "SLURM_NTASKS") > 1
 
 
 def first_host(nodes: str) -> str:
@@ -152,12 +152,3 @@ def decide_world_size(
             "here"
         )
     return world_size
-
-
-def _integer(environ: Mapping[str, str], name: str) -> int:
-    text = environ.get(name)
-    if text is None:
-        raise UserError(f"{name} is not set in the environment, and is needed")
-    if not (text.isascii() and text.isdigit()):
-        raise UserError(f"{name} = {text!r} in the environment: not an integer from 0")
-    return int(text)

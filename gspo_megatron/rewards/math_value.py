@@ -99,19 +99,11 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction | None:
         return Fraction(base**exponent.numerator)
     if base < 0 or exponent.denominator > bits:
         return base if base == 1 else None
-    over, under = (_root(part, exponent.denominator) for part in (base.numerator, base.denominator))
-    if over is None or under is None:
-        return None
-    return Fraction(Fraction(over, under) ** exponent.numerator)
+    from sympy import integer_nthroot  # math-verify has imported it
 
-
-def _root(number: int, degree: int) -> int | None:
-    """Return the integer root of a number, or None if it has none."""
-    low, high = 0, 1 << (number.bit_length() // degree + 1)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if middle**degree < number else (low, middle)
-    return low if low**degree == number else None
+    parts = (base.numerator, base.denominator)
+    (over, under), are_exact = zip(*(integer_nthroot(n, exponent.denominator) for n in parts))
+    return Fraction(over, under) ** exponent.numerator if all(are_exact) else None
 
 
 def _decimal(form: Any) -> float | None:

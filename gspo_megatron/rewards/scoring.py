@@ -21,7 +21,7 @@ from gspo_megatron.config.reward_model import PART, REWARD_MODEL
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.errors import RewardError, UserError, printable
 from gspo_megatron.plugins import origin
-from gspo_megatron.process.coroutines import OwnLoop, gathered
+from gspo_megatron.process.coroutines import BusySeconds, OwnLoop, gathered
 from gspo_megatron.process.heartbeat import heartbeat
 from gspo_megatron.process.workers import WorkerError
 from gspo_megatron.rewards.registry import Reward
@@ -140,7 +140,7 @@ class Scorer:
         self.reward, self.section, self.needs_parts = reward, section, needs_parts
         # The names are the same in the whole run. They are None until a rank has scored a response.
         self.part_names: PartNames | None = None
-        self._seconds, self._since, self._under_way = 0.0, 0.0, 0
+        self._busy = BusySeconds()
         # Of the current calls: when they began, how many they are, and how many are done.
         self._began, self._calls, self._done = 0.0, 0, 0
         self._named: set[str] = set()  # kinds of failures that were printed
@@ -202,16 +202,13 @@ class Scorer:
         """Return the wall-clock seconds of scoring since the last call of this method.
 
         If several batches are scored at the same time, each second counts once."""
-        if self._under_way:
-            self._count_seconds()
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
+        return self._busy.take()
 
     def progress(self) -> str:
         """Return, as text, how many of the current calls are done, and how many a second.
 
         The text is empty if there are fewer than two calls."""
-        if not self._under_way or self._calls < 2:
+        if not self._busy.calls or self._calls < 2:
             return ""
         pace = self._done / max(time.perf_counter() - self._began, 1e-9)
         return f"rewards {self._done}/{self._calls}, {pace:.1f} a second"
@@ -249,20 +246,12 @@ class Scorer:
 
     @contextlib.contextmanager
     def _clock(self, calls: int) -> Generator[None]:
-        if not self._under_way:
-            self._since = self._began = time.perf_counter()
+        if not self._busy.calls:
+            self._began = time.perf_counter()
             self._calls = self._done = 0
-        self._under_way += 1
         self._calls += calls
-        try:
+        with self._busy.running():
             yield
-        finally:
-            self._under_way -= 1
-            self._count_seconds()
-
-    def _count_seconds(self) -> None:
-        now = time.perf_counter()
-        self._seconds, self._since = self._seconds + now - self._since, now
 
     def _arguments(self, samples: Sequence[Sample]) -> list[Any]:
         """Return the argument of each call of the function."""

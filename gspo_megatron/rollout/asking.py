@@ -6,10 +6,9 @@ import asyncio
 import json
 import os
 import sys
-import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gspo_megatron.config.schema import RewardSection
@@ -135,33 +134,3 @@ class Asker(ABC):
     def advice(self, status: int, text: str) -> str | None:
         """Return advice if the server's answer shows a mistake of the user; else None."""
         return None
-
-
-class BusySeconds:
-    """Counts the seconds in which at least one call is running."""
-
-    def __init__(self) -> None:
-        self._seconds, self._since, self._calls = 0.0, 0.0, 0
-
-    @contextmanager
-    def running(self) -> Generator[None]:
-        """Count the time inside the `with` block."""
-        if not self._calls:
-            self._since = time.perf_counter()
-        self._calls += 1
-        try:
-            yield
-        finally:
-            self._count()
-            self._calls -= 1
-
-    def take(self) -> float:
-        """Return the seconds that were counted since the last call of this method."""
-        if self._calls:
-            self._count()
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-    def _count(self) -> None:
-        now = time.perf_counter()
-        self._seconds, self._since = self._seconds + now - self._since, now

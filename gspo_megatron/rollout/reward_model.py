@@ -24,9 +24,9 @@ from gspo_megatron.data.prompts import encode_text
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.errors import DataError, RewardError
 from gspo_megatron.hub import tokenizer_in
-from gspo_megatron.process.coroutines import OwnLoop, gathered
+from gspo_megatron.process.coroutines import BusySeconds, OwnLoop, gathered
 from gspo_megatron.rewards.values import Score, shorten
-from gspo_megatron.rollout.asking import Asker, BusySeconds, keyed_session
+from gspo_megatron.rollout.asking import Asker, keyed_session
 from gspo_megatron.types import Sample
 
 if TYPE_CHECKING:

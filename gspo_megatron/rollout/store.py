@@ -16,12 +16,12 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from gspo_megatron.errors import DataError
-from gspo_megatron.files import make_folder, sync
+from gspo_megatron.files import make_folder, os_errors, sync
 from gspo_megatron.rollout.types import RolloutGroup
 
 FOLDER = "rollouts"  # in the run folder
@@ -45,7 +45,7 @@ class RequestFile:
         self.path = path
         self.finished: set[int] = set()
         wanted = json.dumps(request, sort_keys=True).encode()
-        with _write_errors(path):
+        with os_errors(path, "cannot be written"):
             make_folder(path.parent)
             end = 0
             if path.exists():
@@ -73,7 +73,7 @@ class RequestFile:
 
         Raises DataError if the file cannot be written.
         """
-        with _write_errors(self.path):
+        with os_errors(self.path, "cannot be written"):
             self._append(group.number, group.save())
         self.finished.add(group.number)
 
@@ -96,7 +96,7 @@ def read_groups(path: Path, wanted: Collection[int] | None = None) -> dict[int, 
     or if a group in `wanted` is missing or lacks columns.
     """
     groups: dict[int, RolloutGroup] = {}
-    try:
+    with os_errors(path, "cannot be read"):
         for number, content, _ in _records(
             path, lambda n: n != _REQUEST and (wanted is None or n in wanted)
         ):
@@ -106,8 +106,6 @@ def read_groups(path: Path, wanted: Collection[int] | None = None) -> dict[int, 
                 if wanted is not None:
                     text = f"{path}: damaged since it was written: group {number} {error}"
                     raise DataError(text) from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     if missing := sorted(set(wanted or ()) - groups.keys()):
         raise DataError(f"{path}: damaged since it was written: groups {missing} are missing")
     return groups
@@ -174,11 +172,3 @@ def _next_record(
         return number, b"", end
     content = file.read(length)
     return number, content if zlib.crc32(content) == checksum else None, end
-
-
-@contextlib.contextmanager
-def _write_errors(path: Path) -> Generator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -20,9 +20,9 @@ import numpy as np
 from gspo_megatron.config.distillation import DistillationSection
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.errors import DataError, RewardError, some_of
-from gspo_megatron.process.coroutines import OwnLoop, gathered
+from gspo_megatron.process.coroutines import BusySeconds, OwnLoop, gathered
 from gspo_megatron.rewards.values import shorten
-from gspo_megatron.rollout.asking import Asker, BusySeconds, keyed_session
+from gspo_megatron.rollout.asking import Asker, keyed_session
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.types import Prompt
 

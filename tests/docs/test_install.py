@@ -58,13 +58,12 @@ def test_the_versions_by_torch() -> None:
         assert versions == [found[name] for name in names]
 
 
-def test_the_metadata_is_static_but_for_what_is_computed() -> None:
+def test_the_extras_are_on_the_page() -> None:
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     extras = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
     names = re.findall(r"^(\w+) = \[", extras, re.MULTILINE)
     assert sorted(names) == sorted(EXTRAS)
     assert all(name in PAGE for name in EXTRAS)
-    assert "install_requires" not in (ROOT / "setup.py").read_text(encoding="utf-8")
 
 
 @pytest.mark.full  # needs uv, and a package index or a warm cache

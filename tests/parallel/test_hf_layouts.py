@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from gspo_megatron.config import Config, resolve_parallel
 from gspo_megatron.errors import DataError
-from gspo_megatron.hf.export import export_hf, stream_hf
+from gspo_megatron.hf.export import export_hf
 from gspo_megatron.models.build import Policy
 from gspo_megatron.platform.groups import set_up_model_parallel
 from tests.parallel.pool import Pool
@@ -111,15 +109,6 @@ def failed_export(config: Config, target: Path) -> str:
     return "nothing"
 
 
-def streamed_everywhere(config: Config, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The stream of weights as this rank receives it."""
-    tensors = {}
-    for name, tensor in stream_hf(_policy(config), dtype=dtype, everywhere=True):
-        assert tensor is not None and tensor.dtype == dtype
-        tensors[name] = tensor.clone()
-    return tensors
-
-
 def _trip(pool: Pool, source: Path, dtype: str, layout: str, **options: Any) -> Said | None:
     """Make a round trip and check that nothing is lost."""
     target = source.with_name(f"{source.name}-{layout}-again")
@@ -179,16 +168,6 @@ def test_more_tensor_ranks_than_groups_of_keys(pool: Pool, tmp_path: Path) -> No
     layouts = ("tp=1", "tp=4")
     said = {name: _trip(pool, source, "float32", name, prompts=PROMPTS) for name in layouts}
     assert said["tp=4"][0] == said["tp=1"][0]
-
-
-@pytest.mark.parametrize("layout", ["dp=2,ep=2", "tp=2,pp=2,cp=2"])
-def test_every_rank_gets_the_stream(pool: Pool, tmp_path: Path, layout: str) -> None:
-    source = write_model(tmp_path / "source", "qwen3_moe", seed=7)
-    config = config_of(source, layout=layout)
-    # This is the result of the last rank.
-    *_, seen = pool.each(config, streamed_everywhere, dtype=torch.bfloat16)
-    expected = {name: tensor.bfloat16() for name, tensor in read_folder(source).items()}
-    assert_same_bits(seen, expected)
 
 
 @pytest.mark.parametrize(

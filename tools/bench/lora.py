@@ -20,12 +20,15 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+sys.path.insert(0, str(Path(__file__).parent / "peers"))
 
 import torch
 from torch import Tensor
+from workload import SHAPES
 
 from gspo_megatron.batching.micro_batches import MicroBatchBuilder, run_chunk
 from gspo_megatron.config import Config, check_config, parse_config, resolve_parallel
@@ -35,18 +38,10 @@ from gspo_megatron.models.build import build_policy
 from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer, zero_gradients
 from gspo_megatron.platform.groups import set_up_model_parallel, start_processes, stop_processes
 
-VOCABULARY, LENGTH, PROMPT = 49_152, 128, 64
-SHAPE = {
-    "hidden_size": 576,
-    "num_attention_heads": 9,
-    "num_query_groups": 3,
-    "kv_channels": 64,
-    "ffn_hidden_size": 1536,
-    "moe_ffn_hidden_size": 1536,
-    "num_moe_experts": 4,
-    "moe_router_topk": 2,
-    "add_qkv_bias": False,
-}
+LENGTH, PROMPT = 128, 64
+SHAPE = dict(SHAPES["smollm2"])
+VOCABULARY = SHAPE.pop("vocab_size")
+MORE = {"ffn_hidden_size": 1536, "add_qkv_bias": False}
 SIDES = {"all weights": 0, "adapters": 16}
 KINDS = ("parameters", "gradients", "optimizer", "activations")
 
@@ -55,7 +50,7 @@ def config_of(rank: int, layers: int, tokens: int, precision: str) -> Config:
     config = parse_config(
         {
             "model": {
-                "megatron": {**SHAPE, "num_layers": layers},
+                "megatron": {**SHAPE, **MORE, "num_layers": layers},
                 "tie_embeddings": True,
                 "max_sequence_length": LENGTH,
                 "lora": {"rank": rank},

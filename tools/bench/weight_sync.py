@@ -65,11 +65,8 @@ def model_section(gigabytes: float, precision: str) -> dict[str, Any]:
 def assemble_run(arguments: argparse.Namespace, folder: Path) -> Any:
     """Build the parts of a run, as `gspo-megatron train` does."""
     from gspo_megatron.config import check_config, parse_config
-    from gspo_megatron.data.inputs import read_inputs
     from gspo_megatron.data.toy import write_toy_dataset
-    from gspo_megatron.objectives import build_objective
-    from gspo_megatron.rewards.registry import get_reward
-    from gspo_megatron.rl.run import assemble
+    from gspo_megatron.rl.run import assemble, read_parts
 
     write_toy_dataset(folder / "toy", "mixed", train=8, test=8, seed=1)
     vllm = {"servers": 1, "python": str(arguments.python), "options": {"max_num_seqs": 16}}
@@ -90,9 +87,7 @@ def assemble_run(arguments: argparse.Namespace, folder: Path) -> Any:
         }
     )
     check_config(config, 1, for_training=True)
-    objective = build_objective(config.objective, config.rollout.max_response_tokens)
-    reward = get_reward(config.reward.name, None, config.reward.options, config.reward.workers)
-    return assemble(config, read_inputs(config), reward, objective)
+    return assemble(config, *read_parts(config))
 
 
 class Parts:

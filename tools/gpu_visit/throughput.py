@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,7 +30,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench" / "peers"))
 
-from workload import Workload
+from workload import Workload, sections_of
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = Workload(prompts=16, group=4, longest=512, prompt_tokens=256, mini_batches=2)
@@ -52,34 +51,18 @@ NO_KERNEL = {
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 
 
-@dataclass(frozen=True)
-class Case:
-    """The model and workload to measure."""
-
-    values: dict[str, Any]  # the configuration
-    work: Workload
-    vocab_size: int
-
-
-def case_of(arguments: argparse.Namespace, folder: str) -> Case:
-    """Return the model and workload that the arguments ask for, for a run in `folder`."""
-    work, vocab_size = (TINY_WORK, TINY_VOCABULARY) if arguments.rehearse else (WORK, VOCABULARY)
+def values_of(arguments: argparse.Namespace, work: Workload, folder: str) -> dict[str, Any]:
+    """Return the configuration of a run in `folder`."""
     longest = work.prompt_tokens + work.longest
-    values = {
+    return {
+        **sections_of(work),
         "model": {
             "preset": "qwen3-30b-a3b",
             "backend": arguments.backend,
-            "vocab_size": vocab_size,
+            "vocab_size": TINY_VOCABULARY if arguments.rehearse else VOCABULARY,
             "max_sequence_length": longest,
             "megatron": TINY if arguments.rehearse else {"num_layers": arguments.layers},
         },
-        "data": {"prompts": "made here", "tokenizer": "made here"},
-        "rollout": {
-            "group_size": work.group,
-            "prompts_per_step": work.prompts,
-            "max_response_tokens": work.longest,
-        },
-        "objective": {"name": "gspo", "mini_batches": work.mini_batches},
         "optimizer": {"learning_rate": 1e-6},
         "training": {
             "steps": MEASURED,
@@ -88,23 +71,13 @@ def case_of(arguments: argparse.Namespace, folder: str) -> Case:
         },
         "logging": {"dir": folder, "samples_per_step": 0, "plots": False},
     }
-    return Case(values, work, vocab_size)
 
 
-def seconds_of(work: Callable[[], Any], repeats: int = 10) -> float:
-    """Return the median seconds of a call, by the device's clock."""
-    import torch
+def seconds_of(work: Callable[[], Any]) -> float:
+    """Return the seconds of a call, the mean of ten. The timer waits for the device."""
+    from torch.utils.benchmark import Timer
 
-    work(), work()
-    taken = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        taken.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(taken)
+    return Timer("work()", globals={"work": work}).timeit(10).mean
 
 
 def ceilings() -> dict[str, float]:
@@ -220,14 +193,14 @@ def profiled_decoding(loop: Any) -> dict[str, float]:
     return calls.each("decoded_token", tokens)
 
 
-def measure(case: Case, config: Any) -> dict[str, float]:
+def measure(config: Any, work: Workload) -> dict[str, float]:
     """Return the figures of a step. If there is a GPU, they include shares of the ceilings."""
     import torch
     from our_step import loop_of
 
     on_gpu = has_kernels()
     limits = ceilings() if on_gpu else {"copy_gb_per_second": 0.0, "matmul_tflops": 0.0}
-    loop = loop_of(config, case.work, case.vocab_size)
+    loop = loop_of(config, work, config.model.vocab_size)
     parameters = sum(p.numel() for p in loop.run_components.policy.models[0].parameters())
     loop.step(1)
     found: dict[str, float] = {"parameters": parameters, **limits}
@@ -236,11 +209,11 @@ def measure(case: Case, config: Any) -> dict[str, float]:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     record = loop.step(MEASURED)
-    work, shape = case.work, config.resolved_model()
+    shape = config.resolved_model()
     generated = work.responses * work.longest
     total = generated + work.responses * work.prompt_tokens
     seconds = {p: record[f"perf/{p}_seconds"] for p in ("step", "rollout", "logprob", "train")}
-    layers, head = forward_flops(shape, work, case.vocab_size)
+    layers, head = forward_flops(shape, work, config.model.vocab_size)
     recomputed = 1 - 1 / work.mini_batches  # the first mini-batch needs no pass for old log-probs
     trained = 3 * (layers + head)
     figures = {
@@ -296,11 +269,11 @@ def main() -> None:
 
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        case = case_of(arguments, folder)
-        config = parse_config(case.values)
+        work = TINY_WORK if arguments.rehearse else WORK
+        config = parse_config(values_of(arguments, work, folder))
         path = Path(folder, "config.yaml")
         path.write_text(to_yaml(config))
-        figures = measure(case, config)
+        figures = measure(config, work)
         print(line_of(figures), flush=True)  # print now, because the estimate may take too long
         figures["estimated_memory_gb"] = estimated_gb(path)
     figures["seconds"] = time.perf_counter() - started

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from gspo_megatron.process.coroutines import BusySeconds
 from gspo_megatron.rollout.vllm.checks import Abilities, Needs
 from gspo_megatron.rollout.vllm.client import MODEL, ServerClient
 from gspo_megatron.rollout.vllm.in_flight import InFlightResponse
@@ -86,31 +86,6 @@ class RequestWindow:
             self.size = min(self.most, self.size + max(1, int(self.most * _GROWS_BY)))
 
 
-@dataclass
-class Clock:
-    """Counts the seconds during which at least one activity was in progress."""
-
-    now: Callable[[], float] = time.monotonic
-    _before: float = 0.0  # total of the earlier periods
-    _since: float = 0.0
-    _under_way: int = field(default=0)
-
-    def begin(self, count: int = 1) -> None:
-        if not self._under_way:
-            self._since = self.now()
-        self._under_way += count
-
-    def end(self, count: int = 1) -> None:
-        self._under_way -= count
-        assert self._under_way >= 0, "more ends than beginnings"
-        if not self._under_way:
-            self._before += self.now() - self._since
-
-    @property
-    def seconds(self) -> float:
-        return self._before + (self.now() - self._since if self._under_way else 0.0)
-
-
 @dataclass(eq=False)
 class Server:
     """The state of one server."""
@@ -129,8 +104,9 @@ class Server:
     in_flight: set[InFlightResponse] = field(default_factory=set)
     expected: int = 0  # requests that are about to be sent to the server
     window: RequestWindow = field(default_factory=RequestWindow)
-    busy: Clock = field(default_factory=Clock)  # time with requests
-    working: Clock = field(default_factory=Clock)  # time with requests or new weights
+    busy: BusySeconds = field(default_factory=BusySeconds)  # time with requests
+    # time with requests or new weights
+    working: BusySeconds = field(default_factory=BusySeconds)
     restarts: int = 0
     abilities: Abilities = field(default_factory=Abilities)
     # Key of the process group in which rank 0 sends weights to the server. None: no weights are

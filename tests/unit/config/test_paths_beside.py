@@ -126,6 +126,17 @@ def test_prefixes_of_corpora_and_weights_are_found(task: Path) -> None:
     assert config.model.checkpoint_path == "task/weights"
 
 
+def test_preferences_and_adapters_are_found(task: Path) -> None:
+    (task / "pairs.jsonl").touch()
+    (task / "adapters").mkdir()
+    (task / "scores.yaml").write_text(
+        "data: {tokenizer: toy/tokenizer.model, preferences: pairs.jsonl}\n"
+    )
+    (task / "lora.yaml").write_text(f"{TEXT}model: {{lora: {{rank: 4, checkpoint: adapters}}}}\n")
+    assert load_any_config("task/scores.yaml").data.preferences == "task/pairs.jsonl"
+    assert load_any_config("task/lora.yaml").model.lora.checkpoint == "task/adapters"
+
+
 def test_modules_are_found_by_all_processes_of_a_run(
     task: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,8 +8,6 @@ import math
 import random
 import re
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -70,13 +68,6 @@ def test_the_report_tells_where_a_run_comes_from(make_run: RunMaker) -> None:
     (run_dir / "branch.json").write_text('{"run": "/runs/<old>", "step": 40}')
     page = write_report([run_dir], run_dir).read_text()
     assert "History" in page and "branch of /runs/&lt;old&gt; after step 40" in page
-
-
-def test_the_template_is_in_the_package_that_is_built(tmp_path: Path) -> None:
-    root = Path(__file__).resolve().parents[3]
-    command = [sys.executable, "setup.py", "-q", "build", "--build-base", str(tmp_path)]
-    subprocess.run(command, cwd=root, check=True, capture_output=True)
-    assert list(tmp_path.rglob("observe/templates/report.html.j2"))
 
 
 def test_a_report_elsewhere_leaves_the_run_as_it_was(make_run: RunMaker, tmp_path: Path) -> None:

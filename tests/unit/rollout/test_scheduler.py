@@ -16,7 +16,7 @@ from gspo_megatron.rl.served_rollouts import shares_of_work
 from gspo_megatron.rollout.vllm.checks import Needs
 from gspo_megatron.rollout.vllm.client import ServerClient, connected_session
 from gspo_megatron.rollout.vllm.scheduler import RequestQueue
-from gspo_megatron.rollout.vllm.server import Clock, FleetSettings, RequestWindow, Server
+from gspo_megatron.rollout.vllm.server import FleetSettings, RequestWindow, Server
 from tests.fleets import ScheduledFleet
 from tests.unit.rollout.double import FACTS, LENGTH, Double, plain, weights
 
@@ -141,24 +141,6 @@ def test_a_server_gets_fewer_after_preemptions_and_slowly_more() -> None:
 def test_requests_that_new_weights_preempt_change_nothing() -> None:
     window = RequestWindow(128)
     assert [look(window, 100, 0.3, count) for count in (50, 100, 150)] == [128] * 3
-
-
-def test_clock() -> None:
-    now = 10.0
-    clock = Clock(lambda: now)
-    assert clock.seconds == 0
-    clock.begin()
-    now = 12.0
-    clock.begin()
-    clock.end()
-    now = 13.0
-    assert clock.seconds == 3
-    clock.end()
-    now = 20.0
-    assert clock.seconds == 3
-    clock.begin()
-    now = 21.0
-    assert clock.seconds == 4
 
 
 def test_shares_since_the_last_weights() -> None:

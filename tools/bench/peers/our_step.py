@@ -30,6 +30,7 @@ from workload import (
     WORKLOADS,
     Workload,
     peak_memory_gb,
+    sections_of,
     shape_of,
 )
 
@@ -95,33 +96,17 @@ def configuration(size: str, steps: int, folder: str) -> Any:
     """Return the run's Config: GSPO at the paper's clip range, no evaluation."""
     from gspo_megatron.config import parse_config
 
-    shape, work = shape_of(size), WORKLOADS[size]
+    shape, work = dict(shape_of(size)), WORKLOADS[size]
     return parse_config(
         {
+            **sections_of(work),
             "model": {
                 "preset": "tiny",
-                "vocab_size": shape["vocab_size"],
+                "vocab_size": shape.pop("vocab_size"),
                 "max_sequence_length": max(128, work.prompt_tokens + work.longest),
-                "megatron": {
-                    "num_layers": shape["num_layers"],
-                    "hidden_size": shape["hidden_size"],
-                    "num_attention_heads": shape["num_attention_heads"],
-                    "num_query_groups": shape["num_query_groups"],
-                    "kv_channels": shape["head_dim"],
-                    "num_moe_experts": shape["num_experts"],
-                    "moe_router_topk": shape["top_k"],
-                    "moe_ffn_hidden_size": shape["moe_intermediate_size"],
-                    "moe_aux_loss_coeff": ROUTER_AUX_LOSS_COEF,
-                },
+                "megatron": {**shape, "moe_aux_loss_coeff": ROUTER_AUX_LOSS_COEF},
             },
             "parallel": {"layout": f"dp={world_size()}"},
-            "data": {"prompts": "made here", "tokenizer": "made here"},
-            "rollout": {
-                "group_size": work.group,
-                "prompts_per_step": work.prompts,
-                "max_response_tokens": work.longest,
-            },
-            "objective": {"name": "gspo", "mini_batches": work.mini_batches},
             "optimizer": {"learning_rate": 1e-6, "weight_decay": 0.1},
             "training": {"steps": steps, "seed": SEED, "precision": work.precision},
             "logging": {"dir": folder, "samples_per_step": 0},

@@ -43,21 +43,20 @@ class StepClock:
 
     def __init__(self) -> None:
         self.boundaries: list[float] = []  # the start, and the end of each step
-        self.parts: dict[str, list[float]] = {}
-        self._current: dict[str, float] = {}
+        self.parts: dict[str, list[float]] = {}  # seconds of each step; the last is under way
 
     def timed(
         self, name: str, function: Callable[..., Any], when: Callable[[], bool] = lambda: True
     ) -> Callable[..., Any]:
         """Wrap `function`: if `when()` is true, add the seconds of a call to the part `name`."""
+        self.parts[name] = [0.0]
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if not when():
                 return function(*args, **kwargs)
             start = time.perf_counter()
             result = function(*args, **kwargs)
-            elapsed = time.perf_counter() - start
-            self._current[name] = self._current.get(name, 0.0) + elapsed
+            self.parts[name][-1] += time.perf_counter() - start
             return result
 
         return wrapper
@@ -69,9 +68,8 @@ class StepClock:
     def end_of_step(self) -> None:
         """Close the current RL step."""
         self.boundaries.append(time.perf_counter())
-        for name, seconds in self._current.items():
-            self.parts.setdefault(name, []).append(seconds)
-        self._current.clear()
+        for seconds in self.parts.values():
+            seconds.append(0.0)
 
     def steps(self, warmup_steps: int) -> list[float]:
         """Return the seconds of each step after the first `warmup_steps`."""
@@ -82,7 +80,8 @@ class StepClock:
         """Return median seconds of the step, its parts and the rest, without warm-up steps."""
         step = statistics.median(self.steps(warmup_steps))
         parts = {
-            name: statistics.median(seconds[warmup_steps:]) for name, seconds in self.parts.items()
+            name: statistics.median(seconds[warmup_steps:-1])
+            for name, seconds in self.parts.items()
         }
         return {"step": step, **parts, "train_and_other": step - sum(parts.values())}
 
@@ -120,10 +119,10 @@ def build_model(size: str) -> Qwen3MoeForCausalLM:
         num_hidden_layers=shape["num_layers"],
         num_attention_heads=shape["num_attention_heads"],
         num_key_value_heads=shape["num_query_groups"],
-        head_dim=shape["head_dim"],
-        moe_intermediate_size=shape["moe_intermediate_size"],
-        num_experts=shape["num_experts"],
-        num_experts_per_tok=shape["top_k"],
+        head_dim=shape["kv_channels"],
+        moe_intermediate_size=shape["moe_ffn_hidden_size"],
+        num_experts=shape["num_moe_experts"],
+        num_experts_per_tok=shape["moe_router_topk"],
         norm_topk_prob=True,
         max_position_embeddings=max(128, work.prompt_tokens + work.longest),
         attn_implementation="eager" if work.longest <= 128 else "sdpa",

@@ -11,6 +11,7 @@ import random
 import resource
 import statistics
 from dataclasses import dataclass, replace
+from typing import Any
 
 SEED = 1
 THREADS = 2  # threads of each side: one process with two threads, or two ranks with one thread each
@@ -19,42 +20,37 @@ THREADS = 2  # threads of each side: one process with two threads, or two ranks 
 # the model's own coefficient, 1e-3. Without the loss TRL is faster.
 ROUTER_AUX_LOSS_COEF = 0.0
 
+# Fields of Megatron-Core's TransformerConfig, and the size of the vocabulary.
 SHAPES: dict[str, dict[str, int]] = {
     "small": {
         "num_layers": 4,
         "hidden_size": 64,
         "num_attention_heads": 4,
         "num_query_groups": 2,
-        "head_dim": 16,
-        "moe_intermediate_size": 64,
-        "num_experts": 8,
-        "top_k": 2,
-        "vocab_size": 1024,
-    },
-    "mid": {
-        "num_layers": 8,
-        "hidden_size": 256,
-        "num_attention_heads": 4,
-        "num_query_groups": 2,
-        "head_dim": 16,
-        "moe_intermediate_size": 64,
-        "num_experts": 8,
-        "top_k": 2,
+        "kv_channels": 16,
+        "moe_ffn_hidden_size": 64,
+        "num_moe_experts": 8,
+        "moe_router_topk": 2,
         "vocab_size": 1024,
     },
 }
+SHAPES["mid"] = SHAPES["small"] | {"num_layers": 8, "hidden_size": 256}
 # All experts together take 100 MB. As in a real model, this is far more than the caches of the CPU.
-SHAPES["long"] = SHAPES["mid"] | {"num_experts": 64, "top_k": 8, "vocab_size": 32_768}
+SHAPES["long"] = SHAPES["mid"] | {
+    "num_moe_experts": 64,
+    "moe_router_topk": 8,
+    "vocab_size": 32_768,
+}
 # The sizes of examples/smollm2_moe: 374 million parameters, of which a token uses 214 million.
 SHAPES["smollm2"] = {
     "num_layers": 30,
     "hidden_size": 576,
     "num_attention_heads": 9,
     "num_query_groups": 3,
-    "head_dim": 64,
-    "moe_intermediate_size": 1536,
-    "num_experts": 4,
-    "top_k": 2,
+    "kv_channels": 64,
+    "moe_ffn_hidden_size": 1536,
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
     "vocab_size": 49_152,
 }
 
@@ -114,6 +110,19 @@ WORKLOADS = {
 def shape_of(size: str) -> dict[str, int]:
     """Return the shape of the model in the workload `size`."""
     return SHAPES[WORKLOADS[size].shape or size]
+
+
+def sections_of(work: Workload) -> dict[str, dict[str, Any]]:
+    """Return the sections of our configuration that the workload decides."""
+    return {
+        "data": {"prompts": "made here", "tokenizer": "made here"},
+        "rollout": {
+            "group_size": work.group,
+            "prompts_per_step": work.prompts,
+            "max_response_tokens": work.longest,
+        },
+        "objective": {"name": "gspo", "mini_batches": work.mini_batches},
+    }
 
 
 def peak_memory_gb() -> float:
