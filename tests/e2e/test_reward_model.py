@@ -195,7 +195,7 @@ def test_wrong_keys_and_rows_are_named_at_once(base: Path, tmp_path: Path) -> No
         "model.lora.rank = 4: the frozen weights would be random; allowed: 0, or set "
         "model.hf_path or model.checkpoint_path",
         "data.rating_field = 'x': nothing reads it with preference.loss = bradley_terry; allowed: "
-        "'rating'",
+        "rating",
         "model.lora.rank = 4: a preference model trains all weights: its new head has no place in "
         "an adapter; allowed: 0",
         f"{path}:2: field 'rejected' is a number; a string is wanted, or an array of messages",
