@@ -33,14 +33,15 @@ def library() -> Path:
     compiler = _compiler()
     assert compiler is not None, "asked `missing` before"
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-    content = b"".join(path.read_bytes() for path in SOURCES)
-    key = hashlib.sha256(content + version + torch.__version__.encode()).hexdigest()[:16]
+    home = Path(torch.__file__).parent  # the library looks for torch's libraries here
+    parts = [path.read_bytes() for path in SOURCES]
+    parts += [version, torch.__version__.encode(), os.fsencode(home)]
+    key = hashlib.sha256(b"".join(parts)).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "gspo_megatron_tests"
     made = cache / f"cuda_rehearsal_{key}.so"
     if made.exists():
         return made
     cache.mkdir(parents=True, exist_ok=True)
-    home = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         part = Path(folder, made.name)
         flags = ["-O1", "-shared", "-fPIC", "-std=c++20", "-w"]
