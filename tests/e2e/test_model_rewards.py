@@ -153,8 +153,8 @@ def test_a_folder_is_scored_on_the_ranks_and_a_stopped_run_goes_on_the_same(
     assert len(rows) == 32
     section = RewardSection(name="reward_model", model=RewardModelSection(folder=str(scorer)))
     samples = [Sample(row["prompt"], None, row["response"], False) for row in rows]
-    process = transformers_process()
-    ids = ModelTexts(section).conversations(samples).ids
-    _, complaints, expected = process.submit(scores_by_transformers, scorer, ids).result()
+    with transformers_process() as process:
+        ids = ModelTexts(section).conversations(samples).ids
+        _, complaints, expected = process.submit(scores_by_transformers, scorer, ids).result()
     assert not complaints and len({round(each, 2) for each in expected}) > 5
     assert [row["reward"] for row in rows] == pytest.approx(expected, abs=1e-5)

@@ -140,10 +140,10 @@ def test_the_export_is_a_folder_of_transformers(base: Path, tmp_path: Path) -> N
         for end in (row["chosen"], *row["rejected"]):
             ids = [*tokenizer.encode(row["prompt"]), *tokenizer.encode(end), tokenizer.eos_id]
             sequences.append(ids)
-    process = transformers_process()
-    name, complaints, scores = process.submit(
-        scores_by_transformers, base / "hf", sequences, tokenizer.pad_id
-    ).result()
+    with transformers_process() as process:
+        name, complaints, scores = process.submit(
+            scores_by_transformers, base / "hf", sequences, tokenizer.pad_id
+        ).result()
     assert name == config["architectures"][0] and not complaints
     last = records(base / "run")[-1]
     assert sum(scores) / len(scores) == pytest.approx(last["evaluation/score_mean"], abs=1e-5)
@@ -160,7 +160,7 @@ def test_it_starts_from_checkpoints_and_folders(base: Path, tmp_path: Path) -> N
     come from."""
     words = [f"model.hf_path={base / 'hf'}", "model.megatron={}", "training.steps=1"]
     words += [f"logging.dir={tmp_path / 'run'}", "export.hf_path="]
-    gspo("reward-model", base / "rm.yaml", *words, is_new=True)
+    gspo("reward-model", base / "rm.yaml", *words)
     first, last = records(tmp_path / "run")[0], records(base / "run")[-1]
     for name in ("evaluation/loss", "evaluation/score_mean"):
         assert first[name] == pytest.approx(last[name], rel=1e-6)

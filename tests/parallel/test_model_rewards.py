@@ -68,10 +68,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[float]:
-    process = transformers_process()
-    name, complaints, scores = process.submit(
-        scores_by_transformers, folder, CONVERSATIONS
-    ).result()
+    with transformers_process() as process:
+        name, complaints, scores = process.submit(
+            scores_by_transformers, folder, CONVERSATIONS
+        ).result()
     assert name == "Qwen3MoeForSequenceClassification" and not complaints
     assert len({round(each, 3) for each in scores}) > 5
     return scores

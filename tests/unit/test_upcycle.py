@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import random
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,10 @@ VARIANTS: list[tuple[str, dict[str, Any], Plan]] = [
 
 
 @pytest.fixture(scope="module")
-def transformers_side() -> ProcessPoolExecutor:
+def transformers_side() -> Iterator[ProcessPoolExecutor]:
     pytest.importorskip("transformers")
-    return transformers_process()
+    with transformers_process() as process:
+        yield process
 
 
 @pytest.mark.parametrize(("family", "changes", "plan"), VARIANTS, ids=str)

@@ -40,8 +40,8 @@ class Compared:
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Compared:
     folder = write_model(tmp_path_factory.mktemp("gpt_oss") / "model", "gpt_oss", seed=2, **SQUARE)
-    process = transformers_process()
-    answer = process.submit(ask, folder, IDS, [], count=0).result()
+    with transformers_process() as process:
+        answer = process.submit(ask, folder, IDS, [], count=0).result()
     assert not answer.complaints
     return Compared(folder, answer.logits)
 

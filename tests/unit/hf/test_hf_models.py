@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -105,9 +106,10 @@ def test_there_and_back_is_bit_for_bit(tmp_path: Path, variant: Variant, dtype: 
 
 
 @pytest.fixture(scope="module")
-def transformers_side() -> ProcessPoolExecutor:
+def transformers_side() -> Iterator[ProcessPoolExecutor]:
     pytest.importorskip("transformers")
-    return transformers_process()
+    with transformers_process() as process:
+        yield process
 
 
 @pytest.mark.parametrize(

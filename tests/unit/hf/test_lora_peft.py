@@ -4,6 +4,7 @@ and files."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -81,8 +82,9 @@ def with_lora(config: Config, **lora: Any) -> Config:
 
 
 @pytest.fixture(scope="module")
-def process() -> ProcessPoolExecutor:
-    return transformers_process()
+def process() -> Iterator[ProcessPoolExecutor]:
+    with transformers_process() as executor:
+        yield executor
 
 
 @pytest.fixture(scope="module")

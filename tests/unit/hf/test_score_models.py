@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,9 @@ SEQUENCES = [[_draw.randrange(1, VOCABULARY) for _ in range(n)] for n in (4, 9, 
 
 
 @pytest.fixture(scope="module")
-def transformers() -> ProcessPoolExecutor:
-    return transformers_process()
+def transformers() -> Iterator[ProcessPoolExecutor]:
+    with transformers_process() as process:
+        yield process
 
 
 def frozen_scores(folder: Path) -> list[float]:

@@ -4,7 +4,7 @@ from those of transformers by at most RIGHT; each mistake changes them by far mo
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -152,8 +152,9 @@ TRAPS = {
 
 
 @pytest.fixture(scope="module")
-def transformers_side() -> ProcessPoolExecutor:
-    return transformers_process()
+def transformers_side() -> Iterator[ProcessPoolExecutor]:
+    with transformers_process() as process:
+        yield process
 
 
 @pytest.mark.parametrize("name", TRAPS)

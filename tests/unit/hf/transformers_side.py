@@ -3,8 +3,9 @@ Megatron-Core and without the package's substitutes for CUDA."""
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import multiprocessing
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,9 @@ def ask(folder: Path, ids: list[int], prompts: list[list[int]], count: int) -> A
     return Answer(type(model).__name__, complaints, logits, continuations)
 
 
-@functools.cache
-def transformers_process() -> ProcessPoolExecutor:
-    """The process that runs `ask` for all tests of this process. It takes seconds to start."""
-    return ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn"))
+@contextlib.contextmanager
+def transformers_process() -> Iterator[ProcessPoolExecutor]:
+    """One process that runs `ask`."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=context) as executor:
+        yield executor

@@ -31,8 +31,9 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture(scope="module")
-def other() -> ProcessPoolExecutor:
-    return transformers_process()
+def other() -> Iterator[ProcessPoolExecutor]:
+    with transformers_process() as process:
+        yield process
 
 
 def groups_of(seed: int, most_rejected: int) -> list[Group]:
