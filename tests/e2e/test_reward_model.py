@@ -160,7 +160,7 @@ def test_it_starts_from_checkpoints_and_folders(base: Path, tmp_path: Path) -> N
     come from."""
     words = [f"model.hf_path={base / 'hf'}", "model.megatron={}", "training.steps=1"]
     words += [f"logging.dir={tmp_path / 'run'}", "export.hf_path="]
-    gspo("reward-model", base / "rm.yaml", *words)
+    gspo("reward-model", base / "rm.yaml", *words, is_new=True)
     first, last = records(tmp_path / "run")[0], records(base / "run")[-1]
     for name in ("evaluation/loss", "evaluation/score_mean"):
         assert first[name] == pytest.approx(last[name], rel=1e-6)
