@@ -193,10 +193,13 @@ def start_model(
     set_up_model_parallel(parallel, config.training.seed, patience)
     policy = build_policy(config, parallel, vocab_size)
     resumed_at = None if start.state is None else (start.state.phase, start.state.step)
-    logger = RunLogger(config, ranks.is_main, resumed_at)
-    for line in start.notes:
-        logger.note(line)
-    return ranks, policy, logger, load_starting_weights(config, policy, start, logger)
+    with contextlib.ExitStack() as if_this_fails:
+        logger = if_this_fails.enter_context(RunLogger(config, ranks.is_main, resumed_at))
+        for line in start.notes:
+            logger.note(line)
+        hf = load_starting_weights(config, policy, start, logger)
+        if_this_fails.pop_all()
+    return ranks, policy, logger, hf
 
 
 def load_starting_weights(

@@ -25,11 +25,12 @@ from gspo_megatron.observe.metrics_files import (
     read_metrics,
 )
 from gspo_megatron.observe.progress import Progress
-from gspo_megatron.observe.trackers import open_trackers
+from gspo_megatron.observe.trackers import RunEnd, open_trackers
 
 
 class RunLogger:
-    """Writes metrics, samples, trackers and the progress display; only on the main rank."""
+    """Writes metrics, samples, trackers and the progress display; only on the main rank. As a
+    context manager it closes the files, and tells the trackers of a failure."""
 
     def __init__(
         self, config: AnyConfig, is_main: bool, resumed_at: tuple[str, int] | None = None
@@ -152,14 +153,21 @@ class RunLogger:
         """Close the files; write the plots and the report, print the summary."""
         if not self.is_main:
             return
-        self.close()
+        self.close(RunEnd.FINISHED)
         # The import is here, because only the main rank needs the module.
         from gspo_megatron.observe.report import finish_run
 
         finish_run(self.folder, plots=self.plots)
 
-    def close(self) -> None:
-        """Close the files. Call this method also after an error."""
+    def close(self, end: RunEnd = RunEnd.KILLED) -> None:
+        """Close the files. Only the first call has an effect."""
         if self.is_main:
-            for file in (*self._files, self._trackers):
+            for file in self._files:
                 file.close()
+            self._trackers.close(end)
+
+    def __enter__(self) -> RunLogger:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(RunEnd.KILLED if kind is None else RunEnd.FAILED)

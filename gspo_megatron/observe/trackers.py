@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from enum import Enum, auto
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -42,11 +42,19 @@ _LONGEST_PARAMETER = 500  # characters; MLflow's limit in all supported versions
 _logger = logging.getLogger(__name__)
 
 
+class RunEnd(Enum):
+    """How one start of a run has ended. The names are those of MLflow."""
+
+    FINISHED = auto()
+    KILLED = auto()  # stopped and saved, or at the border of a phase
+    FAILED = auto()
+
+
 class Tracker(NamedTuple):
     """The functions that send a step to one tracker and close it."""
 
     log: Callable[[int, Mapping[str, Any]], object]
-    close: Callable[[], object]
+    close: Callable[[RunEnd], object]
 
 
 def _open_tensorboard(run_dir: Path, config: Mapping[str, Any]) -> Tracker:
@@ -59,7 +67,7 @@ def _open_tensorboard(run_dir: Path, config: Mapping[str, Any]) -> Tracker:
             writer.add_scalar(name, value, global_step=step)
         writer.flush()
 
-    return Tracker(log, writer.close)
+    return Tracker(log, lambda _: writer.close())
 
 
 def _open_wandb(run_dir: Path, config: Mapping[str, Any]) -> Tracker:
@@ -79,7 +87,7 @@ def _open_wandb(run_dir: Path, config: Mapping[str, Any]) -> Tracker:
     def log(step: int, metrics: Mapping[str, Any]) -> None:
         run.log(tracked_numbers({**metrics, "step": step}))
 
-    return Tracker(log, run.finish)
+    return Tracker(log, lambda end: run.finish(exit_code=int(end is RunEnd.FAILED)))
 
 
 def _open_mlflow(run_dir: Path, config: Mapping[str, Any]) -> Tracker:
@@ -106,7 +114,7 @@ def _open_mlflow(run_dir: Path, config: Mapping[str, Any]) -> Tracker:
         numbers = tracked_numbers(metrics).items()
         client.log_batch(run_id, [entities.Metric(key, value, now, step) for key, value in numbers])
 
-    return Tracker(log, partial(client.set_terminated, run_id))
+    return Tracker(log, lambda end: client.set_terminated(run_id, status=end.name))
 
 
 def flattened(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
@@ -160,10 +168,10 @@ class TrackerSet:
             self._send(record)
         self.note()
 
-    def close(self) -> None:
+    def close(self, end: RunEnd) -> None:
         for name, tracker in self._trackers.items():
             try:
-                tracker.close()
+                tracker.close(end)
             except Exception:
                 _logger.warning("tracker %s could not be closed", name, exc_info=True)
         self._trackers.clear()
@@ -222,7 +230,7 @@ def open_trackers(
             if (tracker := _open(name, run_dir, config or {})) is not None:
                 opened[name] = tracker
     except UserError:
-        TrackerSet(opened).close()
+        TrackerSet(opened).close(RunEnd.FAILED)
         raise
     found = TrackerSet(opened, run_dir, sent)
     found.note()  # so that SENT_FILE also names a tracker that fails before its first record

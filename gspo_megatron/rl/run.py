@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 
 import torch
@@ -98,7 +98,7 @@ def _train_phase(
     step = start.state.step if start.state is not None and start.state.phase == RL else 0
     end, of_phase = phase_end(config, start.next_step), at_step(config, start.next_step)
     run = assemble(of_phase, *(parts or read_parts(of_phase)), start, session.stop, kept)
-    with closing(run.logger), closing(run.collector):
+    with run.logger, closing(run.collector):
         changed = start.changed
         if start.begins_phase and not changed:
             changed = differences(at_step(config, step), of_phase)
@@ -136,34 +136,38 @@ def assemble(
     """
     start, stop = start or Start(), stop or StopSignals(enabled=False)
     tokenizer = inputs.tokenizer
-    ranks, policy, logger, hf = start_model(config, model_vocab_size(config, tokenizer), start)
-    if gives_rewards(environment_of(config)):
-        logger.write_config(config, {"reward.name": "the environment gives the rewards"})
-    for line in inputs.warnings:
-        logger.note(f"warning: {line}")
-    if config.rollout.engine == "vllm":
-        # imported here, because it loads an HTTP library
-        from gspo_megatron.rl.served_rollouts import ServedRollouts
+    with ExitStack() as if_this_fails:
+        ranks, policy, logger, hf = start_model(config, model_vocab_size(config, tokenizer), start)
+        if_this_fails.enter_context(logger)
+        if gives_rewards(environment_of(config)):
+            logger.write_config(config, {"reward.name": "the environment gives the rewards"})
+        for line in inputs.warnings:
+            logger.note(f"warning: {line}")
+        if config.rollout.engine == "vllm":
+            # imported here, because it loads an HTTP library
+            from gspo_megatron.rl.served_rollouts import ServedRollouts
 
-        served = ServedRollouts(config, inputs, policy, ranks.device, hf, kept)
-        collector = collector_of(config, inputs, served, reward, ranks.device)
-    else:
-        collector = in_process_collector(config, inputs, policy, reward, ranks.device)
-    return RunComponents(
-        config=config,
-        policy=policy,
-        inputs=inputs,
-        collector=collector,
-        builder=MicroBatchBuilder(
-            policy,
-            tokenizer.pad_id,
-            config.rollout.temperature,
-            padded=not config.training.packing,
-        ),
-        objective=objective,
-        logger=logger,
-        checkpoints=Checkpoints(config, policy, logger, start, stop, hf),
-    )
+            served = ServedRollouts(config, inputs, policy, ranks.device, hf, kept)
+            collector = collector_of(config, inputs, served, reward, ranks.device)
+        else:
+            collector = in_process_collector(config, inputs, policy, reward, ranks.device)
+        run = RunComponents(
+            config=config,
+            policy=policy,
+            inputs=inputs,
+            collector=collector,
+            builder=MicroBatchBuilder(
+                policy,
+                tokenizer.pad_id,
+                config.rollout.temperature,
+                padded=not config.training.packing,
+            ),
+            objective=objective,
+            logger=logger,
+            checkpoints=Checkpoints(config, policy, logger, start, stop, hf),
+        )
+        if_this_fails.pop_all()
+    return run
 
 
 def in_process_collector(

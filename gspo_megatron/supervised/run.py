@@ -3,7 +3,7 @@ configuration."""
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def run_stage(config: Stage, inputs: Inputs, *, fresh: bool = False) -> bool:
             on_main(lambda: check_destination(export))
         session.begin()
         loop, hf = assemble_stage(config, inputs, session.start, session.stop)
-        with closing(loop.logger):
+        with loop.logger:
             done = session.train(loop.run, loop.policy, loop.checkpoints.close, loop.logger)
             # No watchdog runs here, because one rank writes and all other ranks may wait for long.
             if done:
@@ -70,31 +70,37 @@ def assemble_stage(
 
     The policy has the weights of `start`. Also returns the config.json of the Hugging Face model
     from which the weights come, or None."""
-    _, policy, logger, hf = start_model(config, model_vocab_size(config, inputs.tokenizer), start)
-    checkpoints = Checkpoints(config, policy, logger, start, stop, hf)
-    batches: Batches
-    if isinstance(config, FineTuningConfig):
-        assert isinstance(inputs, FineTuningInputs)
-        pad_id = inputs.tokenizer.pad_id
-        batches = FineTuningBatches(config, policy, pad_id, inputs.train, inputs.evaluation)
-        for name, data in (("training", inputs.train), ("evaluation", inputs.evaluation)):
-            counts = data.counts if data is not None else Counts()
-            for what, count in (("left out", counts.dropped), ("cut", counts.truncated)):
-                if count:
-                    logger.note(f"{name} examples that are too long: {count} {what}")
-        for line in inputs.warnings:
-            logger.note(f"warning: {line}")
-    elif isinstance(config, PreferenceConfig):
-        assert isinstance(inputs, PreferenceInputs)
-        pad_id = inputs.tokenizer.pad_id
-        batches = PreferenceBatches(config, policy, pad_id, inputs.train, inputs.evaluation)
-        for name, pairs in (("training", inputs.train), ("evaluation", inputs.evaluation)):
-            for line in left_out(pairs):
-                logger.note(f"{name} pairs left out: {line}")
-        for line in inputs.warnings:
-            logger.note(f"warning: {line}")
-    else:
-        assert isinstance(config, PretrainingConfig) and isinstance(inputs, PretrainingInputs)
-        resumed = start.checkpoint is not None
-        batches = PretrainingBatches(config, policy, inputs, resumed=resumed)
-    return SupervisedLoop(config, policy, batches, logger, checkpoints), hf
+    with ExitStack() as if_this_fails:
+        _, policy, logger, hf = start_model(
+            config, model_vocab_size(config, inputs.tokenizer), start
+        )
+        if_this_fails.enter_context(logger)
+        checkpoints = Checkpoints(config, policy, logger, start, stop, hf)
+        batches: Batches
+        if isinstance(config, FineTuningConfig):
+            assert isinstance(inputs, FineTuningInputs)
+            pad_id = inputs.tokenizer.pad_id
+            batches = FineTuningBatches(config, policy, pad_id, inputs.train, inputs.evaluation)
+            for name, data in (("training", inputs.train), ("evaluation", inputs.evaluation)):
+                counts = data.counts if data is not None else Counts()
+                for what, count in (("left out", counts.dropped), ("cut", counts.truncated)):
+                    if count:
+                        logger.note(f"{name} examples that are too long: {count} {what}")
+            for line in inputs.warnings:
+                logger.note(f"warning: {line}")
+        elif isinstance(config, PreferenceConfig):
+            assert isinstance(inputs, PreferenceInputs)
+            pad_id = inputs.tokenizer.pad_id
+            batches = PreferenceBatches(config, policy, pad_id, inputs.train, inputs.evaluation)
+            for name, pairs in (("training", inputs.train), ("evaluation", inputs.evaluation)):
+                for line in left_out(pairs):
+                    logger.note(f"{name} pairs left out: {line}")
+            for line in inputs.warnings:
+                logger.note(f"warning: {line}")
+        else:
+            assert isinstance(config, PretrainingConfig) and isinstance(inputs, PretrainingInputs)
+            resumed = start.checkpoint is not None
+            batches = PretrainingBatches(config, policy, inputs, resumed=resumed)
+        loop = SupervisedLoop(config, policy, batches, logger, checkpoints)
+        if_this_fails.pop_all()
+    return loop, hf

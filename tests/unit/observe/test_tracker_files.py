@@ -3,6 +3,7 @@ steps, repeat steps, or share a project with another run."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ import pytest
 from gspo_megatron.config import Config
 from gspo_megatron.config.load import parse_config
 from gspo_megatron.observe.run_logger import RunLogger
-from gspo_megatron.observe.trackers import SENT_FILE
+from gspo_megatron.observe.trackers import SENT_FILE, RunEnd
 from tests.programs import wait_until
 
 Points = list[tuple[int, float]]  # step and value, in the order of writing
@@ -113,7 +114,7 @@ def write(run: Path, tracker: str, steps: Sequence[int], after: int | None = Non
     logger = RunLogger(config_of(run, tracker), True, None if after is None else ("rl", after))
     for step in steps:
         logger.write("rl", step, {"reward/mean": reward(run, step), "grad_norm": float("nan")})
-    logger.close()
+    logger.close(RunEnd.FINISHED)
 
 
 def of_steps(run: Path, steps: Sequence[int]) -> Points:
@@ -159,3 +160,18 @@ def test_a_tracker_that_is_added_later_has_the_whole_run(tracker: str, tmp_path:
     assert not (run / SENT_FILE).exists()
     write(run, tracker, [2, 3], after=1)
     assert READERS[tracker](run) == of_steps(run, range(4))
+
+
+@pytest.mark.parametrize("tracker", ["mlflow"], indirect=True)
+def test_a_run_of_mlflow_ends_as_our_run_does(tracker: str, tmp_path: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    run, ends = tmp_path / "one", (RuntimeError("failed"), None)
+    for after, error, status in zip((None, -1), ends, ("FAILED", "KILLED"), strict=True):
+        with contextlib.suppress(RuntimeError):
+            with RunLogger(config_of(run, tracker), True, after and ("rl", after)):
+                run_id = (run / "mlflow_run_id").read_text().strip()
+                assert MlflowClient().get_run(run_id).info.status == "RUNNING"
+                if error is not None:
+                    raise error
+        assert MlflowClient().get_run(run_id).info.status == status

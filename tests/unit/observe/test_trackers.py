@@ -15,6 +15,7 @@ from gspo_megatron.errors import UserError
 from gspo_megatron.observe.metrics_files import MetricsWriter
 from gspo_megatron.observe.trackers import (
     SENT_FILE,
+    RunEnd,
     Tracker,
     TrackerSet,
     flattened,
@@ -56,15 +57,17 @@ def test_a_tracker_that_fails_is_dropped_and_the_others_stay(
     def fail(step: int, metrics: Mapping[str, Any]) -> None:
         raise ConnectionError("gone")
 
-    bad = Tracker(fail, lambda: closed.append("bad"))
-    good = Tracker(lambda step, metrics: logged.append(metrics), lambda: closed.append("good"))
+    bad = Tracker(fail, lambda end: closed.append("bad"))
+    good = Tracker(
+        lambda step, metrics: logged.append(metrics), lambda end: closed.append(f"good {end.name}")
+    )
     trackers = TrackerSet({"bad": bad, "good": good})
     with caplog.at_level(logging.WARNING):
         trackers.log(1, {"loss": np.float32(0.5)})
         trackers.log(2, {"loss": 0.25})
-    trackers.close()
+    trackers.close(RunEnd.FAILED)
     assert [metrics["loss"] for metrics in logged] == [0.5, 0.25]
-    assert closed == ["good"]
+    assert closed == ["good FAILED"]
     assert [record.getMessage() for record in caplog.records] == [
         "tracker bad failed and is no longer used"
     ]
@@ -93,7 +96,7 @@ class Run:
             for phase, step in records:
                 writer.write({"phase": phase, "step": step, "loss": 0.5})
                 trackers.log(step, {"phase": phase, "loss": 0.5})
-            trackers.close()
+            trackers.close(RunEnd.FINISHED)
 
 
 @pytest.fixture
@@ -247,7 +250,7 @@ def test_a_resumed_run_goes_on_in_its_wandb_run(
 
         def log(self, metrics: dict[str, float]) -> None: ...
 
-        def finish(self) -> None: ...
+        def finish(self, exit_code: int) -> None: ...
 
     def init(**arguments: Any) -> WandbRun:
         opened.append(arguments["id"])
@@ -256,5 +259,5 @@ def test_a_resumed_run_goes_on_in_its_wandb_run(
     fake_module(monkeypatch, "wandb", init=init)
     MetricsWriter(tmp_path).close()
     for _ in range(2):
-        open_trackers(["wandb"], tmp_path, {"model": {}}).close()
+        open_trackers(["wandb"], tmp_path, {"model": {}}).close(RunEnd.FINISHED)
     assert opened == [None, "abc123"]

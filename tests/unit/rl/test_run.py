@@ -6,12 +6,17 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
+from gspo_megatron.checkpoint import start as start_module
 from gspo_megatron.checkpoint.resume import Start
 from gspo_megatron.data.inputs import read_inputs
+from gspo_megatron.errors import UserError
 from gspo_megatron.objectives import build_objective
+from gspo_megatron.observe import trackers
+from gspo_megatron.observe.trackers import RunEnd, Tracker
 from gspo_megatron.platform.groups import stop_processes
 from gspo_megatron.rewards.registry import get_reward
 from gspo_megatron.rl import run as run_module
@@ -71,6 +76,35 @@ def test_the_schedule_counts_updates_and_responses_end_at_all_end_tokens_and_sto
     assert mixed.end([separator, document, separator], searched=0) == 3
 
 
+def test_trackers_are_told_of_a_failure_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run fails when its trackers are open, and its steps have not begun."""
+    ends: list[RunEnd] = []
+    tracker = Tracker(lambda step, metrics: None, ends.append)
+    monkeypatch.setitem(trackers._TRACKERS, "mlflow", lambda run_dir, config: tracker)
+    folder = make_tokenizer(tmp_path / "tokenizer")
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", ["kalo"] * 4, "prompt")
+    config = tiny_config(
+        data={"tokenizer": str(folder), "prompts": str(prompts), "answer_field": "prompt"},
+        logging={"dir": str(tmp_path / "run"), "trackers": ["mlflow"]},
+    )
+    reward = get_reward("exact_match", None, {})
+
+    def fail(*_: Any) -> None:
+        raise UserError("no memory")
+
+    for module, name in ((start_module, "load_starting_weights"), (run_module, "collector_of")):
+        with monkeypatch.context() as patch, pytest.raises(UserError, match="no memory"):
+            patch.setattr(module, name, fail)
+            try:
+                assemble(config, read_inputs(config), reward, build_objective(config.objective, 8))
+            finally:
+                stop_processes()
+        (tmp_path / "run" / "metrics.jsonl").unlink()
+    assert ends == [RunEnd.FAILED, RunEnd.FAILED]
+
+
 MOMENTS = {"count": 3.0, "mean": 0.5, "squares": 1.0}
 
 
@@ -109,7 +143,7 @@ def test_a_run_that_is_resumed_at_a_border_is_in_the_right_phase(
         next_start=lambda: following,
     )
     run = SimpleNamespace(
-        logger=SimpleNamespace(begin_phase=nothing, finish=nothing, close=nothing),
+        logger=MagicMock(),
         collector=SimpleNamespace(close=nothing, source=SimpleNamespace(hand_over=nothing)),
         checkpoints=checkpoints,
         policy=None,
