@@ -168,10 +168,10 @@ def test_a_run_of_mlflow_ends_as_our_run_does(tracker: str, tmp_path: Path) -> N
 
     run, ends = tmp_path / "one", (RuntimeError("failed"), None)
     for after, error, status in zip((None, -1), ends, ("FAILED", "KILLED"), strict=True):
-        with contextlib.suppress(RuntimeError):
-            with RunLogger(config_of(run, tracker), True, after and ("rl", after)):
-                run_id = (run / "mlflow_run_id").read_text().strip()
-                assert MlflowClient().get_run(run_id).info.status == "RUNNING"
-                if error is not None:
-                    raise error
+        logger = RunLogger(config_of(run, tracker), True, after and ("rl", after))
+        with contextlib.suppress(RuntimeError), logger:
+            run_id = (run / "mlflow_run_id").read_text().strip()
+            assert MlflowClient().get_run(run_id).info.status == "RUNNING"
+            if error is not None:
+                raise error
         assert MlflowClient().get_run(run_id).info.status == status
