@@ -86,9 +86,14 @@ class ServerEvaluation:
         with self._files() as (responses, figures):
             for name, suite in self.section.suites.items():
                 samples = asyncio.run(self._draw(name, suite, model, requests))
-                records = self._judge(name, suite, samples)
-                for record in records:
-                    responses.append({"phase": RL, "step": 0, **record})
+                # If the reward fails, the responses are written without it: the server may have
+                # taken hours for them.
+                records = self._records(name, suite, samples, [None] * len(samples), [])
+                try:
+                    records = self._judge(name, suite, samples)
+                finally:
+                    for record in records:
+                        responses.append({"phase": RL, "step": 0, **record})
                 try:
                     found = figures_of_records(records, suite)
                 except ValueError as error:
@@ -181,20 +186,33 @@ class ServerEvaluation:
     def _judge(
         self, name: str, suite: SuiteSection, samples: Sequence[Sample]
     ) -> list[dict[str, Any]]:
-        least = self.section.correct_at if suite.correct_at is None else suite.correct_at
         reward = self.rewards[name]
         with contextlib.closing(Scorer(reward, suite.reward)) as scorer:
             scores, _ = scorer.score(
                 [replace(each, group=n // suite.samples) for n, each in enumerate(samples)]
             )
         scores = with_model(suite.reward, samples, scores)
+        answers = [reward.answer_in(sample) for sample in samples]
+        return self._records(name, suite, samples, scores, answers)
+
+    def _records(
+        self,
+        name: str,
+        suite: SuiteSection,
+        samples: Sequence[Sample],
+        scores: Sequence[Score | None],
+        answers: Sequence[Any],
+    ) -> list[dict[str, Any]]:
+        """Return the records of a suite's responses. scores: one for each response. answers: as the
+        reward read them, one for each response; empty: not read."""
+        least = self.section.correct_at if suite.correct_at is None else suite.correct_at
         return [
             {
                 "suite": name,
                 "problem": place // suite.samples,
                 "sample": place % suite.samples,
                 **_record(sample, score, least),
-                "read_answer": reward.answer_in(sample),
+                "read_answer": answers[place] if answers else None,
             }
             for place, (score, sample) in enumerate(zip(scores, samples, strict=True))
         ]

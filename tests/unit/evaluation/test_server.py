@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -142,6 +143,27 @@ def test_a_server_is_evaluated(
     # The results of a second evaluation are not mixed with the first.
     assert main(["evaluate", chat.url, "--suite", str(suite), "-o", str(out)]) == 2
     assert "holds an evaluation" in capsys.readouterr().err
+
+
+def test_responses_are_kept_if_their_reward_fails(
+    chat: Chat,
+    suite: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "reward_of_test_server.py").write_text("def score(samples): raise OSError('gone')")
+    reward = "{import_path: 'reward_of_test_server:score', on_failure: stop, retries: 0}"
+    words = ["evaluate", chat.url, "--suite", str(suite), "-o", str(tmp_path / "out")]
+    assert main([*words, f"evaluation.suites.sums.reward={reward}"]) == 2
+    told = capsys.readouterr().err
+    assert "gone" in told and "Traceback" not in told
+    rows = [json.loads(x) for x in (tmp_path / "out/evaluation.jsonl").read_text().splitlines()]
+    assert [(r["problem"], r["sample"]) for r in rows] == [(p, n) for p in (0, 1) for n in range(4)]
+    assert sum(bool(row["response"]) for row in rows) == 6 and {r["reward"] for r in rows} == {None}
+    assert not (tmp_path / "out/metrics.jsonl").read_text()
 
 
 def test_a_server_that_refuses_is_not_asked_again(
