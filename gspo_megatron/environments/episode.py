@@ -18,7 +18,7 @@ import asyncio
 import math
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
@@ -272,6 +272,9 @@ def given_reward(
     if trajectory.turn_rewards is not None:
         if given is not None:
             raise EpisodeError("a trajectory has a reward or rewards of turns, not both")
+        if not isinstance(trajectory.turn_rewards, Iterable):
+            kind = type(trajectory.turn_rewards).__name__
+            raise EpisodeError(f"turn_rewards is a {kind}; allowed: a list, with a number a turn")
         rewards = list(trajectory.turn_rewards)
         if len(rewards) != count:
             raise EpisodeError(f"{len(rewards)} turn_rewards for {count} turns")
