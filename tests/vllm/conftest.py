@@ -31,7 +31,7 @@ def vllm_python() -> Path:
 @pytest.fixture(scope="session")
 def tiny_qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     """A function that takes a seed and returns a Hugging Face folder: a Qwen3-MoE with random
-    weights in fp32. Each folder is made once."""
+    weights in fp32 and a tied output layer. Each folder is made once."""
 
     @functools.cache
     def make(seed: int) -> Path:
@@ -50,6 +50,7 @@ def tiny_qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], 
             num_experts_per_tok=2,
             norm_topk_prob=True,
             max_position_embeddings=2048,
+            tie_word_embeddings=True,
             # With this value the experts matter, and log-probs have a usual size.
             initializer_range=0.1,
         )

@@ -54,9 +54,11 @@ class Policy:
     def sample(self, prompt: list[int], tokens: int) -> Sample:
         return self.start_sample(prompt, tokens)()
 
-    def update(self, seed: int, *, forget: bool = True, clear: bool = True) -> None:
-        """Give the running server other weights. Without `forget`, some weights keep their old
-        values."""
+    def update(
+        self, seed: int, *, forget: bool = True, pack: bool = True, clear: bool = True
+    ) -> None:
+        """Give the running server other weights. Without `forget` or `pack`, some weights keep
+        their old values."""
         server = self.server
         # vLLM's documentation says that mode "keep" ignores `clear_cache`. The tests show that this
         # is wrong.
@@ -64,7 +66,9 @@ class Policy:
         if forget:
             assert server.call_workers("forget_prepacked_experts") == [str(LAYERS)]
         server.call_workers("reload_weights", weights_path=str(self.folder_of(seed)))
-        version = version_of(seed) if forget and clear else "mixture"
+        if pack:
+            assert server.call_workers("pack_tied_output_layer") == ["1"]
+        version = version_of(seed) if forget and pack and clear else "mixture"
         server.post("/update_weight_version", {"new_version": version})
         if clear:
             assert server.post("/reset_prefix_cache") == {"success": True}
@@ -196,6 +200,13 @@ def test_without_our_worker_the_server_keeps_old_experts(policy: Policy) -> None
     policy.update(NEW, forget=False)
     error = policy.error(policy.sample(policy.prompt(30), 48), NEW)
     superfluous = "vLLM packs the experts again by itself: GspoWorker has become superfluous"
+    assert error > WRONG, superfluous
+
+
+def test_without_our_worker_the_server_keeps_a_tied_output_layer(policy: Policy) -> None:
+    policy.update(NEW, pack=False)
+    error = policy.error(policy.sample(policy.prompt(30), 48), NEW)
+    superfluous = "vLLM packs the layer again by itself: its method has become superfluous"
     assert error > WRONG, superfluous
 
 

@@ -185,7 +185,7 @@ class ServerClient:
         version: str,
         *,
         seconds: float,
-        forgets_prepacked: bool,
+        packs_again: bool,
         stream: Mapping[str, Any] | None = None,
         pause: Mapping[str, str] = RECOMPUTE,
         paused: AbstractAsyncContextManager[None] | None = None,
@@ -196,18 +196,20 @@ class ServerClient:
         of them except KEEP clear the server's prefix cache; paused: a context that is entered and
         left during the pause.
 
-        forgets_prepacked: make vLLM pack the experts for its kernels again, which needs our worker
-        extension. On CPUs vLLM otherwise packs the experts only at the first load, and silently
-        ignores new weights of experts."""
+        packs_again: make vLLM pack all weights for its kernels again, which needs our worker
+        extension. On CPUs vLLM otherwise packs the experts and a tied output layer only at the
+        first load, and silently ignores their new weights."""
         await self._call("POST", "/pause", query=pause, seconds=seconds)
         try:
             async with paused or contextlib.nullcontext():
-                if forgets_prepacked:
+                if packs_again:
                     await self._remote("forget_prepacked_experts", {}, seconds)
                 if stream is not None:
                     await self._remote("receive_weights", stream, seconds)
                 else:
                     await self._remote("reload_weights", {"weights_path": folder}, seconds)
+                if packs_again:
+                    await self._remote("pack_tied_output_layer", {}, seconds)
                 named = {"new_version": version}
                 await self._call("POST", "/update_weight_version", named, seconds=seconds)
                 if pause != KEEP:

@@ -149,7 +149,7 @@ class WeightLoader:
             weights.folder,
             str(weights.version),
             seconds=seconds,
-            forgets_prepacked=server.abilities.is_extended,
+            packs_again=server.abilities.is_extended,
             stream=stream,
             pause=self._pause(server),
             paused=self._split_responses(server, weights.version, seconds),

@@ -81,7 +81,7 @@ def with_server(
 
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
-LOAD = {"seconds": 10, "forgets_prepacked": False}
+LOAD = {"seconds": 10, "packs_again": False}
 
 
 def test_a_lost_answer_is_no_reason_to_load_weights_twice() -> None:

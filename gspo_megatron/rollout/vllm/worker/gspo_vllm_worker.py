@@ -82,6 +82,26 @@ class GspoWorker:
             method.moe_kernel = None
         return len(methods)
 
+    def pack_tied_output_layer(self) -> int:
+        """Pack the output layer for its kernel again, after `reload_weights`, if it shares its
+        matrix with the embedding; returns the number of such layers.
+
+        On a CPU the output layer computes with a copy of its matrix. `reload_weights` renews the
+        copies only of layers that have tensors of their own in the folder. A tied output layer has
+        none, so it would silently compute with its old copy. On a GPU there is no copy.
+        """
+        owners: dict[int, torch.nn.Module] = {}  # the first module that has the parameter
+        tied = []
+        for module in self.model_runner.get_model().modules():
+            weight = module._parameters.get("weight")
+            if weight is None or owners.setdefault(id(weight), module) is module:
+                continue
+            if hasattr(module, "cpu_linear"):
+                tied.append(module)
+        for module in tied:
+            module.quant_method.process_weights_after_loading(module)
+        return len(tied)
+
     def response_tokens(self) -> dict[str, int] | None:
         """Return the number of response tokens of each request of this worker, by vLLM's name.
 
