@@ -4,7 +4,10 @@ The response is one sequence of tokens: the turns of the policy, and between the
 environment and the chat template. Tokens of earlier turns never change after generation. If the
 history is rewritten, a new branch begins: a new prompt, followed by the next turns.
 
-    branch  prompt  turn 0  between  turn 1 branch  prompt  turn 2  between  turn 3
+    branch 0   prompt  turn 0  between  turn 1
+    branch 1   prompt  turn 2  between  turn 3
+
+Each turn belongs to one branch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The RolloutSource for vLLM servers. It runs on the training ranks and talks to the rollout
 service.
 
-weights   see rollout/vllm/weight_sync.py
-responses servers -> service -> store -> each rank reads its own share
+    weights     see rollout/vllm/weight_sync.py
+    responses   servers -> service -> store -> each rank reads its own share
 """
 
 from __future__ import annotations

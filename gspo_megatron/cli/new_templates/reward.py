@@ -3,11 +3,13 @@
 The run calls it once for each response. It returns a number; a higher number is better. `sample`
 has
 
-    sample.prompt     the prompt; if it is messages, the text of the last user message
-    sample.messages   the prompt as messages sample.response   what the model wrote, without the
-    end-of-sequence token sample.answer     the field `answer` of the prompt's row sample.fields
-    all other fields of the row sample.truncated  whether the response was cut off at
-    rollout.max_response_tokens sample.num_tokens the number of tokens of the response
+    sample.prompt      the prompt; if it is messages, the text of the last user message
+    sample.messages    the prompt as messages
+    sample.response    what the model wrote, without the end-of-sequence token
+    sample.answer      the field `answer` of the prompt's row
+    sample.fields      all other fields of the row
+    sample.truncated   whether the response was cut off at rollout.max_response_tokens
+    sample.num_tokens  the number of tokens of the response
 
 Keyword arguments are options: `reward.options: {partial: 0.1}` in config.yaml.
 """
