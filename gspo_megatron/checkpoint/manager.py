@@ -230,7 +230,7 @@ class Checkpoints:
         Afterwards `back` is that checkpoint. The run continues from it as a resumed run does, but
         with the prompts that come next after `step`. Returns the number of finished steps at that
         checkpoint. If there is no such checkpoint, changes nothing and returns None."""
-        self._raise(self._finish())
+        self._warn(self._finish())  # the run goes back to an earlier checkpoint
         found = on_main(lambda: positions(self.folder))
         found = [self.folder / each.name for each in found if _is_healthy(each, alarm.healthy)]
         self.back, _ = first_whole(found, damage_of)

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -153,6 +154,17 @@ def test_an_asynchronous_save_counts_only_when_it_is_published(
     with pytest.raises(RewardError, match="rl_00000004: the run is saved, with 4 finished steps"):
         checkpoints.after_failure(4, nothing, nothing, RewardError("wrong"))
     assert (checkpoints.folder / "rl_00000004").exists()
+
+    # A run that goes back to an earlier checkpoint does not need a save that failed.
+    taken = MagicMock(return_value=1)
+    monkeypatch.setattr(checkpoints, "_take_back", taken)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_writer, "_all_written", fails)
+        end_of_step(6, is_last=False)
+        alarm = cast(Any, SimpleNamespace(healthy=3))
+        assert checkpoints.roll_back(alarm, 7, nothing) == 2
+    assert len(notes) == 2 and "No space left on device" in notes[-1]
+    assert checkpoints.back == saved and taken.call_count == 1
 
 
 def test_damaged_checkpoints_after_the_newest_do_not_count(tmp_path: Path) -> None:
