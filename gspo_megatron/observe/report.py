@@ -229,6 +229,8 @@ def _name(metric: _Metric, folders: Sequence[Path]) -> str:
 def _summary_table(folder: Path, records: Sequence[Record]) -> Table:
     rows = []
     for entry in summarize(records, main_phase(records)):
+        if not entry.of_steps:
+            continue
         name, write = _name(entry.metric, [folder]), entry.metric.write
         if entry.steps > 1:
             name += f", means of {entry.steps}"
