@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from gspo_megatron.platform.cpu import faster
 
@@ -47,6 +48,12 @@ class GroupedExperts(MegatronModule):
         self.groups = pg_collection
         self.register_module("lora", None)  # adapters: models/lora.py
         self.activation = config.activation_func
+        self._is_swiglu = (
+            config.gated_linear_unit
+            and config.activation_func is F.silu
+            and config.activation_func_clamp_value is None
+            and not config.glu_linear_offset
+        )
         etp = pg_collection.expt_tp.size()
         ffn = config.moe_ffn_hidden_size // etp
         parts = 2 if config.gated_linear_unit else 1
@@ -94,9 +101,11 @@ class GroupedExperts(MegatronModule):
             states = states + self.bias1.flatten(1).index_select(0, experts)
         if self.lora is not None:
             states = self.lora.add("1", states, tokens, tokens_per_expert, ends)
-        states = self._activate(states)
         # The stock experts also multiply by the router's weight before the second projection.
-        states = (states * probs).to(tokens.dtype)
+        if self._is_swiglu:
+            states = WeightedSwiGlu.apply(states, probs)
+        else:
+            states = (self._activate(states) * probs).to(tokens.dtype)
         output = grouped_linear(states, self.weight2, tokens_per_expert, ends)
         if self.bias2 is not None:
             output = output + (self.bias2.index_select(0, experts) * probs).to(output.dtype)
@@ -141,6 +150,39 @@ class GroupedExperts(MegatronModule):
         if self.lora is not None:
             result |= self.lora.sharded_state_dict(f"{prefix}lora.", sharded_offsets, metadata)
         return result
+
+
+class WeightedSwiGlu(torch.autograd.Function):
+    """silu(gate) * up * weight, as Megatron-Core's WeightedSwiGLUFunction (fusions/
+    fused_bias_swiglu.py), which needs a compiler. The backward pass computes silu(gate) and the
+    product again, so these two are not kept: without recomputation, a quarter of what a layer of
+    SmolLM2's sizes keeps for each token."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weights: Tensor) -> Tensor:
+        """states [rows, 2 * ffn] (gate, up), weights [rows, 1] -> [rows, ffn] of states' dtype"""
+        ctx.save_for_backward(states, weights)
+        gate, up = states.chunk(2, dim=-1)
+        product = F.silu(gate).mul_(up)
+        if weights.dtype == states.dtype:
+            return product.mul_(weights)
+        return (product * weights).to(states.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        states, weights = ctx.saved_tensors
+        gate, up = states.chunk(2, dim=-1)
+        activated = F.silu(gate)
+        # the router's weights have a wider dtype than bf16 states
+        gradient = gradient.to(torch.promote_types(states.dtype, weights.dtype))
+        weight_grad = (gradient * (activated * up)).sum(-1, keepdim=True).to(weights.dtype)
+        product_grad = (gradient * weights).to(states.dtype)
+        result = torch.empty_like(states)
+        gate_grad, up_grad = result.chunk(2, dim=-1)
+        torch.mul(product_grad, activated, out=up_grad)
+        torch.ops.aten.silu_backward(product_grad.mul_(up), gate, grad_input=gate_grad)
+        return result, weight_grad
 
 
 def has_costly_shapes(tokens: Tensor, tokens_per_expert: Tensor) -> bool:

@@ -3,6 +3,7 @@ float64."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gspo_megatron.models.experts import GroupedExperts, grouped_linear, pad_to_blocks
+from gspo_megatron.models.experts import (
+    GroupedExperts,
+    WeightedSwiGlu,
+    grouped_linear,
+    pad_to_blocks,
+)
 from gspo_megatron.models.norms import TorchNorm
 from gspo_megatron.platform.cpu import faster
 from tests.unit.models.one_rank import tiny_policy
@@ -116,6 +122,46 @@ def test_experts_as_a_loop_over_tokens(
     # bf16 rounds three times before the second product
     tolerance = {"fp32": 1e-5, "bf16": 2e-2}[precision]
     assert_near(output, torch.stack(expected), tolerance)
+
+
+def with_kept_bytes(function: Callable[..., Tensor], *given: Tensor) -> tuple[Tensor, int]:
+    """The output, and the bytes that are kept for its backward pass."""
+    sizes: dict[int, int] = {}  # by the address of the memory
+
+    def look(tensor: Tensor) -> Tensor:
+        memory = tensor.untyped_storage()
+        sizes[memory.data_ptr()] = memory.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(look, lambda tensor: tensor):
+        return function(*given), sum(sizes.values())
+
+
+@pytest.mark.parametrize("rows", [0, 1, 37])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_weighted_swiglu_is_the_plain_expression(dtype: torch.dtype, rows: int) -> None:
+    """Bit for bit, with the same gradients. The router's weights are in fp32 at least."""
+    generator = torch.Generator().manual_seed(rows)
+    wide = torch.promote_types(dtype, torch.float32)
+    states = torch.randn(rows, 2 * 19, generator=generator).to(dtype).requires_grad_()
+    weights = torch.rand(rows, 1, generator=generator).to(wide).requires_grad_()
+    gradient = torch.randn(rows, 19, generator=generator).to(dtype)
+
+    def plain(states: Tensor, weights: Tensor) -> Tensor:
+        gate, up = states.chunk(2, dim=-1)
+        return (F.silu(gate) * up * weights).to(dtype)
+
+    found, kept = [], []
+    for function in (plain, WeightedSwiGlu.apply):
+        output, size = with_kept_bytes(function, states, weights)
+        kept.append(size)
+        found.append([output, *torch.autograd.grad(output, (states, weights), gradient)])
+    for ours, expected in zip(*found, strict=True):
+        assert ours.dtype == expected.dtype and torch.equal(ours, expected)
+    if rows:
+        # only the inputs are kept
+        inputs = states.untyped_storage().nbytes() + weights.untyped_storage().nbytes()
+        assert kept[1] == inputs < kept[0]
 
 
 @pytest.mark.parametrize("counts", [[64, 1, 0, 65, 128], [0, 0, 3], [200]], ids=str)
