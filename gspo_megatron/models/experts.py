@@ -102,7 +102,9 @@ class GroupedExperts(MegatronModule):
         if self.lora is not None:
             states = self.lora.add("1", states, tokens, tokens_per_expert, ends)
         # The stock experts also multiply by the router's weight before the second projection.
-        if self._is_swiglu:
+        # On the meta device this module stands for Transformer Engine's experts on a GPU, which keep
+        # all tensors of the plain expression.
+        if self._is_swiglu and faster.applies_to(states):
             states = WeightedSwiGlu.apply(states, probs)
         else:
             states = (self._activate(states) * probs).to(tokens.dtype)
@@ -153,10 +155,10 @@ class GroupedExperts(MegatronModule):
 
 
 class WeightedSwiGlu(torch.autograd.Function):
-    """silu(gate) * up * weight, as Megatron-Core's WeightedSwiGLUFunction (fusions/
-    fused_bias_swiglu.py), which needs a compiler. The backward pass computes silu(gate) and the
-    product again, so these two are not kept: without recomputation, a quarter of what a layer of
-    SmolLM2's sizes keeps for each token."""
+    """silu(gate) * up * weight on a CPU. Megatron-Core's own function (WeightedSwiGLUFunction in
+    fusions/fused_bias_swiglu.py) needs a compiler. The backward pass computes silu(gate) and the
+    product again, so these two are not kept: a quarter of what a layer of SmolLM2's sizes would
+    keep for each token."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, weights: Tensor) -> Tensor:
