@@ -102,8 +102,8 @@ class GroupedExperts(MegatronModule):
         if self.lora is not None:
             states = self.lora.add("1", states, tokens, tokens_per_expert, ends)
         # The stock experts also multiply by the router's weight before the second projection.
-        # On the meta device this module stands for Transformer Engine's experts on a GPU, which keep
-        # all tensors of the plain expression.
+        # On the meta device this module stands for Transformer Engine's experts on a GPU, which
+        # keep all tensors of the plain expression.
         if self._is_swiglu and faster.applies_to(states):
             states = WeightedSwiGlu.apply(states, probs)
         else:
