@@ -241,7 +241,9 @@ class WeightSync:
             logprobs += batch.rollout_logprobs.view(-1, count).tolist()
         largest, mean = tolerances(
             self.config.training.precision,
+            vocab_size=self.policy.vocab_size,
             latent=self.config.resolved_model().has_latent_attention,
+            on_cpu=self.device.type == "cpu",
         )
         return WeightCheck(all_prompts, tokens, logprobs, largest, mean)
 
