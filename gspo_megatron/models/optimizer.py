@@ -74,6 +74,7 @@ class Trainer:
         if not math.isfinite(grad_norm):
             raise FloatingPointError(f"the gradient norm is {grad_norm}; lower the learning rate?")
         self.scheduler.step(increment=1)
+        faster.return_free_memory()
         return float(grad_norm), float(used)
 
 

@@ -29,6 +29,8 @@ MALLOC_OPTIONS = {
     -1: 256 * 2**20,  # M_TRIM_THRESHOLD: free memory that stays at the end of the heap
     -3: 32 * 2**20,  # M_MMAP_THRESHOLD: larger blocks go back to the system when they are freed
 }
+# If glibc keeps more free memory than this, it is given back after an update. In bytes.
+_MUCH_FREE = 2**30
 
 
 def applies_to(tensor: torch.Tensor) -> bool:
@@ -67,6 +69,30 @@ def _keep_freed_memory() -> None:
     if set_option is not None:
         for option, value in MALLOC_OPTIONS.items():
             set_option(option, value)
+
+
+class _Heap(ctypes.Structure):
+    """glibc's struct mallinfo2: ten sizes, of which the ninth is the free memory in bytes."""
+
+    _fields_ = (("sizes", ctypes.c_size_t * 10),)
+
+    @property
+    def free_bytes(self) -> int:
+        return int(self.sizes[8])
+
+
+def return_free_memory() -> None:
+    """Give the free memory of the heap back to the system if there is much of it.
+
+    `_keep_freed_memory` keeps what is free between used blocks, without a limit. Blocks above the
+    mmap threshold cannot use it. A large model would keep several gigabytes.
+    """
+    libc = ctypes.CDLL(None)
+    if not (IS_ON and is_needed() and hasattr(libc, "mallinfo2")):
+        return
+    libc.mallinfo2.restype = _Heap
+    if libc.mallinfo2().free_bytes > _MUCH_FREE:
+        libc.malloc_trim(0)
 
 
 def _step_without_compiler() -> None:

@@ -148,6 +148,28 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     assert int(output) < 500
 
 
+FREEING = """
+import sys
+import gspo_megatron.platform
+import psutil, torch
+from gspo_megatron.platform.cpu import faster
+faster._MUCH_FREE = int(sys.argv[1])
+blocks = [torch.ones(2**18) for _ in range(400)]  # 1 MB each
+last = blocks[-1]  # memory before a used block stays in the heap
+del blocks
+before = psutil.Process().memory_info().rss
+faster.return_free_memory()
+print((before - psutil.Process().memory_info().rss) >> 20)
+"""
+
+
+@needs_substitutions
+@pytest.mark.parametrize(("limit", "returned"), [(2**28, range(350, 420)), (2**30, range(20))])
+def test_much_free_memory_goes_back_to_the_system(limit: int, returned: range) -> None:
+    done = run_program(sys.executable, "-c", FREEING, limit)
+    assert int(done.stdout) in returned  # in MB
+
+
 def test_a_window_that_a_killed_rank_has_left_is_removed_by_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
