@@ -44,8 +44,8 @@ SERVERS = "GSPO_TEST_FORKS"  # the servers' sockets, for commands of shells
 _READ_LATE = (
     *("PYTHONPATH", "PATH", "PYTEST_", "HF_", "NLTK_DATA", "VLLM_", "OPENAI_"),
     *("GSPO_SERVER_TOKEN", "GSPO_REWARD_MODEL_KEY", "TERM", "COLUMNS"),
-    # Loading a configuration sets the first two in the process of the tests, torch the next two, and
-    # Megatron-Core the last ones, when it is given its settings.
+    # In the process of the tests, loading a configuration sets the first two, torch the next two,
+    # and Megatron-Core the last ones, when it is given its settings.
     *("GSPO_MODULE_FOLDERS", "GSPO_TOLD_PATHS", "TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_"),
     "NVTE_",
 )
