@@ -107,7 +107,8 @@ class GroupedExperts(MegatronModule):
         if self._is_swiglu and faster.applies_to(states):
             states = WeightedSwiGlu.apply(states, probs)
         else:
-            states = (self._activate(states) * probs).to(tokens.dtype)
+            states = self._activate(states)
+            states = (states * probs).to(tokens.dtype)
         output = grouped_linear(states, self.weight2, tokens_per_expert, ends)
         if self.bias2 is not None:
             output = output + (self.bias2.index_select(0, experts) * probs).to(output.dtype)

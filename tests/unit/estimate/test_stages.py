@@ -133,7 +133,7 @@ def test_room_in_micro_batches_costs_no_time(budget: int) -> None:
 def test_pretraining_keeps_what_autograd_keeps() -> None:
     """The estimate is compared with a real micro-batch on one rank. The difference comes from
     masks, which the reference attention keeps, and from experts with different numbers of
-    tokens."""
+    tokens. The estimate is for the experts of a GPU, which keep two tensors more."""
     count, config = 4, stage_config(PretrainingConfig, "tp=1", micro_batch_tokens=4 * LENGTH)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(VOCAB, (count, LENGTH), generator=generator)
@@ -150,6 +150,9 @@ def test_pretraining_keeps_what_autograd_keeps() -> None:
         assert estimated.packed.input_ids.shape == (count, LENGTH)
         assert estimated.head.targets.shape == batch.head.targets.shape
         found = chunk_passes(model, estimated, samples=False)[0]
+    shape = chunk.config
+    rows = shape.num_layers * shape.moe_router_topk * count * LENGTH
+    real += 2 * rows * shape.moe_ffn_hidden_size * 4  # WeightedSwiGlu computes these again
     assert found.saved_bytes == pytest.approx(real, rel=0.05)
     assert found.forward_peak_bytes == 0
 
