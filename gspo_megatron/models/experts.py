@@ -105,7 +105,8 @@ class GroupedExperts(MegatronModule):
         # On the meta device this module stands for Transformer Engine's experts on a GPU, which
         # keep all tensors of the plain expression.
         if self._is_swiglu and faster.applies_to(states):
-            states = WeightedSwiGlu.apply(states, probs)
+            compute = WeightedSwiGlu.apply if torch.is_grad_enabled() else weighted_swiglu
+            states = compute(states, probs)
         else:
             states = self._activate(states)
             states = (states * probs).to(tokens.dtype)
@@ -155,21 +156,25 @@ class GroupedExperts(MegatronModule):
         return result
 
 
+def weighted_swiglu(states: Tensor, weights: Tensor) -> Tensor:
+    """states [rows, 2 * ffn] (gate, up), weights [rows, 1] -> [rows, ffn] of states' dtype"""
+    gate, up = states.chunk(2, dim=-1)
+    product = F.silu(gate).mul_(up)
+    if weights.dtype == states.dtype:
+        return product.mul_(weights)
+    return (product * weights).to(states.dtype)
+
+
 class WeightedSwiGlu(torch.autograd.Function):
-    """silu(gate) * up * weight on a CPU. Megatron-Core's own function (WeightedSwiGLUFunction in
-    fusions/fused_bias_swiglu.py) needs a compiler. The backward pass computes silu(gate) and the
-    product again, so these two are not kept: a quarter of what a layer of SmolLM2's sizes would
-    keep for each token."""
+    """`weighted_swiglu` with gradients, on a CPU. Megatron-Core's own function needs a compiler
+    (WeightedSwiGLUFunction in fusions/fused_bias_swiglu.py). The backward pass computes silu(gate)
+    and the product again, so these two are not kept: a quarter of what a layer of SmolLM2's sizes
+    would keep for each token."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, weights: Tensor) -> Tensor:
-        """states [rows, 2 * ffn] (gate, up), weights [rows, 1] -> [rows, ffn] of states' dtype"""
         ctx.save_for_backward(states, weights)
-        gate, up = states.chunk(2, dim=-1)
-        product = F.silu(gate).mul_(up)
-        if weights.dtype == states.dtype:
-            return product.mul_(weights)
-        return (product * weights).to(states.dtype)
+        return weighted_swiglu(states, weights)
 
     @staticmethod
     @once_differentiable
