@@ -274,7 +274,7 @@ def given_reward(
             raise EpisodeError("a trajectory has a reward or rewards of turns, not both")
         if not isinstance(trajectory.turn_rewards, Iterable):
             kind = type(trajectory.turn_rewards).__name__
-            raise EpisodeError(f"turn_rewards is a {kind}; allowed: a list, with a number a turn")
+            raise EpisodeError(f"turn_rewards has type {kind}; allowed: a list of numbers")
         rewards = list(trajectory.turn_rewards)
         if len(rewards) != count:
             raise EpisodeError(f"{len(rewards)} turn_rewards for {count} turns")

@@ -94,8 +94,8 @@ def sample_tokens(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[
         tokens = logits.argmax(dim=-1, keepdim=True)
     else:
         tokens = _inverted(_kept(probabilities, sampling), uniform[:, None])
-    # torch's softmax on CPUs adds up the exponentials one after the other and loses small ones, so
-    # the probabilities of a large vocabulary add up to 1 + 1e-4. Its sum is exact to 1e-7.
+    # On CPUs torch's softmax adds up the exponentials one after the other, and loses small ones. So
+    # the probabilities of a large vocabulary add up to 1 + 1e-4. torch.sum is exact to 1e-7.
     exact = probabilities.gather(1, tokens) / probabilities.sum(-1, keepdim=True)
     return tokens[:, 0], exact.log()[:, 0]
 

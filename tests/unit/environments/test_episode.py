@@ -320,7 +320,7 @@ async def in_turns(client: Client) -> Trajectory:
         (number, {}, "rollout returned a float"),
         (both, {}, "not both"),
         (too_many, {}, "2 turn_rewards for 1 turns"),
-        (no_list, {}, "turn_rewards is a int; allowed: a list"),
+        (no_list, {}, "turn_rewards has type int; allowed: a list"),
         (text_first, {}, "nothing may come between the prompt and the first turn"),
         (nothing_between, {}, "between two turns there must be either messages or a text"),
         (together, {}, "generate was called again before"),
