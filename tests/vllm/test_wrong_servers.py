@@ -134,6 +134,7 @@ def test_a_run_names_all_that_is_wrong_behind_its_url(
         "computes in torch.bfloat16: --dtype float32",
         "takes 64 tokens: --max-model-len 128",
         "serves a model of model.vocab_size = 257, the trainer's has 500",
+        "serves a model of model.tie_embeddings = true, the trainer's has false",
         "serves a model of model.megatron.num_layers = 4, the trainer's has 2",
         "has another tokenizer than data.tokenizer: --tokenizer",
     ]
