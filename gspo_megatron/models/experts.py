@@ -158,6 +158,15 @@ class GroupedExperts(MegatronModule):
 
 def weighted_swiglu(states: Tensor, weights: Tensor) -> Tensor:
     """states [rows, 2 * ffn] (gate, up), weights [rows, 1] -> [rows, ffn] of states' dtype"""
+    if states.numel() <= faster.STRIP:
+        return _swiglu_of_strip(states, weights)
+    result = states.new_empty((len(states), states.shape[1] // 2))
+    for strip, factors, out in faster.strips(states, weights, result):
+        out.copy_(_swiglu_of_strip(strip, factors))
+    return result
+
+
+def _swiglu_of_strip(states: Tensor, weights: Tensor) -> Tensor:
     gate, up = states.chunk(2, dim=-1)
     product = F.silu(gate).mul_(up)
     if weights.dtype == states.dtype:
@@ -180,17 +189,26 @@ class WeightedSwiGlu(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         states, weights = ctx.saved_tensors
-        gate, up = states.chunk(2, dim=-1)
-        activated = F.silu(gate)
-        # the router's weights have a wider dtype than bf16 states
-        gradient = gradient.to(torch.promote_types(states.dtype, weights.dtype))
-        weight_grad = (gradient * (activated * up)).sum(-1, keepdim=True).to(weights.dtype)
-        product_grad = (gradient * weights).to(states.dtype)
-        result = torch.empty_like(states)
-        gate_grad, up_grad = result.chunk(2, dim=-1)
-        torch.mul(product_grad, activated, out=up_grad)
-        torch.ops.aten.silu_backward(product_grad.mul_(up), gate, grad_input=gate_grad)
-        return result, weight_grad
+        states_grad, weights_grad = torch.empty_like(states), torch.empty_like(weights)
+        for strip in faster.strips(states, weights, gradient, states_grad, weights_grad):
+            _swiglu_gradients(*strip)
+        return states_grad, weights_grad
+
+
+def _swiglu_gradients(
+    states: Tensor, weights: Tensor, gradient: Tensor, states_grad: Tensor, weights_grad: Tensor
+) -> None:
+    """Write the gradients of `states` and `weights` to the last two arguments. gradient:
+    [rows, ffn] of the output; the others as in `weighted_swiglu`."""
+    gate, up = states.chunk(2, dim=-1)
+    activated = F.silu(gate)
+    # the router's weights have a wider dtype than bf16 states
+    gradient = gradient.to(torch.promote_types(states.dtype, weights.dtype))
+    weights_grad.copy_((gradient * (activated * up)).sum(-1, keepdim=True))
+    product_grad = (gradient * weights).to(states.dtype)
+    gate_grad, up_grad = states_grad.chunk(2, dim=-1)
+    torch.mul(product_grad, activated, out=up_grad)
+    torch.ops.aten.silu_backward(product_grad.mul_(up), gate, grad_input=gate_grad)
 
 
 def has_costly_shapes(tokens: Tensor, tokens_per_expert: Tensor) -> bool:

@@ -48,13 +48,14 @@ class TorchNorm(torch.nn.Module):
         if self.centered:
             shape = (hidden.shape[-1],)
             return torch.nn.functional.layer_norm(hidden, shape, weight, self.bias, self.eps)
-        is_wide = hidden.dtype == weight.dtype and hidden.dtype.itemsize >= 4
         # Passes with and without gradients use the same function, so that they agree bit for bit.
         # Decoding (inference mode) need not agree. Memory is estimated on the meta device, where
         # this function stands for a GPU's norm: both keep the same tensors for the backward pass.
         is_ours = hidden.is_meta or faster.applies_to(hidden)
-        if is_ours and is_wide and not torch.is_inference_mode_enabled():
-            return CpuRmsNorm.apply(hidden, weight, self.eps)
+        if is_ours and hidden.dtype == weight.dtype and not torch.is_inference_mode_enabled():
+            is_wide = hidden.dtype.itemsize >= 4
+            function = CpuRmsNorm if is_wide else LowPrecisionRmsNorm
+            return function.apply(hidden, weight, self.eps)
         return torch.nn.functional.rms_norm(hidden, (hidden.shape[-1],), weight, self.eps)
 
 
@@ -102,6 +103,45 @@ class CpuRmsNorm(torch.autograd.Function):
         along = products @ weight.unsqueeze(-1)
         hidden_grad = (gradient * weight).addcmul_(normed, along, value=-1 / dim).mul_(scale)
         return hidden_grad, weight_grad, None
+
+
+class LowPrecisionRmsNorm(torch.autograd.Function):
+    """RMSNorm of bf16 or fp16 over the last dimension, computed in fp32. It keeps its input for the
+    backward pass. On a CPU, torch's own RMSNorm keeps several tensors in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows = hidden.reshape(-1, hidden.shape[-1])  # [rows, dim]
+        scale = rows.new_empty((len(rows), 1), dtype=torch.float32)
+        output = torch.empty_like(rows)
+        wide_weight = weight.float()
+        for narrow, factors, out in faster.strips(rows, scale, output):
+            wide = narrow.float()
+            torch.mean(wide.square(), dim=-1, keepdim=True, out=factors)
+            factors.add_(eps).rsqrt_()
+            out.copy_(wide.mul_(factors).mul_(wide_weight))
+        ctx.save_for_backward(hidden, scale, weight)
+        return output.view(hidden.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        hidden, scale, weight = ctx.saved_tensors
+        dim = hidden.shape[-1]
+        rows = hidden.reshape(-1, dim)
+        hidden_grad = torch.empty_like(rows)
+        wide_weight = weight.float()
+        weight_grad = torch.zeros_like(wide_weight)
+        for narrow, factors, narrow_grad, out in faster.strips(
+            rows, scale, gradient.reshape(-1, dim), hidden_grad
+        ):
+            normed, wide_grad = narrow.float().mul_(factors), narrow_grad.float()
+            products = wide_grad * normed
+            weight_grad += products.sum(0)
+            along = products @ wide_weight.unsqueeze(-1)
+            wide_grad.mul_(wide_weight).addcmul_(normed, along, value=-1 / dim).mul_(factors)
+            out.copy_(wide_grad)
+        return hidden_grad.view(hidden.shape), weight_grad.to(weight.dtype), None
 
 
 class QKNorm(torch.nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,8 +17,8 @@ from gspo_megatron.batching.micro_batches import MicroBatchBuilder, run_chunk
 from gspo_megatron.config import Config, resolve_parallel
 from gspo_megatron.estimate.activations import SavedTensors, chunk_passes, give_input, micro_batch
 from gspo_megatron.estimate.model import rank_model, state_bytes
+from gspo_megatron.models import core_attention, experts
 from gspo_megatron.models.optimizer import Schedule, build_trainer
-from gspo_megatron.platform.cpu import faster
 from gspo_megatron.platform.groups import tear_down_model_parallel
 from tests.parallel.models import VOCAB_SIZE, build_on_ranks, odd_moe
 from tests.parallel.pool import Pool
@@ -73,9 +74,9 @@ def measured_state(config: Config) -> dict[str, int]:
 
 def measured_activations(config: Config, lengths: Sequence[tuple[int, int]]) -> list[int]:
     """The bytes that each chunk of this rank keeps for the backward pass of one micro-batch.
-    `lengths` has the numbers of (prompt, response) tokens of its sequences. The functions that save
-    time on a CPU are off, because the estimate is for a GPU: with them, the attention of short
-    sequences keeps its inputs in fp32."""
+    `lengths` has the numbers of (prompt, response) tokens of its sequences. The estimate is for a
+    GPU, so two functions that save time on a CPU are off: attention of short sequences, which keeps
+    its inputs in fp32, and SwiGLU, which keeps less than on a GPU."""
     policy = build_on_ranks(config)
     builder = MicroBatchBuilder(policy, 0, 1.0, padded=not config.training.packing)
     generator = torch.Generator().manual_seed(3)
@@ -86,7 +87,12 @@ def measured_activations(config: Config, lengths: Sequence[tuple[int, int]]) -> 
     kept = []
     for chunk in policy.chunks:
         give_input(chunk, batch)
-        with SavedTensors(chunk) as saved, patch.object(faster, "IS_ON", False):
+        plain = SimpleNamespace(applies_to=lambda _: False)
+        with (
+            SavedTensors(chunk) as saved,
+            patch.object(core_attention, "faster", plain),
+            patch.object(experts, "faster", plain),
+        ):
             output = run_chunk(chunk, batch)
         kept.append(saved.num_bytes())
         del output

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ MALLOC_OPTIONS = {
     -1: 256 * 2**20,  # M_TRIM_THRESHOLD: free memory that stays at the end of the heap
     -3: 32 * 2**20,  # M_MMAP_THRESHOLD: larger blocks go back to the system when they are freed
 }
+# Elements that are computed at a time (`strips`).
+STRIP = 2**19
 # If glibc keeps more free memory than this, it is given back after an update. In bytes.
 _MUCH_FREE = 2**30
 
@@ -36,6 +39,16 @@ _MUCH_FREE = 2**30
 def applies_to(tensor: torch.Tensor) -> bool:
     """Return whether a function for CPUs shall compute with `tensor`."""
     return IS_ON and tensor.is_cpu
+
+
+def strips(first: torch.Tensor, *others: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
+    """Cut tensors [rows, ...] into strips of the same rows, to compute strip after strip. What an
+    operator returns for a strip of `first` stays in the caches. For whole tensors it would be new
+    memory, and the system takes longer to clear new memory than most operators to compute."""
+    if first.numel() <= STRIP:
+        return [(first, *others)]
+    rows = max(STRIP * len(first) // first.numel(), 1)
+    return zip(*(tensor.split(rows) for tensor in (first, *others)), strict=True)
 
 
 def prepare_torch() -> None:
@@ -53,9 +66,15 @@ def adapt_megatron() -> None:
     """Replace functions of Megatron-Core that a single rank or packed sequences do not need."""
     if not (IS_ON and is_needed()):
         return
+    from megatron.core.distributed import DistributedDataParallel
     from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.optimizer import clip_grads
     from megatron.core.transformer.moe import token_dispatcher
 
+    clip_grads.multi_tensor_scale_impl = _scaled_in_place(clip_grads.multi_tensor_scale_impl)
+    DistributedDataParallel._make_backward_post_hook = _adding_in_strips(
+        DistributedDataParallel._make_backward_post_hook
+    )
     token_dispatcher.sort_chunks_by_idxs = _unless_sorted(token_dispatcher.sort_chunks_by_idxs)
     token_dispatcher.all_to_all = _unless_alone(token_dispatcher.all_to_all)
     rope_utils._apply_rotary_pos_emb_thd = _turned_at_once(rope_utils._apply_rotary_pos_emb_thd)
@@ -133,6 +152,50 @@ def _share_gloo_devices() -> None:
         native(self, store, rank, size, options)
 
     gloo.__init__ = start
+
+
+def _scaled_in_place(native: Any) -> Any:
+    """Clip gradients in place. The function that Megatron-Core uses without Transformer Engine
+    makes a scaled copy of each gradient, which is new memory that the system has to clear."""
+
+    @functools.wraps(native)
+    def scale(
+        chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Any, scale: float | torch.Tensor
+    ) -> None:
+        sources, targets = tensor_lists
+        if any(source is not target for source, target in zip(sources, targets, strict=True)):
+            native(chunk_size, noop_flag, tensor_lists, scale)
+            return
+        for target in targets:
+            target.mul_(scale)
+
+    return scale
+
+
+def _adding_in_strips(native: Any) -> Any:
+    """Add the bf16 gradient of a parameter to its fp32 gradient in strips. Added as a whole, torch
+    would first convert it to a new tensor in fp32."""
+
+    @functools.wraps(native)
+    def make_hook(self: Any, param: Any) -> Any:
+        hook = native(self, param)
+
+        def add(*unused: Any) -> None:
+            grad = param.grad
+            is_usual = grad is not None and grad.is_contiguous() and param.requires_grad
+            is_usual = is_usual and not getattr(param, "zero_out_wgrad", False)
+            if not is_usual or param.grad_added_to_main_grad or grad.dtype == param.main_grad.dtype:
+                hook(*unused)
+                return
+            for total, part in strips(param.main_grad.view(-1), grad.view(-1)):
+                total.add_(part)
+            param.grad_added_to_main_grad = True
+            hook(*unused)
+            param.grad_added_to_main_grad = False
+
+        return add
+
+    return make_hook
 
 
 def _unless_sorted(native: Any) -> Any:

@@ -137,10 +137,14 @@ def with_kept_bytes(function: Callable[..., Tensor], *given: Tensor) -> tuple[Te
         return function(*given), sum(sizes.values())
 
 
-@pytest.mark.parametrize("rows", [0, 1, 37])
+@pytest.mark.parametrize(("rows", "strip"), [(0, 9), (1, 9), (37, 37), (37, 9), (2, 0)])
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_weighted_swiglu_is_the_plain_expression(dtype: torch.dtype, rows: int) -> None:
-    """Bit for bit, with the same gradients. The router's weights are in fp32 at least."""
+def test_weighted_swiglu_is_the_plain_expression(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int, strip: int
+) -> None:
+    """Bit for bit, with the same gradients, for any number of rows that are computed at a time. The
+    router's weights are in fp32 at least."""
+    monkeypatch.setattr(faster, "STRIP", strip * 2 * 19)
     generator = torch.Generator().manual_seed(rows)
     wide = torch.promote_types(dtype, torch.float32)
     states = torch.randn(rows, 2 * 19, generator=generator).to(dtype).requires_grad_()
@@ -275,6 +279,37 @@ def test_bf16_is_rounded_once(normalization: str) -> None:
     assert output.dtype == torch.bfloat16
     # Rounding to bf16 costs up to 2^-8, and the fp32 arithmetic before it a little more.
     torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=2**-8 * 1.01)
+
+
+@pytest.mark.parametrize("elements", [faster.STRIP, 5 * WIDTH])
+def test_gradients_in_bf16_are_rounded_once(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
+    """Also if the rows are computed in strips: here 5 rows, the last strip has 3. The input is a
+    slice of a larger tensor, as the queries are."""
+    monkeypatch.setattr(faster, "STRIP", elements)
+    norm = make_norm("RMSNorm", False, torch.bfloat16)
+    whole = torch.cat([random_hidden(torch.bfloat16).detach()] * 2, dim=1).requires_grad_()
+    hidden = whole[:, 1:4]
+    output, expected = norm(hidden), reference(norm, hidden, False)
+    generator = torch.Generator().manual_seed(3)
+    upstream = torch.randn(output.shape, generator=generator).bfloat16()
+    got = torch.autograd.grad(output, (whole, norm.weight), upstream)
+    wanted = torch.autograd.grad(expected, (whole, norm.weight), upstream.double())
+    for gradient, by_hand in zip(got, wanted, strict=True):
+        assert gradient.dtype == torch.bfloat16
+        # 2^-8 of rounding. autograd rounds `by_hand` to bf16, too, so two roundings differ by at
+        # most one unit in the last place; the rest is the fp32 arithmetic of sums that cancel.
+        torch.testing.assert_close(gradient.double(), by_hand.double(), atol=1e-3, rtol=2**-7)
+
+
+def test_the_norm_in_bf16_keeps_nothing_but_its_input() -> None:
+    """Torch's own norm keeps tensors in fp32, which a large model would feel."""
+    norm = make_norm("RMSNorm", False, torch.bfloat16)
+    hidden = random_hidden(torch.bfloat16)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        norm(hidden)
+    assert [tensor for tensor in kept if tensor.numel() == hidden.numel()] == [hidden]
+    assert max(t.numel() for t in kept if t is not hidden) <= hidden.numel() // WIDTH
 
 
 @pytest.mark.parametrize("flag", [False, True])
