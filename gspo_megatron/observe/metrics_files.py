@@ -92,10 +92,23 @@ def read_metrics(run_dir: str | Path) -> list[Record]:
 
 
 def read_samples(run_dir: str | Path) -> list[Record]:
-    """Return the sample records of a run. Returns an empty list without the file. Raises
-    DataError."""
+    """Return the sample records of a run. Returns an empty list without the file. Raises DataError
+    for a damaged line, or if the reward or the turns of a record have a wrong type."""
     path = Path(run_dir) / SAMPLES_FILE
-    return read_json_lines(path) if path.is_file() else []
+    records = read_json_lines(path) if path.is_file() else []
+    for number, record in enumerate(records, start=1):
+        if not isinstance(record.get("reward", 0.0), int | float | None):
+            raise DataError(f"{path}: the `reward` of record {number} is not a number")
+        turns = record.get("turns") or []
+        if not isinstance(turns, list) or not all(map(_is_turn, turns)):
+            raise DataError(f"{path}: the `turns` of record {number} are not a list of turns")
+    return records
+
+
+def _is_turn(turn: Any) -> bool:
+    if not isinstance(turn, dict) or not isinstance(turn.get("reward"), int | float | None):
+        return False
+    return all(isinstance(turn.get(key), str) for key in ("role", "text"))
 
 
 def read_draws(run_dir: str | Path) -> list[Record]:

@@ -53,6 +53,14 @@ class RunLogger:
         self._trackers = open_trackers(
             config.logging.trackers, self.folder, config.model_dump(mode="json")
         )
+        try:
+            self._begin(config, resumed_at)
+        except BaseException:
+            self._trackers.close(RunEnd.FAILED)
+            raise
+
+    def _begin(self, config: AnyConfig, resumed_at: tuple[str, int] | None) -> None:
+        """Open the files, and write what is known at the start."""
         self._metrics = MetricsWriter(self.folder)
         self._draws = JsonLinesWriter(self.folder / DRAWS_FILE)
         self._samples = JsonLinesWriter(self.folder / SAMPLES_FILE)

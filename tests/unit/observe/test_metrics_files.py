@@ -90,6 +90,23 @@ def test_truncate_with_nothing_to_drop_leaves_the_file_as_it_is(tmp_path: Path) 
     assert path.read_bytes() == b'{"step":1,   "x": 1e-3}\n'
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("reward", "high"), ("reward", []), ("turns", "one"), ("turns", [3])]
+    + [("turns", [{"role": "user"}]), ("turns", [{"role": "user", "text": "", "reward": "x"}])],
+)
+def test_a_response_with_a_field_of_a_wrong_type_is_named(
+    tmp_path: Path, field: str, value: object
+) -> None:
+    good = {"step": 1, "reward": None, "turns": [{"role": "user", "text": "a", "reward": 1}]}
+    lines = [json.dumps(row) for row in (good, {"step": 1}, good | {field: value})]
+    path = tmp_path / SAMPLES_FILE
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(DataError) as caught:
+        read_samples(tmp_path)
+    assert str(caught.value).startswith(f"{path}: the `{field}` of record 3 ")
+
+
 def test_a_damaged_file_is_not_truncated_and_can_still_be_written(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"st\n{"step": 2}\n')

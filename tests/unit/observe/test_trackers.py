@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gspo_megatron.config import parse_config
 from gspo_megatron.errors import UserError
 from gspo_megatron.observe.metrics_files import MetricsWriter
+from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.observe.trackers import (
+    _TRACKERS,
     SENT_FILE,
     RunEnd,
     Tracker,
@@ -194,6 +197,21 @@ def test_a_tracker_that_cannot_be_opened_ends_a_new_run_and_not_a_resumed_one(
         trackers = open_trackers(["wandb"], tmp_path)
     trackers.log(1, {"loss": 0.5})
     assert caplog.messages == ["tracker wandb cannot be opened and is not used"]
+
+
+def test_a_run_whose_folder_cannot_be_written_ends_in_its_trackers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[RunEnd] = []
+    tracker = Tracker(lambda step, metrics: None, ends.append)
+    monkeypatch.setitem(_TRACKERS, "tensorboard", lambda run_dir, config: tracker)
+    run = tmp_path / "run"
+    (run / "samples.jsonl").mkdir(parents=True)
+    logging = {"dir": str(run), "trackers": ["tensorboard"]}
+    config = parse_config({"data": {"tokenizer": "none.model"}, "logging": logging})
+    with pytest.raises(UserError, match="samples.jsonl"):
+        RunLogger(config, is_main=True)
+    assert ends == [RunEnd.FAILED]
 
 
 def test_the_keys_of_a_configuration_are_flat_for_mlflow() -> None:
