@@ -100,8 +100,11 @@ class Fleet:
             return
         server.working.begin()
         try:
-            if not await self.loader.renew(server, weights) and server.bringing is not None:
-                await asyncio.wait([server.bringing])  # the restart
+            # The server may be lost before or while it gets the weights. `bringing` is then its
+            # restart.
+            is_lost = not server.serves or not await self.loader.renew(server, weights)
+            if is_lost and server.bringing is not None:
+                await asyncio.wait([server.bringing])
         except OutOfFilesError:
             raise
         except (ServerGone, ServerRefused, RolloutError) as error:

@@ -434,7 +434,8 @@ class Started:
         pass
 
 
-def test_a_server_that_is_lost_while_it_waits_for_a_folder_is_started_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("waits", [True, False], ids=["waits for a folder", "before its update"])
+def test_a_server_that_is_lost_at_an_update_is_started_once(tmp_path: Path, waits: bool) -> None:
     """Both the loss and the new weights, which the dead server refused, started it again."""
 
     async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
@@ -451,7 +452,12 @@ def test_a_server_that_is_lost_while_it_waits_for_a_folder_is_started_once(tmp_p
         first = weights(tmp_path, 1)
         fleet.take_weights(replace(first, folder=None))
         bringing = asyncio.create_task(fleet.update_servers())
-        await asyncio.wait_for(fleet.loader.wait_until_folder_is_needed(), 20)
+        if waits:
+            await asyncio.wait_for(fleet.loader.wait_until_folder_is_needed(), 20)
+        else:
+            old = server.bringing
+            while server.bringing is old:  # until there is a task for the update
+                await asyncio.sleep(0)
         doubles[0].faults["/pause"] = fails(500)
         fleet.lose_server(server, "it is gone")
         await fleet.loader.add_to_weights(folder=str(first.folder))
