@@ -58,6 +58,10 @@ class RolloutError(UserError):
     resume_when = "servers answer"
 
 
+class ServersEndError(RolloutError):
+    """A run that was told to stop waits for servers that were told to end, too."""
+
+
 class RewardError(UserError):
     """A reward function raised an error, or returned something that is not a finite number."""
 
@@ -83,7 +87,7 @@ def error_of(kind: str, text: str) -> UserError:
     """
     if kind == ConfigError.__name__:
         return ConfigError(text.splitlines())
-    kinds = (DataError, RolloutError, RewardError, EpisodeError, UnplayableError)
+    kinds = (DataError, RolloutError, ServersEndError, RewardError, EpisodeError, UnplayableError)
     return {each.__name__: each for each in kinds}.get(kind, UserError)(text)
 
 

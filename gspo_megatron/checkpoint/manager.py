@@ -44,7 +44,14 @@ from gspo_megatron.config import to_yaml
 from gspo_megatron.config.load import parse_yaml
 from gspo_megatron.config.phases import reference_step
 from gspo_megatron.config.stages import AnyConfig
-from gspo_megatron.errors import DataError, UserError, did_you_mean, nearest, problem
+from gspo_megatron.errors import (
+    DataError,
+    ServersEndError,
+    UserError,
+    did_you_mean,
+    nearest,
+    problem,
+)
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Trainer
 from gspo_megatron.observe.collapse import Alarm, CollapseWatch
@@ -357,9 +364,10 @@ class Checkpoints:
         """Save the run as it was after `step`, unless it is saved already, and raise the error.
 
         All ranks raise the same error. This method adds to the error's message where the run is
-        saved and when it can continue. `unevaluated`: the step's metrics, if something after its
-        update failed."""
-        if step == 0:
+        saved and when it can continue. After a ServersEndError, which is a stop, it raises StopRun.
+        `unevaluated`: the step's metrics, if something after its update failed."""
+        stops = isinstance(error, ServersEndError)
+        if step == 0 and not stops:
             raise error
         if not self.section.interval:
             raise type(error)(f"{error}\nnothing is saved: checkpoint.interval = 0") from error
@@ -373,6 +381,8 @@ class Checkpoints:
             except UserError as failed:
                 raise type(error)(f"{error}\n{failed}") from error
         self.close()
+        if stops:
+            raise StopRun(self._stopped(state.position)) from error
         path = self.folder / state.position.name
         raise type(error)(
             f"{error}\n{path}: the run is saved, with {step} finished steps; the same command "

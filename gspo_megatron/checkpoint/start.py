@@ -34,7 +34,7 @@ from gspo_megatron.checkpoint.tensors import load_model
 from gspo_megatron.config import resolve_parallel
 from gspo_megatron.config.hub import HUB_FILE
 from gspo_megatron.config.stages import AnyConfig
-from gspo_megatron.errors import DataError, UserError, problem
+from gspo_megatron.errors import DataError, ServersEndError, UserError, problem
 from gspo_megatron.families.adapter_map import PEFT_CONFIG, PEFT_TENSORS
 from gspo_megatron.families.model_shape import checkpoint_preset
 from gspo_megatron.files import WRONG_VALUES, named, parse_json, write_atomically
@@ -259,6 +259,9 @@ class Session:
             except StopRun as stopped:
                 close_checkpoints()
                 logger.note(str(stopped))
+                return False
+            except ServersEndError:  # before the first step of this start
+                logger.note("stopped as asked, with nothing new to save; the same command goes on")
                 return False
         return True
 

@@ -147,7 +147,7 @@ def assemble(
             # imported here, because it loads an HTTP library
             from gspo_megatron.rl.served_rollouts import ServedRollouts
 
-            served = ServedRollouts(config, inputs, policy, ranks.device, hf, kept)
+            served = ServedRollouts(config, inputs, policy, ranks.device, hf, kept, stop)
             collector = collector_of(config, inputs, served, reward, ranks.device)
         else:
             collector = in_process_collector(config, inputs, policy, reward, ranks.device)

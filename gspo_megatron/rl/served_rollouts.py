@@ -28,6 +28,7 @@ from gspo_megatron.errors import DataError
 from gspo_megatron.models.build import Policy
 from gspo_megatron.platform.collectives import all_gather_objects, any_rank, on_main
 from gspo_megatron.platform.groups import data_parallel_group
+from gspo_megatron.platform.stop import StopSignals
 from gspo_megatron.process.heartbeat import heartbeat
 from gspo_megatron.rewards.scoring import FailedCalls
 from gspo_megatron.rollout.engine import RolloutRequest, RolloutShare
@@ -67,9 +68,11 @@ class ServedRollouts:
         device: torch.device,
         hf_config: Any = None,
         kept: KeptServers | None = None,
+        stop: StopSignals | None = None,
     ) -> None:
         """hf_config: config.json of the model that the weights come from; kept: the servers of the
-        previous phase, which are used again if they fit this phase."""
+        previous phase, which are used again if they fit this phase; stop: tells whether the run
+        must stop."""
         self.config, self.device = config, device
         # Without end-of-sequence tokens, no response of the weight check ends early.
         self.engine = MegatronEngine(policy, pad_id=inputs.tokenizer.pad_id, eos_id=())
@@ -82,6 +85,7 @@ class ServedRollouts:
             self.layers = attach_hooks(policy.models)
         self.service: ServiceClient | None = None  # only on rank 0
         self.sync: WeightSync | None = None  # None until the service starts
+        self.stop = stop or StopSignals(enabled=False)
         self.kept = kept  # None after the first call of take_weights
         self.version = 0  # the newest weights version
         self.counted: dict[str, float] = defaultdict(float)  # sums since the last weights update
@@ -164,7 +168,7 @@ class ServedRollouts:
 
     def _new_sync(self) -> WeightSync:
         folder, parts = Path(on_main(self._start)), (self.config, self.policy, self.engine)
-        return WeightSync(*parts, self.device, self.hf_config, self.service, folder)
+        return WeightSync(*parts, self.device, self.hf_config, self.service, folder, self.stop)
 
     def _settings(self, folder: Path) -> dict[str, Any]:
         """Return the settings of the service, on rank 0. folder: for new weights."""

@@ -75,6 +75,7 @@ class Service:
         self.nodes = Nodes(self.folder / SERVERS, names, address)
         self.scorers = Scorers(config, inputs)
         self.updating: asyncio.Task[None] | None = None
+        self.told_to_end = False  # by SIGTERM, which the servers then got, too
         self.loop: asyncio.AbstractEventLoop | None = None
 
     async def run(self, told_ready: Callable[[], None]) -> None:
@@ -301,8 +302,11 @@ class Service:
         assert running.task is not None
         await self._until_news(running.task)
         drawn = sum(each.tokens for each in self.fleet.servers)
-        more = {"drawn": drawn, "needs_folder": self.fleet.loader.needs_folder}
-        return web.json_response({**running.status(), **more})
+        return web.json_response({**running.status(), "drawn": drawn, **self._needs_of_rank_0()})
+
+    def _needs_of_rank_0(self) -> dict[str, bool]:
+        """What each status tells rank 0 besides."""
+        return {"needs_folder": self.fleet.loader.needs_folder, "told_to_end": self.told_to_end}
 
     async def _until_news(self, task: asyncio.Task[Any]) -> None:
         """Wait until the task ends, a server needs a folder of weights, or LONGEST_WAIT is over."""
@@ -333,10 +337,10 @@ class Service:
             {
                 "done": self.updating.done(),
                 "error": None if error is None else {"kind": "RolloutError", "text": str(error)},
-                "needs_folder": self.fleet.loader.needs_folder,
                 "can_stream": all(
                     each.abilities.can_stream for each in self.fleet.servers if each.serves
                 ),
+                **self._needs_of_rank_0(),
             }
         )
 
@@ -428,7 +432,9 @@ def main() -> None:
 
     def at_sigterm(*_: object) -> None:
         """Stop only if rank 0 has died. A job scheduler sends SIGTERM to all processes. Then rank 0
-        still needs the service, to finish its step and save the run."""
+        still needs the service, to finish its step and save the run. But vLLM ends its engine at
+        SIGTERM, and leaves open requests without an answer."""
+        service.told_to_end = True
         if not service.rank_0_lives():
             service.scorers.stop()
 

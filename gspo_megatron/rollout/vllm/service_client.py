@@ -52,6 +52,7 @@ class ServiceClient:
         self._weights: dict[str, Any] | None = None
         self._requests: dict[str, dict[str, Any]] = {}  # by name; `forget` removes them
         self.needs_folder = False  # a server waits for a folder with the newest weights
+        self.told_to_end = False  # the service and its servers got SIGTERM
         self._process: subprocess.Popen[str] | None = None
         self._port: socket.socket | None = None  # reserves the port of the service
         try:
@@ -254,6 +255,7 @@ class ServiceClient:
     def _done(self, status: dict[str, Any]) -> bool:
         """Return whether a status is done. If the status has an error, this error is raised."""
         self.needs_folder = status.get("needs_folder", False)
+        self.told_to_end = status.get("told_to_end", False)
         error = status.get("error")
         if error is not None:
             raise error_of(error["kind"], error["text"])

@@ -21,11 +21,12 @@ import torch
 from gspo_megatron.addresses import is_loopback, own_address_for_servers, route_to
 from gspo_megatron.config import Config
 from gspo_megatron.config.rollout_nodes import rollout_nodes
-from gspo_megatron.errors import RolloutError
+from gspo_megatron.errors import RolloutError, ServersEndError
 from gspo_megatron.families import family_of
 from gspo_megatron.hf.export import export_adapter, export_hf, stream_hf, stream_specs
 from gspo_megatron.models.build import Policy
 from gspo_megatron.platform.collectives import on_main
+from gspo_megatron.platform.stop import StopSignals
 from gspo_megatron.process.heartbeat import heartbeat
 from gspo_megatron.rollout.engine import Requests, RolloutEngine, Sampling
 from gspo_megatron.rollout.vllm.service_client import ServiceClient
@@ -51,12 +52,14 @@ class WeightSync:
         hf_config: Any,
         service: ServiceClient | None,
         folder: Path,
+        stop: StopSignals,
     ) -> None:
         """engine: generates with the policy and ignores end-of-sequence tokens; hf_config:
         config.json of the model that the weights come from; service: None except on rank 0; folder:
         parent of the versions' folders."""
         self.config, self.policy, self.engine, self.device = config, policy, engine, device
         self.hf_config, self.service, self.folder = hf_config, service, folder
+        self.stop = stop
         self.version = 0  # the newest weights version
         self.streams = False  # whether rank 0 streams weights to the servers, without a folder
         self._stream: WeightStream | None = None  # only on rank 0
@@ -113,10 +116,22 @@ class WeightSync:
         ranks.
 
         `status` itself waits for some seconds. If a server restarts in this time, the ranks write
-        a folder with the newest weights for it.
+        a folder with the newest weights for it. Raises ServersEndError if the run was told to stop,
+        the servers were told to end, and two results are the same.
         """
+        before: dict[str, Any] | None = None
+
+        def look() -> tuple[dict[str, Any], bool]:
+            nonlocal before
+            found, service = status(), self._on_main()
+            ends = self.stop.is_requested and service.told_to_end
+            if ends and not found["done"] and found == before:
+                raise ServersEndError("the run and its servers were told to end")
+            before = found
+            return found, service.needs_folder
+
         while True:
-            found, needs_folder = on_main(lambda: (status(), self._on_main().needs_folder))
+            found, needs_folder = on_main(look)
             if needs_folder:
                 self._offer_folder()
             if found["done"]:

@@ -31,7 +31,7 @@ from gspo_megatron.errors import (
 from gspo_megatron.models.build import Policy
 from gspo_megatron.observe.metrics_files import RL
 from gspo_megatron.observe.run_logger import RunLogger
-from gspo_megatron.platform.stop import StopSignals
+from gspo_megatron.platform.stop import StopRun, StopSignals
 from tests.unit.models.one_rank import tiny_config, tiny_policy
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -118,6 +118,21 @@ def test_a_run_that_an_error_ends_says_what_has_to_work_again(
         checkpoints.after_failure(3, nothing, nothing, error)
     assert str(raised.value).startswith("wrong\n") and str(raised.value).endswith(advice)
     assert "with 3 finished steps" in str(raised.value)
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_stop_without_servers_saves_the_run_before_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    saved: list[Any] = []
+    monkeypatch.setattr(Checkpoints, "_prepare", lambda _: (0, None))
+    monkeypatch.setattr(Checkpoints, "_save", lambda _, state, *__, **___: saved.append(state))
+    state = SimpleNamespace(position=Position(RL, step))
+    monkeypatch.setattr(Checkpoints, "_state", lambda *_: state)
+    checkpoints, nothing = manager(tmp_path, []), cast(Any, None)
+    with pytest.raises(StopRun, match=f"^stopped as asked, after step {step} of rl: .*rl_0000000"):
+        checkpoints.after_failure(step, nothing, nothing, error_of("ServersEndError", "ended"))
+    assert saved == [state]
 
 
 def test_an_asynchronous_save_counts_only_when_it_is_published(

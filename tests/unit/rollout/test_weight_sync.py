@@ -1,0 +1,57 @@
+"""How long the ranks wait for the servers."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from gspo_megatron.errors import ServersEndError
+from gspo_megatron.platform.stop import StopSignals
+from gspo_megatron.rollout.vllm.weight_sync import WeightSync
+from tests.unit.models.one_rank import one_rank_groups, tiny_config
+
+
+@pytest.fixture(autouse=True)
+def groups() -> Iterator[None]:
+    with one_rank_groups():
+        yield
+
+
+def status(tokens: int, *, done: bool = False) -> dict[str, Any]:
+    return {"done": done, "tokens": tokens}
+
+
+@pytest.mark.parametrize(
+    ("stops", "servers_end", "tokens", "is_given_up"),
+    [
+        (True, True, [5, 5], True),
+        (True, True, [5, 6, 7, 7], True),
+        (True, True, [5, 6, 7, 8], False),  # the servers still generate
+        (True, False, [5, 5, 5, 6], False),  # only the ranks were told to stop
+        (False, True, [5, 5, 5, 6], False),  # only the service was told to end
+    ],
+)
+def test_a_run_that_stops_waits_for_ending_servers_only_while_they_generate(
+    tmp_path: Path, stops: bool, servers_end: bool, tokens: list[int], is_given_up: bool
+) -> None:
+    service = SimpleNamespace(needs_folder=False, told_to_end=servers_end)
+    config = tiny_config(rollout={"engine": "vllm", "vllm": {"servers": 1}})
+    nothing, device = cast(Any, None), torch.device("cpu")
+    rest = cast(Any, service), tmp_path
+    left = [*map(status, tokens), status(9, done=True)]
+    with StopSignals(enabled=True) as stop:
+        sync = WeightSync(config, nothing, nothing, device, None, *rest, stop)
+        if stops:
+            signal.raise_signal(signal.SIGTERM)
+        if is_given_up:
+            with pytest.raises(ServersEndError):
+                sync.wait_for(lambda: left.pop(0))
+            assert len(left) == 1
+        else:
+            assert sync.wait_for(lambda: left.pop(0)) == status(9, done=True)
