@@ -136,6 +136,7 @@ def test_limits_end_the_game(table: Table, hangman: Verifiers, row: dict[str, An
 def test_an_episode_that_takes_too_long_has_failed(
     table: Table, hangman: Verifiers, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    table.play(hangman, row["task"], ["[cat]"])  # starts the process, which takes seconds, too
     monkeypatch.setattr(hangman, "_seconds", 0.0)
     (late,), _ = table.play(hangman, row["task"], ["[c]"])
     assert "took longer than environment.options.seconds = 0; f:7" in str(late.error)
