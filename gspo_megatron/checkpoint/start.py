@@ -261,6 +261,7 @@ class Session:
                 logger.note(str(stopped))
                 return False
             except ServersEndError:  # before the first step of this start
+                close_checkpoints()
                 logger.note("stopped as asked, with nothing new to save; the same command goes on")
                 return False
         return True

@@ -302,10 +302,10 @@ class Service:
         assert running.task is not None
         await self._until_news(running.task)
         drawn = sum(each.tokens for each in self.fleet.servers)
-        return web.json_response({**running.status(), "drawn": drawn, **self._needs_of_rank_0()})
+        return web.json_response({**running.status(), "drawn": drawn, **self._own_status()})
 
-    def _needs_of_rank_0(self) -> dict[str, bool]:
-        """What each status tells rank 0 besides."""
+    def _own_status(self) -> dict[str, bool]:
+        """The part of each status that is about the service itself."""
         return {"needs_folder": self.fleet.loader.needs_folder, "told_to_end": self.told_to_end}
 
     async def _until_news(self, task: asyncio.Task[Any]) -> None:
@@ -340,7 +340,7 @@ class Service:
                 "can_stream": all(
                     each.abilities.can_stream for each in self.fleet.servers if each.serves
                 ),
-                **self._needs_of_rank_0(),
+                **self._own_status(),
             }
         )
 

@@ -13,24 +13,28 @@ from typing import Any, cast
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 from gspo_megatron.checkpoint import writer as checkpoint_writer
 from gspo_megatron.checkpoint.folder import Position
 from gspo_megatron.checkpoint.manager import Checkpoints
 from gspo_megatron.checkpoint.resume import Start
 from gspo_megatron.checkpoint.run_state import RunState
+from gspo_megatron.checkpoint.start import Session
 from gspo_megatron.checkpoint.writer import CheckpointWriter
 from gspo_megatron.errors import (
     DataError,
     EpisodeError,
     RewardError,
     RolloutError,
+    ServersEndError,
     UserError,
     error_of,
 )
 from gspo_megatron.models.build import Policy
 from gspo_megatron.observe.metrics_files import RL
 from gspo_megatron.observe.run_logger import RunLogger
+from gspo_megatron.platform.groups import Ranks
 from gspo_megatron.platform.stop import StopRun, StopSignals
 from tests.unit.models.one_rank import tiny_config, tiny_policy
 
@@ -133,6 +137,25 @@ def test_a_stop_without_servers_saves_the_run_before_the_step(
     with pytest.raises(StopRun, match=f"^stopped as asked, after step {step} of rl: .*rl_0000000"):
         checkpoints.after_failure(step, nothing, nothing, error_of("ServersEndError", "ended"))
     assert saved == [state]
+
+
+def test_a_stop_before_the_first_step_of_a_start_ends_without_an_error(tmp_path: Path) -> None:
+    """The servers were told to end while they started, or generated the first evaluation."""
+    notes: list[str] = []
+    closed: list[bool] = []
+    logger: Any = SimpleNamespace(note=notes.append)
+    config = tiny_config(logging={"dir": str(tmp_path)})
+    ranks = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
+    stop, nothing = StopSignals(enabled=False), cast(Any, None)
+    session = Session(config, ranks, Start(), stop, nothing)
+
+    def loop() -> None:
+        raise ServersEndError("ended")
+
+    assert not session.train(loop, tiny_policy(), lambda: closed.append(True), logger)
+    assert closed and notes == [
+        "stopped as asked, with nothing new to save; the same command goes on"
+    ]
 
 
 def test_an_asynchronous_save_counts_only_when_it_is_published(

@@ -99,8 +99,7 @@ def test_gradients_are_clipped_in_place() -> None:
 def test_gradients_in_bf16_are_added_in_strips(
     monkeypatch: pytest.MonkeyPatch, is_contiguous: bool
 ) -> None:
-    """The sum is the same as with stock Megatron-Core. No operator makes an fp32 tensor of the
-    gradient's size."""
+    """The sum is the same as with stock Megatron-Core, which adds the whole gradient at once."""
     from megatron.core.distributed import DistributedDataParallel
 
     monkeypatch.setattr(faster, "STRIP", 8)
@@ -120,30 +119,30 @@ def test_gradients_in_bf16_are_added_in_strips(
         hook = make_hook(model, parameter)
         for _ in range(2):  # two micro-batches
             parameter.grad = gradient.clone()
-            with Sizes() as sizes:
+            with Additions() as additions:
                 hook()
             assert parameter.grad is None
         assert not parameter.grad_added_to_main_grad
-        sums.append((parameter.main_grad, max(sizes.of_fp32, default=0)))
+        sums.append((parameter.main_grad, max(additions.sizes)))
     (own_sum, own_size), (stock_sum, stock_size) = sums
     assert torch.equal(own_sum, stock_sum) and not torch.equal(own_sum, torch.ones(7, 3))
     assert stock_size == 21
     assert own_size == (8 if is_contiguous else 21)
 
 
-class Sizes(TorchDispatchMode):
-    """Collects the numbers of elements of the tensors in fp32 that operators return."""
+class Additions(TorchDispatchMode):
+    """Collects the numbers of elements that additions in place change."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.of_fp32: list[int] = []
+        self.sizes: list[int] = []
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = operator(*args, **(kwargs or {}))
         if operator is torch.ops.aten.add_.Tensor:
-            self.of_fp32.append(result.numel())
+            self.sizes.append(result.numel())
         return result
 
 
