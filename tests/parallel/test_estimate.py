@@ -27,8 +27,8 @@ from tests.unit.hf.policies import config_of
 from tests.unit.hf.published import write_model
 
 STATE_TOLERANCE = 0.01
-# Estimates are exact to 1.5% for packed batches, and to 6.5% for padded batches. The difference comes
-# from experts with different numbers of tokens.
+# Estimates are exact to 1.5% for packed batches, and to 6.5% for padded batches. The difference
+# comes from experts with different numbers of tokens.
 ACTIVATION_TOLERANCES = {True: 0.05, False: 0.07}  # by training.packing
 
 # With these sizes, the tensors that a layer keeps are larger than masks, indices and sums of rows.
