@@ -44,10 +44,14 @@ def applies_to(tensor: torch.Tensor) -> bool:
 def strips(first: torch.Tensor, *others: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
     """Cut tensors [rows, ...] into strips of the same rows, to compute strip after strip. What an
     operator returns for a strip of `first` stays in the caches. For whole tensors it would be new
-    memory, and the system takes longer to clear new memory than most operators to compute."""
+    memory, and the system takes longer to clear new memory than most operators to compute.
+
+    On the meta device there is nothing to compute, and one strip has the sizes of all of them."""
     if first.numel() <= STRIP:
         return [(first, *others)]
     rows = max(STRIP * len(first) // first.numel(), 1)
+    if first.is_meta:
+        return [tuple(tensor[:rows] for tensor in (first, *others))]
     return zip(*(tensor.split(rows) for tensor in (first, *others)), strict=True)
 
 

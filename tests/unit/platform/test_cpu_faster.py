@@ -130,6 +130,21 @@ def test_gradients_in_bf16_are_added_in_strips(
     assert own_size == (8 if is_contiguous else 21)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_strips_cover_all_rows_and_on_the_meta_device_one_stands_for_all(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """`check` runs a model on the meta device. There, more strips would only take more time."""
+    monkeypatch.setattr(faster, "STRIP", 8)
+    tensor = torch.arange(21, device=device).view(7, 3)
+    strips = list(faster.strips(tensor, tensor[:, :1]))
+    lengths = [len(first) for first, _ in strips]
+    assert lengths == ([2, 2, 2, 1] if device == "cpu" else [2])
+    assert all(len(first) == len(second) for first, second in strips)
+    if device == "cpu":
+        assert torch.equal(torch.cat([first for first, _ in strips]), tensor)
+
+
 class Additions(TorchDispatchMode):
     """Collects the numbers of elements that additions in place change."""
 
