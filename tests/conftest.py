@@ -67,16 +67,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _share_out(items: list[pytest.Item]) -> None:
     """Mark the tests that must run in the same process, and put the longest tests first.
 
-    In each folder, the tests that share a server or a run come first, then the tests with the mark
-    `slow`.
+    The tests of a file run in the same process if they share a fixture with the scope `module`,
+    which would otherwise be made in each process. In each folder, the tests that share a server or
+    a run come first, then the tests with the mark `slow`.
     """
 
     def place(item: pytest.Item) -> tuple[int, bool, bool]:
         folder = item.path.relative_to(_TESTS).parts[0]
-        if folder in _BY_FILE:
+        is_marked = item.get_closest_marker("xdist_group") is not None
+        if folder in _BY_FILE or (not is_marked and _shares_with_its_file(item)):
             item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(_TESTS))))
         is_alone = item.get_closest_marker("xdist_group") is None
         at = _ORDER.index(folder) if folder in _ORDER else len(_ORDER)
         return at, is_alone, item.get_closest_marker("slow") is None
 
     items.sort(key=place)
+
+
+def _shares_with_its_file(item: pytest.Item) -> bool:
+    assert isinstance(item, pytest.Function)
+    fixtures = item._fixtureinfo.name2fixturedefs.values()
+    return any(definition.scope == "module" for *_, definition in fixtures)

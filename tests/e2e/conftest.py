@@ -17,18 +17,6 @@ __all__ = ["command_environment"]
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give all tests of a module that share a run to one process of pytest-xdist."""
-    runs, folder = (
-        {"base", "dumped_run", "finished", "published", "undisturbed"},
-        Path(__file__).parent,
-    )
-    for item in items:
-        is_ours = item.path.is_relative_to(folder)
-        if is_ours and runs.intersection(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
-
-
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with train.jsonl, test.jsonl and tokenizer.model."""

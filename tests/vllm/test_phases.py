@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 BORDER = 2
 
 
+@pytest.mark.full
 def test_the_responses_after_a_border_are_the_synchronous_ones(
     tmp_path: Path, vllm_python: Path
 ) -> None:
