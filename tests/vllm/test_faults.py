@@ -99,14 +99,18 @@ def test_a_signal_to_all_processes_saves_the_run(vllm_python: Path, tmp_path: Pa
         training={"steps": 6, "precision": "fp32"},
         checkpoint={"interval": 10},
     )
-    for step, number in ((2, signal.SIGUSR1), (4, signal.SIGTERM)):
+    for moment, number, expected in (
+        (run.servers, signal.SIGTERM, "nothing new to save"),  # the server has just begun to start
+        (lambda: begun(run, 2), signal.SIGUSR1, "checkpoints/rl_0000000"),
+        (lambda: begun(run, 4), signal.SIGTERM, "checkpoints/rl_0000000"),
+    ):
         process = run.start()
-        run.wait(process, lambda step=step: begun(run, step))
+        run.wait(process, moment)
         told = [*run.servers(), *run.services(), *run.trainers()]
         for each in told:
             each.send_signal(number)
         said = run.finish(process, 75)
-        assert "checkpoints/rl_0000000" in said
+        assert expected in said
         # The run does not wait until silent servers count as lost. Slurm would kill it before.
         assert "has not answered" not in said
         wait_for(lambda told=told: not any(map(is_alive, told)))

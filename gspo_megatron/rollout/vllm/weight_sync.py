@@ -35,6 +35,7 @@ from gspo_megatron.rollout.vllm.weight_stream import WeightStream, exhaust
 from gspo_megatron.rollout.vllm.weights_folder import MEMORY, is_private
 
 _SPARE = "spare"  # name of a folder of old weights that the next version overwrites
+_END = "the run and its servers were told to end"
 
 
 class WeightSync:
@@ -117,16 +118,22 @@ class WeightSync:
 
         `status` itself waits for some seconds. If a server restarts in this time, the ranks write
         a folder with the newest weights for it. Raises ServersEndError if the run was told to stop,
-        the servers were told to end, and two results are the same.
+        the servers were told to end, and they fail or two results are the same.
         """
         before: dict[str, Any] | None = None
 
         def look() -> tuple[dict[str, Any], bool]:
             nonlocal before
-            found, service = status(), self._on_main()
+            service = self._on_main()
+            try:
+                found = status()
+            except RolloutError as error:  # e.g. servers that were told to end while they started
+                if self.stop.is_requested and service.told_to_end:
+                    raise ServersEndError(_END) from error
+                raise
             ends = self.stop.is_requested and service.told_to_end
             if ends and not found["done"] and found == before:
-                raise ServersEndError("the run and its servers were told to end")
+                raise ServersEndError(_END)
             before = found
             return found, service.needs_folder
 
