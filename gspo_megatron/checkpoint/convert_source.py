@@ -132,7 +132,7 @@ def find_checkpoint(path: Path) -> tuple[Path, list[str]]:
     folders = checkpoints_at(path)
     if folders == [path]:
         return path, []
-    if not path.is_dir():
+    if not folders and not path.is_dir():
         raise DataError(f"{path}: {no_folder(path)}")
     if (path / "config.json").is_file():
         advice = "convert it with `gspo-megatron convert hf-to-megatron`"

@@ -65,29 +65,34 @@ class Position:
         return cls(found[1], int(found[2]), found[3] is not None) if found else None
 
 
-def positions(checkpoints: Path) -> list[Position]:
-    """Return the positions of the checkpoints in a folder, the newest first, without the
-    checkpoints that a rollback has taken back. Raises DataError if the record of rollbacks is
-    damaged."""
+def checkpoints_in(folder: Path) -> dict[Position, Path]:
+    """Return the checkpoints in a folder, the newest first, without the checkpoints that a rollback
+    has taken back. If a run was killed while it replaced a checkpoint, the replaced one is found
+    under its other name. Raises DataError if the record of rollbacks is damaged."""
+    found: dict[Position, Path] = {}
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        record = read_rollbacks(checkpoints)
-        undone = () if record is None else record.undone
-        names = [path.name for path in checkpoints.iterdir() if path.is_dir()]
-        names = [name for name in names if name not in undone]
-        found = [p for p in map(Position.of_name, names) if p is not None]
-        return sorted(found, key=lambda position: position.order, reverse=True)
-    return []
+        record = read_rollbacks(folder)
+        for path in sorted(folder.iterdir()):  # a replaced checkpoint comes before the new one
+            name = path.name.removeprefix(_REPLACED)
+            position = Position.of_name(name)
+            is_undone = record is not None and name in record.undone
+            if position is not None and not is_undone and path.is_dir():
+                found[position] = path
+    return dict(sorted(found.items(), key=lambda each: each[0].order, reverse=True))
+
+
+def positions(checkpoints: Path) -> list[Position]:
+    """Return the positions of `checkpoints_in` a folder."""
+    return list(checkpoints_in(checkpoints))
 
 
 def checkpoints_at(path: Path) -> list[Path]:
     """List the checkpoints at a path, damaged ones too, the newest first. The path may be a
     checkpoint, a run folder or a folder of checkpoints."""
-    if (path / MANIFEST).is_file():
-        return [path]
-    for folder in (path / CHECKPOINTS, path):
-        if found := positions(folder):
-            return [folder / position.name for position in found]
-    return []
+    for folder in (path, path.parent / f"{_REPLACED}{path.name}"):
+        if (folder / MANIFEST).is_file():
+            return [folder]
+    return [*(checkpoints_in(path / CHECKPOINTS) or checkpoints_in(path)).values()]
 
 
 class Publication:
@@ -120,8 +125,11 @@ class Publication:
         return path
 
     def abandon(self) -> None:
-        """Remove the folder. Only one rank calls this."""
+        """Remove the folder. If `publish` has failed, the checkpoint that was to be replaced gets
+        its name back. Only one rank calls this."""
         shutil.rmtree(self.folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            put_back(self.parent)
 
 
 def set_latest(checkpoints: Path, name: str) -> None:

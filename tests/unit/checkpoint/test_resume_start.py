@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from gspo_megatron.checkpoint.branch import begin_branch
+from gspo_megatron.checkpoint.convert_source import find_checkpoint
 from gspo_megatron.checkpoint.folder import (
     CHECKPOINTS,
     REFERENCE,
@@ -140,6 +141,14 @@ def test_a_run_that_is_killed_while_it_replaces_its_only_checkpoint_resumes(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Path, "rename", dies)
         add(config, Position("rl", 2), metrics={"loss": 2.0})
+    # Programs that may not repair the folder, such as conversions, find the checkpoint too.
+    run = path.parents[1]
+    found = find_checkpoint(run)[0]
+    assert find_damage(found) == [] and found.name.removeprefix(".replaced-") == path.name
+    assert find_checkpoint(path)[0] == found == given_checkpoint(str(run))
+    assert preview(config, fresh=False).checkpoint == found
+    branch = begin_branch(run, 2, ["training.steps=12"]).parent / CHECKPOINTS / path.name
+    assert RunState.read(branch) == RunState.read(found)
     with RunLock() as lock:
         assert candidates(config, fresh=False, lock=lock) == [path]
     assert find_damage(path) == []
