@@ -111,7 +111,7 @@ def conclude(
     Raises UserError if all checkpoints are damaged, and ConfigError with all keys that have changed
     but must not change.
     """
-    notes = [line for path, lines in damage.items() for line in damage_notes(path.name, lines)]
+    notes = damage_notes(damage)
     if chosen is None:
         if damage:
             where = run_folder(config)
