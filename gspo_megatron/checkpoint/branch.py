@@ -34,7 +34,8 @@ from gspo_megatron.checkpoint.run_state import CONFIG_FILE
 from gspo_megatron.config import to_yaml
 from gspo_megatron.config.load import apply_overrides, parse_config, parse_yaml
 from gspo_megatron.errors import ConfigError, DataError, UserError, problem
-from gspo_megatron.files import make_folder, named, sync, write_atomically
+from gspo_megatron.files import PARTIAL, make_folder, named, sync, write_atomically
+from gspo_megatron.observe.history import BRANCH_FILE
 from gspo_megatron.observe.metrics_files import (
     CHANGES_FILE,
     DRAWS_FILE,
@@ -98,7 +99,7 @@ def _folder(default: str, overrides: Sequence[str]) -> Path:
 def _refuse_other_files(folder: Path) -> None:
     """Raise UserError if the folder of a new branch is not empty."""
     entries = folder.iterdir() if folder.is_dir() else [folder] if folder.exists() else []
-    if any(path.name != LOCK_FILE for path in entries):
+    if any(path.name not in (LOCK_FILE, f"{PARTIAL}{BRANCH_FILE}") for path in entries):
         wrong = "is not empty; allowed: a new folder for the branch"
         raise UserError(problem("logging.dir", str(folder), wrong))
 
@@ -129,9 +130,9 @@ def _branch_of(run: Path, step: int) -> RunBranch:
 def _make(branch: RunBranch, source: Path, folder: Path) -> None:
     """Fill the folder of a branch. Raises OSError and DataError."""
     run, checkpoints = Path(branch.run), folder / CHECKPOINTS
+    branch.write(folder)  # first, because from now on the same command continues
     make_folder(checkpoints)
     remove_leftovers(checkpoints)
-    branch.write(folder)
     for path in sorted(run.glob(f"{PHASE_CONFIG}*.yaml")):
         if int(path.stem.removeprefix(PHASE_CONFIG)) <= branch.step:
             shutil.copyfile(path, folder / path.name)

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gspo_megatron.checkpoint.lineage import read_rollbacks
 from gspo_megatron.checkpoint.manifest import MANIFEST, Files, dump_manifest
-from gspo_megatron.checkpoint.rollback import read_rollbacks
-from gspo_megatron.files import sync, sync_folders
+from gspo_megatron.files import PARTIAL, sync, sync_folders, write_durably
 
 CHECKPOINTS = "checkpoints"  # in the run folder
 LATEST = "latest"
@@ -34,7 +34,6 @@ def reference_name(step: int) -> str:
 # in the order in which a model goes through them
 PHASES = ("pretrain", "sft", "reward_model", "rl")
 
-_PARTIAL = ".partial-"
 _REPLACED = ".replaced-"
 _NAME = re.compile(rf"({'|'.join(PHASES)})_(\d{{8,}})(_rollouts)?")
 
@@ -100,7 +99,7 @@ class Publication:
 
     def __init__(self, parent: Path, name: str) -> None:
         self.parent, self.name = parent, name
-        self.folder = parent / f"{_PARTIAL}{name}-{secrets.token_hex(4)}"
+        self.folder = parent / f"{PARTIAL}{name}-{secrets.token_hex(4)}"
 
     def begin(self) -> None:
         """Make the folder. Only one rank calls this. Raises OSError."""
@@ -133,17 +132,14 @@ class Publication:
 
 
 def set_latest(checkpoints: Path, name: str) -> None:
-    """Write a checkpoint's name into the file `latest`, atomically. Raises OSError."""
-    partial = checkpoints / f"{_PARTIAL}{LATEST}"
-    write_file(partial, f"{name}\n".encode())
-    partial.replace(checkpoints / LATEST)
-    sync(checkpoints)
+    """Write a checkpoint's name into the file `latest`. Raises OSError."""
+    write_durably(checkpoints / LATEST, f"{name}\n".encode())
 
 
 def hide(path: Path) -> Path:
     """Rename a checkpoint that will be removed, so that a partly removed folder does not look like
     a checkpoint. Returns the new path. Raises OSError."""
-    return path.rename(path.with_name(f"{_PARTIAL}{path.name}-{secrets.token_hex(4)}"))
+    return path.rename(path.with_name(f"{PARTIAL}{path.name}-{secrets.token_hex(4)}"))
 
 
 def finish_rollback(checkpoints: Path) -> None:
@@ -173,7 +169,7 @@ def put_back(checkpoints: Path) -> None:
 def remove_leftovers(checkpoints: Path) -> list[str]:
     """Remove the files and folders that killed processes have left. Returns their names."""
     put_back(checkpoints)
-    left = sorted(checkpoints.glob(f"{_PARTIAL}*"))
+    left = sorted(checkpoints.glob(f"{PARTIAL}*"))
     for path in left:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

@@ -3,9 +3,11 @@ weights."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from gspo_megatron.checkpoint.folder import (
     Publication,
     remove_leftovers,
 )
-from gspo_megatron.checkpoint.manifest import files_below, find_damage, record_of
+from gspo_megatron.checkpoint.manifest import MANIFEST, files_below, find_damage, record_of
 from gspo_megatron.checkpoint.resume import (
     candidates,
     check_given,
@@ -185,6 +187,17 @@ def test_many_damaged_files_do_not_fill_the_screen(config: Config) -> None:
     assert notes[-1] == f"resuming from {whole}, the newest undamaged checkpoint, at step 2 of 9"
 
 
+def test_without_an_undamaged_checkpoint_nothing_begins_anew_unasked(config: Config) -> None:
+    for step in (1, 2):
+        (add(config, Position("rl", step)) / MANIFEST).unlink()
+    with pytest.raises(UserError) as caught:
+        preview(config, fresh=False)
+    *damage, last = str(caught.value).splitlines()
+    told = "checkpoint rl_0000000{} is damaged and not used: manifest.json: missing"
+    assert damage == [told.format(step) for step in (2, 1)]
+    assert last.startswith(f"{config.logging.dir}: all checkpoints of this run are damaged")
+
+
 @pytest.mark.parametrize(
     ("position", "steps", "finished"),
     [
@@ -253,6 +266,32 @@ def test_the_run_folder_may_be_the_current_folder(
     assert f"logging.dir={run}-2" in said
     with pytest.raises(UserError, match="--from-step 3: . has no checkpoint of it; allowed: 9"):
         begin_branch(Path("."), 3, [])
+
+
+@pytest.mark.parametrize("done", range(12))
+def test_a_branch_is_made_again_by_the_command_that_was_killed(
+    config: Config, monkeypatch: pytest.MonkeyPatch, done: int
+) -> None:
+    """`done`: the number of folders that the command has made or renamed, and of files that it has
+    renamed, when it is killed."""
+    saved, steps = add(config, Position("rl", 9)), []
+    run = saved.parents[1]
+
+    def dying(action: Callable[..., Any]) -> Callable[..., Any]:
+        def act(*arguments: Any, **options: Any) -> Any:
+            if len(steps) == done:
+                raise KeyboardInterrupt
+            steps.append(action)
+            return action(*arguments, **options)
+
+        return act
+
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        for owner, name in ((Path, "mkdir"), (Path, "replace"), (Path, "rename"), (os, "replace")):
+            patch.setattr(owner, name, dying(getattr(owner, name)))
+        begin_branch(run, 9, ["training.steps=12"])
+    folder = begin_branch(run, 9, ["training.steps=12"]).parent
+    assert find_damage(folder / CHECKPOINTS / saved.name) == []
 
 
 def test_a_branch_of_a_run_with_a_damaged_reference(config: Config) -> None:
