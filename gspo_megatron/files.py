@@ -73,6 +73,7 @@ def write_atomically(path: str | Path, content: bytes, mode: int = 0o666) -> Pat
 
 
 PARTIAL = ".partial-"  # the names of files and folders that are not complete begin with this
+REPLACED = ".replaced-"  # and those of whole checkpoints, until another one has taken their place
 
 
 def write_durably(path: Path, content: bytes) -> None:

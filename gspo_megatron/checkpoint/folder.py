@@ -19,7 +19,7 @@ from pathlib import Path
 
 from gspo_megatron.checkpoint.lineage import read_rollbacks
 from gspo_megatron.checkpoint.manifest import MANIFEST, Files, dump_manifest
-from gspo_megatron.files import PARTIAL, sync, sync_folders, write_durably
+from gspo_megatron.files import PARTIAL, REPLACED, sync, sync_folders, write_durably
 
 CHECKPOINTS = "checkpoints"  # in the run folder
 LATEST = "latest"
@@ -34,7 +34,6 @@ def reference_name(step: int) -> str:
 # in the order in which a model goes through them
 PHASES = ("pretrain", "sft", "reward_model", "rl")
 
-_REPLACED = ".replaced-"
 _NAME = re.compile(rf"({'|'.join(PHASES)})_(\d{{8,}})(_rollouts)?")
 
 
@@ -72,7 +71,7 @@ def checkpoints_in(folder: Path) -> dict[Position, Path]:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         record = read_rollbacks(folder)
         for path in sorted(folder.iterdir()):  # a replaced checkpoint comes before the new one
-            name = path.name.removeprefix(_REPLACED)
+            name = path.name.removeprefix(REPLACED)
             position = Position.of_name(name)
             is_undone = record is not None and name in record.undone
             if position is not None and not is_undone and path.is_dir():
@@ -88,7 +87,7 @@ def positions(checkpoints: Path) -> list[Position]:
 def checkpoints_at(path: Path) -> list[Path]:
     """List the checkpoints at a path, damaged ones too, the newest first. The path may be a
     checkpoint, a run folder or a folder of checkpoints."""
-    for folder in (path, path.parent / f"{_REPLACED}{path.name}"):
+    for folder in (path, path.parent / f"{REPLACED}{path.name}"):
         if (folder / MANIFEST).is_file():
             return [folder]
     return [*(checkpoints_in(path / CHECKPOINTS) or checkpoints_in(path)).values()]
@@ -114,7 +113,7 @@ class Publication:
         # A checkpoint that already has this name may be damaged, because the run was resumed from
         # an older checkpoint. It may also be whole, and the only one, if the evaluation of its step
         # is repeated. So a killed run must find it again: see `put_back`.
-        before = self.parent / f"{_REPLACED}{self.name}"
+        before = self.parent / f"{REPLACED}{self.name}"
         if path.exists():
             path.rename(before)
         self.folder.rename(path)
@@ -158,8 +157,8 @@ def finish_rollback(checkpoints: Path) -> None:
 def put_back(checkpoints: Path) -> None:
     """Finish what a run did that was killed while it replaced a checkpoint. If the new checkpoint
     does not have its name yet, the replaced one gets it back. Raises OSError."""
-    for before in sorted(checkpoints.glob(f"{_REPLACED}*")):
-        path = before.with_name(before.name.removeprefix(_REPLACED))
+    for before in sorted(checkpoints.glob(f"{REPLACED}*")):
+        path = before.with_name(before.name.removeprefix(REPLACED))
         if path.exists():
             hide(before)
         else:

@@ -43,6 +43,7 @@ from gspo_megatron.checkpoint.run_state import (
 )
 from gspo_megatron.config import Config, parse_config, to_yaml
 from gspo_megatron.errors import ConfigError, DataError, UserError
+from gspo_megatron.families.model_shape import checkpoint_model_file
 
 
 @pytest.fixture
@@ -148,6 +149,8 @@ def test_a_run_that_is_killed_while_it_replaces_its_only_checkpoint_resumes(
     found = find_checkpoint(run)[0]
     assert find_damage(found) == [] and found.name.removeprefix(".replaced-") == path.name
     assert find_checkpoint(path)[0] == found == given_checkpoint(str(run))
+    for given in (path, run, path.parent):
+        assert checkpoint_model_file(str(given)) == found / MODEL_FILE
     assert preview(config, fresh=False).checkpoint == found
     branch = begin_branch(run, 2, ["training.steps=12"]).parent / CHECKPOINTS / path.name
     assert RunState.read(branch) == RunState.read(found)
