@@ -67,7 +67,6 @@ from gspo_megatron.families.weight_map import (
     TensorRecipe,
     WeightMap,
     fill,
-    weight_map,
 )
 from gspo_megatron.files import SETTLED, os_errors, settle
 from gspo_megatron.hf.files import DTYPES, HfFolder, check_tied_copy, checked_weights
@@ -261,7 +260,7 @@ def export_checkpoint(
     if shard.world_size == 1:
         files = read_manifest(checkpoint.folder)
         records = {Path(name).name: files[name] for name in files if holds_tensors(name)}
-    weights = weight_map(checkpoint.family, shape, vocab_size)
+    weights = checkpoint.weights
     recipes = by_key(weights)
     stored = checked_tensors(model, index, recipes)
     keys = {box.name: key for key, recipe in recipes.items() for box in recipe.boxes}

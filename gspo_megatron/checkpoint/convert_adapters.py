@@ -38,7 +38,7 @@ from gspo_megatron.families.adapter_map import (
     merge_joint,
 )
 from gspo_megatron.families.model_shape import shape_of
-from gspo_megatron.families.weight_map import Box, WeightMap, split, weight_map
+from gspo_megatron.families.weight_map import Box, WeightMap, split
 from gspo_megatron.hf.adapters import PeftFolder, pairs_of, peft_layout, peft_maps, write_peft
 from gspo_megatron.hf.files import HfFolder, checked_folder
 from gspo_megatron.hf.side_files import export_config, generation_files
@@ -118,7 +118,7 @@ def any_to_hf(
 def _read_adapters(checkpoint: Source, section: LoraSection) -> Adapters:
     """Read the adapters of a checkpoint. Raises DataError if their files are damaged."""
     checkpoint.refuse_damage()  # open_checkpoint has not compared the checksums of the tensors
-    weights = weight_map(checkpoint.family, checkpoint.shape, checkpoint.vocab_size)
+    weights = checkpoint.weights
     adapted = adapted_weights(weights, section.targets)
     recipes = by_key(adapter_map(adapted, section.rank))
     model = checkpoint.folder / "model"

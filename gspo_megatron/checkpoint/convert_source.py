@@ -15,10 +15,11 @@ from gspo_megatron.checkpoint.convert_workers import ALONE, WorkerShard, thread_
 from gspo_megatron.checkpoint.folder import checkpoints_at
 from gspo_megatron.checkpoint.manifest import damage_notes, find_damage, first_whole
 from gspo_megatron.checkpoint.run_state import MODEL_FILE, TOKENIZER, RunState, read_model
-from gspo_megatron.errors import DataError, some_of
+from gspo_megatron.errors import DataError, UserError, some_of
 from gspo_megatron.families import Family, family_of, family_of_shape
 from gspo_megatron.families.model_shape import ModelShape, no_folder
-from gspo_megatron.files import fingerprint
+from gspo_megatron.families.weight_map import WeightMap, weight_map
+from gspo_megatron.files import WRONG_VALUES, fingerprint
 from gspo_megatron.hf.side_files import tokenizer_files
 from gspo_megatron.hub import folder_of, tokenizer_in
 
@@ -48,6 +49,17 @@ class Source:
         original = self.hf_config
         return family_of_shape(self.shape) if original is None else family_of(original)
 
+    @functools.cached_property
+    def weights(self) -> WeightMap:
+        """The map of the model. Raises ConfigError like `family`, and DataError if there is no
+        model of this shape."""
+        try:
+            return weight_map(self.family, self.shape, self.vocab_size)
+        except UserError:
+            raise
+        except (AssertionError, *WRONG_VALUES) as error:
+            raise _no_model(self.folder, error) from error
+
     def refuse_damage(self) -> None:
         """Compare the checksums of all files. Raises DataError with all damage."""
         _refuse_damage(self.path, self.folder, ALONE, self.notes)
@@ -71,8 +83,8 @@ def open_checkpoint(path: Path, shard: WorkerShard = ALONE) -> Source:
         known = {field.name for field in dataclasses.fields(ModelShape)}
         sizes = {name: value for name, value in document["shape"].items() if name in known}
         shape, vocab_size = ModelShape(**sizes), int(document["vocab_size"])
-    except (AttributeError, TypeError, ValueError) as error:
-        raise DataError(f"{folder / MODEL_FILE}: does not describe a model: {error}") from error
+    except WRONG_VALUES as error:
+        raise _no_model(folder, error) from error
     is_imported, tokenizer = (folder / "hf").is_dir(), document.get("tokenizer")
     if tokenizer is not None and not is_imported:
         try:
@@ -83,6 +95,10 @@ def open_checkpoint(path: Path, shard: WorkerShard = ALONE) -> Source:
     if not is_imported and tokenizer is not None and (changed := _changed(folder, tokenizer)):
         notes, files = [*notes, f"{tokenizer}: {changed}, so it is left out"], []
     return Source(path, folder, notes, document, shape, vocab_size, is_imported, files)
+
+
+def _no_model(checkpoint: Path, error: Exception) -> DataError:
+    return DataError(f"{checkpoint / MODEL_FILE}: does not describe a model: {error}")
 
 
 def _refuse_damage(
