@@ -1,4 +1,4 @@
-"""Atomic and durable writing of files, hashes of their contents, and checked JSON."""
+"""Atomic or durable writing of files, hashes of their contents, and checked JSON."""
 
 from __future__ import annotations
 
@@ -70,6 +70,20 @@ def write_atomically(path: str | Path, content: bytes, mode: int = 0o666) -> Pat
         finally:
             partial.unlink(missing_ok=True)
     return path
+
+
+PARTIAL = ".partial-"  # the names of files and folders that are not complete begin with this
+REPLACED = ".replaced-"  # and those of whole checkpoints, until another one has taken their place
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write `content` to `path`. After a loss of power, the file has either its old or its new
+    contents. A killed process may leave the file `.partial-NAME`. Raises OSError."""
+    partial = path.with_name(f"{PARTIAL}{path.name}")
+    partial.write_bytes(content)
+    sync(partial)
+    partial.replace(path)
+    sync(path.parent)
 
 
 def make_folder(folder: str | Path) -> None:

@@ -287,22 +287,19 @@ def _whole(name: HubName, weights: bool) -> Path | None:
     """Return the folder if it has all needed files, with the sizes that the Hub has reported; else
     None."""
     listing = _read_listing(name)
-    if name.kind == "dataset":
-        folder = _split_folder(name)
-        marked = folder / ".files"
-        if listing is None or not marked.is_file():
-            return None
-        files = marked.read_text(encoding="utf-8").splitlines()
-        is_whole = files and all(_is_here(name, each, listing["files"]) for each in files)
-        return folder if is_whole else None
-    folder = _snapshot(name)
     if listing is None:  # another program may have downloaded only a part, so the Hub must be asked
         return None
-    with contextlib.suppress(DataError):
-        files = _needed(name, listing["files"], weights)
-        if all(_is_here(name, each, listing["files"]) for each in files):
-            return folder
-    return None
+    try:
+        if name.kind == "dataset":
+            folder = _split_folder(name)
+            files = (folder / ".files").read_text(encoding="utf-8").splitlines()
+        else:
+            folder = _snapshot(name)
+            files = _needed(name, listing["files"], weights)
+    except (OSError, ValueError):  # ValueError: DataError, or a damaged record
+        return None
+    is_whole = files and all(_is_here(name, each, listing["files"]) for each in files)
+    return folder if is_whole else None
 
 
 def _cached_elsewhere(name: HubName, weights: bool) -> Path | None:
@@ -376,7 +373,8 @@ def _listing(name: HubName) -> dict[str, Any]:
     )
     if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
         raise DataError("the endpoint names no commit; is HF_ENDPOINT that of a Hub?")
-    files = {each.rfilename: each.size for each in info.siblings or ()}
+    found = ((each.rfilename, each.size) for each in info.siblings or ())
+    files = {name: size for name, size in found if fault_of_name(name) is None}
     return {"commit": info.sha, "files": files}
 
 

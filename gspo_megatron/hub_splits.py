@@ -64,14 +64,19 @@ def _of_one_kind(files: Sequence[str]) -> list[str]:
     return parquet or [*files]
 
 
-def _of_card(card: str | None, files: Sequence[str]) -> dict[tuple[str, str], list[str]]:
-    """Return files by configuration and split, as the card's header names them."""
-    header = re.match(r"---\s*\n(.*?)\n---", card or "", re.DOTALL)
+def header_of(card: str) -> Mapping[str, Any]:
+    """Return the keys in the YAML header of a card; empty if the header is missing or damaged."""
+    header = re.match(r"---\s*\n(.*?)\n---", card, re.DOTALL)
     try:
         given = yaml.safe_load(header[1]) if header else None
     except (yaml.YAMLError, ValueError, RecursionError):
         return {}
-    configs = given.get("configs") if isinstance(given, Mapping) else None
+    return given if isinstance(given, Mapping) else {}
+
+
+def _of_card(card: str | None, files: Sequence[str]) -> dict[tuple[str, str], list[str]]:
+    """Return files by configuration and split, as the card's header names them."""
+    configs = header_of(card or "").get("configs")
     found: dict[tuple[str, str], list[str]] = {}
     for config in configs if isinstance(configs, list) else ():
         if not isinstance(config, Mapping):

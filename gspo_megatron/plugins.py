@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import difflib
 import importlib
 import inspect
 import os
@@ -15,7 +14,7 @@ import traceback
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, TypeVar
 
-from gspo_megatron.errors import UserError
+from gspo_megatron.errors import UserError, nearest
 from gspo_megatron.types import Prompt, Sample
 
 MODULES_VARIABLE = "GSPO_MODULE_FOLDERS"  # environment variable, for all processes of a run
@@ -67,10 +66,10 @@ def load_function(
             for name, value in vars(module).items()
             if is_kind(value) and getattr(value, "__module__", None) == module.__name__
         ]
-        nearest = difflib.get_close_matches(function_name, found, n=3) or found
+        shown = nearest(function_name, found) or found
         raise error_class(
             f"{key}: {module_name} has no {kind} {function_name}; it has: "
-            f"{', '.join(nearest) or f'no {kind} of its own'}"
+            f"{', '.join(shown) or f'no {kind} of its own'}"
         )
     return function
 

@@ -17,7 +17,10 @@ from gspo_megatron.checkpoint.folder import (
     CHECKPOINTS,
     PHASES,
     REFERENCE,
+    Position,
     Publication,
+    checkpoints_at,
+    checkpoints_in,
     positions,
     put_back,
     remove_leftovers,
@@ -31,7 +34,8 @@ from gspo_megatron.checkpoint.run_state import CONFIG_FILE
 from gspo_megatron.config import to_yaml
 from gspo_megatron.config.load import apply_overrides, parse_config, parse_yaml
 from gspo_megatron.errors import ConfigError, DataError, UserError, problem
-from gspo_megatron.files import make_folder, named, sync, write_atomically
+from gspo_megatron.files import PARTIAL, make_folder, named, sync, write_atomically
+from gspo_megatron.observe.history import BRANCH_FILE
 from gspo_megatron.observe.metrics_files import (
     CHANGES_FILE,
     DRAWS_FILE,
@@ -66,7 +70,8 @@ def begin_branch(run: Path, step: int, overrides: Sequence[str]) -> Path:
     values["logging"] = {**values.get("logging", {}), "dir": default}
     config = parse_config(values, overrides, folder.name)
     if not positions(folder / CHECKPOINTS):
-        source = Path(branch.run) / CHECKPOINTS / branch.checkpoint
+        place = Path(branch.run) / CHECKPOINTS / branch.checkpoint
+        source = next(iter(checkpoints_at(place)), place)
         refuse_damage(source, find_damage(source, contents=False))
         conclude(config, source, {}, change=True)
         with RunLock() as lock:
@@ -94,7 +99,7 @@ def _folder(default: str, overrides: Sequence[str]) -> Path:
 def _refuse_other_files(folder: Path) -> None:
     """Raise UserError if the folder of a new branch is not empty."""
     entries = folder.iterdir() if folder.is_dir() else [folder] if folder.exists() else []
-    if any(path.name != LOCK_FILE for path in entries):
+    if any(path.name not in (LOCK_FILE, f"{PARTIAL}{BRANCH_FILE}") for path in entries):
         wrong = "is not empty; allowed: a new folder for the branch"
         raise UserError(problem("logging.dir", str(folder), wrong))
 
@@ -102,14 +107,15 @@ def _refuse_other_files(folder: Path) -> None:
 def _branch_of(run: Path, step: int) -> RunBranch:
     """Return the record of a new branch. Raises UserError if the run has no checkpoint of this
     step."""
-    found = [p for p in positions(run / CHECKPOINTS) if p.phase == PHASES[-1] and not p.rolled_out]
-    if not found:
+    found = checkpoints_in(run / CHECKPOINTS)
+    steps = [p.step for p in found if p.phase == PHASES[-1] and not p.rolled_out]
+    if not steps:
         raise UserError(f"{run}: holds no checkpoint of an RL run; allowed: the folder of a run")
-    chosen = [position for position in found if position.step == step]
-    if not chosen:
-        kept = ", ".join(str(position.step) for position in reversed(found))
+    if step not in steps:
+        kept = ", ".join(map(str, reversed(steps)))
         raise UserError(f"--from-step {step}: {run} has no checkpoint of it; allowed: {kept}")
-    path = run / CHECKPOINTS / chosen[0].name / CONFIG_FILE
+    position = Position(PHASES[-1], step)
+    path = found[position] / CONFIG_FILE
     try:
         config = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError, ConfigError) as error:
@@ -118,15 +124,15 @@ def _branch_of(run: Path, step: int) -> RunBranch:
         raise DataError(f"{path}: not the configuration of a run")
     above = read_branch(run)
     lineage = [] if above is None else [{"run": above.run, "step": above.step}, *above.lineage]
-    return RunBranch(str(run.resolve()), step, chosen[0].name, config, lineage)
+    return RunBranch(str(run.resolve()), step, position.name, config, lineage)
 
 
 def _make(branch: RunBranch, source: Path, folder: Path) -> None:
     """Fill the folder of a branch. Raises OSError and DataError."""
     run, checkpoints = Path(branch.run), folder / CHECKPOINTS
+    branch.write(folder)  # first, because from now on the same command continues
     make_folder(checkpoints)
     remove_leftovers(checkpoints)
-    branch.write(folder)
     for path in sorted(run.glob(f"{PHASE_CONFIG}*.yaml")):
         if int(path.stem.removeprefix(PHASE_CONFIG)) <= branch.step:
             shutil.copyfile(path, folder / path.name)
@@ -136,23 +142,23 @@ def _make(branch: RunBranch, source: Path, folder: Path) -> None:
             with JsonLinesWriter(folder / name) as file:
                 file.truncate_after(branch.step)
     for reference in sorted((run / CHECKPOINTS).glob(f"{REFERENCE}*")):
-        _link(reference, checkpoints)
-    _link(source, checkpoints)
-    set_latest(checkpoints, source.name)
+        _link(reference, checkpoints, reference.name)
+    _link(source, checkpoints, branch.checkpoint)
+    set_latest(checkpoints, branch.checkpoint)
 
 
-def _link(source: Path, checkpoints: Path) -> None:
-    """Put the checkpoint `source` of another run into a branch, under the same name."""
+def _link(source: Path, checkpoints: Path, name: str) -> None:
+    """Put the checkpoint `source` of another run into a branch."""
     refuse_damage(source, find_damage(source, contents=False))
     files = read_manifest(source)
-    publication = Publication(checkpoints, source.name)
+    publication = Publication(checkpoints, name)
     publication.begin()
-    for name in files:
-        path = publication.folder / name
+    for file in files:
+        path = publication.folder / file
         make_folder(path.parent)
         try:
-            os.link(source / name, path)
+            os.link(source / file, path)
         except OSError:  # the branch is on another disk, or the disk has no hard links
-            shutil.copyfile(source / name, path)
+            shutil.copyfile(source / file, path)
             sync(path)
     publication.publish(files)

@@ -15,7 +15,7 @@ import os
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ from gspo_megatron.checkpoint.convert_source import (
     Source,
     holds_tensors,
     open_checkpoint,
-    refuse_damage,
 )
 from gspo_megatron.checkpoint.convert_workers import (
     ALONE,
@@ -62,14 +61,12 @@ from gspo_megatron.checkpoint.storage import (
     tensors_of,
 )
 from gspo_megatron.errors import DataError, some_of
-from gspo_megatron.families import family_of, family_of_shape
 from gspo_megatron.families.model_shape import shape_of
 from gspo_megatron.families.weight_map import (
     Box,
     TensorRecipe,
     WeightMap,
     fill,
-    weight_map,
 )
 from gspo_megatron.files import SETTLED, os_errors, settle
 from gspo_megatron.hf.files import DTYPES, HfFolder, check_tied_copy, checked_weights
@@ -112,44 +109,48 @@ def hf_to_megatron(
     weights = checked_weights(folder, shape, vocab_size)
     check_tokenizer(folder.side_files, vocab_size)
     check_tied_copy(folder, weights)
-    recipes, pieces = by_key(weights), []
+    write_checkpoint(destination, folder, folder, by_key(weights), dtype)
+
+
+def write_checkpoint(
+    destination: Path,
+    model: HfFolder,
+    source: HfFolder,
+    recipes: Mapping[str, TensorRecipe],
+    dtype: torch.dtype | None,
+    adapters: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a new checkpoint folder.
+
+    model: the folder with the model's settings and tokenizer; source: the folder with the tensors;
+    recipes: by the keys of the checkpoint; dtype: as in `hf_to_megatron`; adapters: the keys of
+    model.json that describe adapters."""
+    preset, pieces = model.describe(), []
     for key, recipe in recipes.items():
-        dtypes = {folder.dtype_of(box.name) for box in recipe.boxes}
+        dtypes = {source.dtype_of(box.name) for box in recipe.boxes}
         # the smallest dtype that holds the values of all boxes exactly
         kept = functools.reduce(torch.promote_types, dtypes)
         planned = torch.empty(recipe.shape, dtype=_wanted(key, dtype) or kept, device="meta")
-        pieces.append(Piece(key, planned, recipe.shape, (0,) * planned.dim()))
-    model_document = {
-        "shape": dataclasses.asdict(shape),
-        "vocab_size": vocab_size,
+        pieces.append(Piece.of_whole(key, planned))
+    document = {
+        "shape": dataclasses.asdict(shape_of(preset)),
+        "vocab_size": preset.vocab_size,
         "tokenizer": None,  # the tokenizer's files are in hf/, if there are any
-        "hf": folder.config,
+        "hf": model.config,
+        **(adapters or {}),
     }
 
     def read(block: Piece) -> Tensor:
         # empty_like of a tensor on the meta device would import modules that take 125 MB of memory.
         out = torch.empty(block.data.shape, dtype=block.data.dtype)
-        fill(out, recipes[block.key], block.slices, folder.read)
+        fill(out, recipes[block.key], block.slices, source.read)
         return out
 
-    write_checkpoint(destination, pieces, read, model_document, folder.side_files)
-
-
-def write_checkpoint(
-    destination: Path,
-    pieces: Sequence[Piece],
-    read: Callable[[Piece], Tensor],
-    model_document: Mapping[str, Any],
-    side_files: Iterable[Path],
-) -> None:
-    """Write a new checkpoint folder. pieces: whole tensors on the meta device; read: a function
-    that returns the values of a block of a piece; model_document: the contents of model.json;
-    side_files: the files of a tokenizer."""
     total = sum(piece.data.nbytes for piece in pieces)
     with NewFolder(destination, total) as new, os_errors(destination, "cannot be written"):
-        write_file(new.partial / MODEL_FILE, f"{json.dumps(model_document, indent=1)}\n".encode())
+        write_file(new.partial / MODEL_FILE, f"{json.dumps(document, indent=1)}\n".encode())
         (new.partial / "hf").mkdir()
-        for file in side_files:
+        for file in model.side_files:
             copy_file(file, new.partial / "hf")
         planner = SavePlanner(pieces, _BLOCK_BYTES, read)
         records = _write_model(new.partial / "model", planner, total)
@@ -235,22 +236,23 @@ def megatron_to_hf(
     Raises the errors of `hf_to_megatron`, and ConfigError if the model belongs to no family.
     """
     checkpoint = open_checkpoint(source, shard)
-    export_checkpoint(source, checkpoint, destination, dtype, max_shard_bytes, shard)
+    export_checkpoint(
+        checkpoint, destination, dtype=dtype, max_shard_bytes=max_shard_bytes, shard=shard
+    )
     return checkpoint.folder, checkpoint.notes
 
 
 def export_checkpoint(
-    source: Path,
     checkpoint: Source,
     destination: Path,
-    dtype: torch.dtype | None,
-    max_shard_bytes: int,
-    shard: WorkerShard,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    shard: WorkerShard = ALONE,
     merge: Merge = lambda _name, _slices, data: data,
 ) -> None:
-    """Write `checkpoint`, a whole model, as a new Hugging Face folder. `source`: the path that the
-    user gave for it. merge(name, slices, data): a function that returns the values to write for a
-    block of a Hugging Face tensor."""
+    """Write `checkpoint`, a whole model, as a new Hugging Face folder. merge(name, slices, data): a
+    function that returns the values to write for a block of a Hugging Face tensor."""
     model = checkpoint.folder / "model"
     index = read_index(model)
     shape, vocab_size = checkpoint.shape, checkpoint.vocab_size
@@ -258,18 +260,13 @@ def export_checkpoint(
     if shard.world_size == 1:
         files = read_manifest(checkpoint.folder)
         records = {Path(name).name: files[name] for name in files if holds_tensors(name)}
-    original = checkpoint.hf_config
-    family = family_of_shape(shape) if original is None else family_of(original)
-    weights = weight_map(family, shape, vocab_size)
+    weights = checkpoint.weights
     recipes = by_key(weights)
     stored = checked_tensors(model, index, recipes)
     keys = {box.name: key for key, recipe in recipes.items() for box in recipe.boxes}
-    specs = {}
-    for name, size in weights.shapes.items():
-        kept = stored[keys[name]].properties.dtype
-        specs[name] = torch.empty(size, dtype=_wanted(keys[name], dtype) or kept, device="meta")
-    main_dtype = specs[family.names["embedding"]].dtype
-    config = export_config(shape, vocab_size, main_dtype, original)
+    specs = planned_tensors(weights, dtype, lambda name: stored[keys[name]].properties.dtype)
+    main_dtype = specs[checkpoint.family.names["embedding"]].dtype
+    config = export_config(shape, vocab_size, main_dtype, checkpoint.hf_config)
     check_tokenizer(checkpoint.side_files, vocab_size)
     total = sum(spec.nbytes for spec in specs.values())
     if shard.world_size > 1:
@@ -285,7 +282,7 @@ def export_checkpoint(
                 _export(model, index, recipes, writer, names, records, shard.is_main, merge)
             except DataError:
                 if records is not None:  # report the damage of the other files, too
-                    refuse_damage(source, checkpoint.folder, ALONE, checkpoint.notes)
+                    checkpoint.refuse_damage()
                 raise
             writer.finish(mine)
         with shard.barrier():
@@ -295,6 +292,18 @@ def export_checkpoint(
                 files = checkpoint.side_files
                 made = {} if checkpoint.is_imported else generation_files(files)
                 writer.publish({"config.json": with_padding(config, files), **made}, files)
+
+
+def planned_tensors(
+    weights: WeightMap, dtype: torch.dtype | None, kept: Callable[[str], torch.dtype]
+) -> dict[str, Tensor]:
+    """Return the tensors of a Hugging Face folder, on the meta device. dtype: as in
+    `hf_to_megatron`; kept(name): a function that returns the present dtype of a tensor."""
+    wanted = {b.name: _wanted(key, dtype) for key, r in weights.recipes.items() for b in r.boxes}
+    return {
+        name: torch.empty(size, dtype=wanted[name] or kept(name), device="meta")
+        for name, size in weights.shapes.items()
+    }
 
 
 def _export(

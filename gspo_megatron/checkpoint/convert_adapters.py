@@ -6,7 +6,6 @@ The adapters are held in memory. The base is read and written in blocks.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,21 +19,16 @@ from gspo_megatron.checkpoint.convert import (
     by_key,
     checked_tensors,
     export_checkpoint,
-    megatron_to_hf,
+    planned_tensors,
     write_checkpoint,
 )
-from gspo_megatron.checkpoint.convert_source import (
-    Source,
-    find_checkpoint,
-    open_checkpoint,
-    refuse_damage,
-)
+from gspo_megatron.checkpoint.convert_source import Source, open_checkpoint
 from gspo_megatron.checkpoint.convert_workers import ALONE, WorkerShard, in_threads
-from gspo_megatron.checkpoint.run_state import base_of, lora_of, read_model
+from gspo_megatron.checkpoint.run_state import base_of, lora_of
 from gspo_megatron.checkpoint.storage import Piece, TorchDistReader, read_index
 from gspo_megatron.config.lora import LoraSection
 from gspo_megatron.errors import DataError
-from gspo_megatron.families import family_of, family_of_shape
+from gspo_megatron.families import family_of
 from gspo_megatron.families.adapter_map import (
     Adapted,
     adapted_weights,
@@ -43,18 +37,12 @@ from gspo_megatron.families.adapter_map import (
     merge,
     merge_joint,
 )
-from gspo_megatron.families.model_shape import ModelShape, shape_of
-from gspo_megatron.families.weight_map import (
-    Box,
-    WeightMap,
-    fill,
-    split,
-    weight_map,
-)
+from gspo_megatron.families.model_shape import shape_of
+from gspo_megatron.families.weight_map import Box, WeightMap, split
 from gspo_megatron.hf.adapters import PeftFolder, pairs_of, peft_layout, peft_maps, write_peft
 from gspo_megatron.hf.files import HfFolder, checked_folder
 from gspo_megatron.hf.side_files import export_config, generation_files
-from gspo_megatron.hf.writer import MAX_SHARD_BYTES, HfWriter
+from gspo_megatron.hf.writer import HfWriter
 from gspo_megatron.hub import folder_of
 
 
@@ -105,60 +93,43 @@ def any_to_hf(
     """Convert a checkpoint, or the newest checkpoint of a run, as `megatron_to_hf` does. A
     checkpoint of adapters is merged into its base or, with `as_peft`, becomes a PEFT folder. Only
     the main process converts adapters."""
-    with shard.barrier():
-        path = find_checkpoint(source)[0] if shard.is_main else None
-    folder = shard.gather(path)[0]
-    if lora_of(read_model(folder), folder) is None:
+    checkpoint = open_checkpoint(source, shard)
+    folder, section = checkpoint.folder, lora_of(checkpoint.document, checkpoint.folder)
+    if section is None:
         if as_peft:
             raise DataError(f"{folder}: holds a whole model and no adapters; leave --adapter out")
         if base is not None:
             wrong = f"{folder} holds a whole model and no adapters; leave --base out"
             raise DataError(f"--base {base}: {wrong}")
-        return megatron_to_hf(source, destination, dtype=dtype, shard=shard)
+        export_checkpoint(checkpoint, destination, dtype=dtype, shard=shard)
+        return folder, checkpoint.notes
     if as_peft and base is not None:
         raise DataError(f"--base {base}: nothing reads it with --adapter; leave one of them out")
-    adapters: list[Adapters] = []
     with shard.barrier():
         if shard.is_main:
-            adapters.append(open_adapters(source))
+            adapters = _read_adapters(checkpoint, section)
             if as_peft:
-                adapters_to_peft(adapters[0], destination, dtype=dtype)
+                _adapters_to_peft(adapters, destination, dtype)
             else:
-                merged_to_hf(adapters[0], destination, base=base, dtype=dtype)
-    return folder, adapters[0].checkpoint.notes if adapters else []
+                _merged_to_hf(adapters, destination, base, dtype)
+    return folder, checkpoint.notes
 
 
-def open_adapters(path: Path) -> Adapters:
-    """Read the adapters of a checkpoint, or of the newest checkpoint of a run. Raises DataError if
-    the checkpoint is damaged."""
-    checkpoint = open_checkpoint(path)
-    document = read_model(checkpoint.folder)
-    section = lora_of(document, checkpoint.folder)
-    if section is None:
-        raise DataError(f"{checkpoint.folder}: holds a whole model and no adapters")
-    # open_checkpoint has not compared the checksums of the tensors.
-    refuse_damage(path, checkpoint.folder, ALONE, checkpoint.notes)
-    weights, adapted = _maps(checkpoint.hf_config, checkpoint.shape, checkpoint.vocab_size, section)
+def _read_adapters(checkpoint: Source, section: LoraSection) -> Adapters:
+    """Read the adapters of a checkpoint. Raises DataError if their files are damaged."""
+    checkpoint.refuse_damage()  # open_checkpoint has not compared the checksums of the tensors
+    weights = checkpoint.weights
+    adapted = adapted_weights(weights, section.targets)
     recipes = by_key(adapter_map(adapted, section.rank))
     model = checkpoint.folder / "model"
     index = read_index(model)
     tensors: dict[str, Tensor] = {}
     for key, stored in checked_tensors(model, index, recipes).items():
         whole = torch.empty(stored.size, dtype=stored.properties.dtype)
-        TorchDistReader(model, index).read(
-            [Piece(key, whole, tuple(whole.shape), (0,) * whole.dim())]
-        )
+        TorchDistReader(model, index).read([Piece.of_whole(key, whole)])
         for box in recipes[key].boxes:
             tensors[box.name] = whole[box.target_slices].reshape(box.source_size)
-    return Adapters(checkpoint, section, document["base"], weights, adapted, tensors)
-
-
-def _maps(
-    hf_config: Any, shape: ModelShape, vocab_size: int, section: LoraSection
-) -> tuple[WeightMap, dict[str, Adapted]]:
-    family = family_of_shape(shape) if hf_config is None else family_of(hf_config)
-    weights = weight_map(family, shape, vocab_size)
-    return weights, adapted_weights(weights, section.targets)
+    return Adapters(checkpoint, section, checkpoint.document["base"], weights, adapted, tensors)
 
 
 def _named_base(given: str, what: str) -> Path:
@@ -169,12 +140,8 @@ def _named_base(given: str, what: str) -> Path:
         raise DataError(f"{error}; or give its folder with --base") from None
 
 
-def merged_to_hf(
-    adapters: Adapters,
-    destination: Path,
-    *,
-    base: Path | None = None,
-    dtype: torch.dtype | None = None,
+def _merged_to_hf(
+    adapters: Adapters, destination: Path, base: Path | None, dtype: torch.dtype | None
 ) -> None:
     """Add the adapters to their base and write the result as a new Hugging Face folder. base: the
     path of the base, if it has moved; dtype: the dtype of the tensors (default: the dtype of the
@@ -193,32 +160,14 @@ def merged_to_hf(
             f"those of {adapters.base['path']} at that time; allowed: --base with that model"
         )
     if not (place / "config.json").is_file():
-        export_checkpoint(
-            place,
-            open_checkpoint(place),
-            destination,
-            dtype,
-            MAX_SHARD_BYTES,
-            ALONE,
-            adapters.merging(adapters.weights),
-        )
+        merge_block = adapters.merging(adapters.weights)
+        export_checkpoint(open_checkpoint(place), destination, dtype=dtype, merge=merge_block)
         return
     checkpoint = adapters.checkpoint
     folder, weights = checked_folder(  # code in the folder is ignored, as in training
         place, checkpoint.shape, checkpoint.vocab_size, ignore_custom_code=True
     )
-    specs = {
-        name: torch.empty(shape, dtype=dtype or folder.dtype_of(name), device="meta")
-        for name, shape in weights.shapes.items()
-    }
-    fp32 = {
-        box.name
-        for name, recipe in weights.recipes.items()
-        if name.endswith(".expert_bias")
-        for box in recipe.boxes
-    }
-    for name in fp32:  # the biases of routers keep their dtype
-        specs[name] = torch.empty_like(specs[name], dtype=folder.dtype_of(name))
+    specs = planned_tensors(weights, dtype, folder.dtype_of)
     main = specs[family_of(folder.config).names["embedding"]].dtype
     config = export_config(checkpoint.shape, checkpoint.vocab_size, main, folder.config)
     merge_block = adapters.merging(weights)
@@ -241,15 +190,11 @@ def merged_to_hf(
         writer.publish({"config.json": config, **generation_files(files)}, files)
 
 
-def adapters_to_peft(
-    adapters: Adapters, destination: Path, *, dtype: torch.dtype | None = None
-) -> None:
+def _adapters_to_peft(adapters: Adapters, destination: Path, dtype: torch.dtype | None) -> None:
     """Write adapters as a new PEFT folder."""
     tensors = {name: each.to(dtype or each.dtype) for name, each in adapters.tensors.items()}
-    base = adapters.base["path"]
-    checkpoint, original = adapters.checkpoint, adapters.checkpoint.hf_config
-    family = family_of_shape(checkpoint.shape) if original is None else family_of(original)
-    maps = peft_maps(family, checkpoint.shape, checkpoint.vocab_size)
+    base, checkpoint = adapters.base["path"], adapters.checkpoint
+    maps = peft_maps(checkpoint.family, checkpoint.shape, checkpoint.vocab_size)
     document, tensors = peft_layout(adapters.section, adapters.adapted, maps, tensors, base)
     write_peft(destination, tensors, document)
 
@@ -282,23 +227,5 @@ def peft_to_megatron(
     adapters = adapter_map(adapted, section.rank)
     folder.open_joint(adapted, maps)
     folder.check(adapters)
-    recipes, pieces = by_key(adapters), []
-    for key, recipe in recipes.items():
-        kind = dtype or folder.dtype_of(recipe.boxes[0].name)
-        planned = torch.empty(recipe.shape, dtype=kind, device="meta")
-        pieces.append(Piece(key, planned, recipe.shape, (0,) * planned.dim()))
-
-    def read(block: Piece) -> Tensor:
-        out = torch.empty(block.data.shape, dtype=block.data.dtype)
-        fill(out, recipes[block.key], block.slices, folder.read)
-        return out
-
-    document = {
-        "shape": dataclasses.asdict(shape),
-        "vocab_size": vocab_size,
-        "tokenizer": None,
-        "hf": model.config,
-        "lora": section.model_dump(exclude={"checkpoint"}),
-        "base": base_of(place),
-    }
-    write_checkpoint(destination, pieces, read, document, model.side_files)
+    described = {"lora": section.model_dump(exclude={"checkpoint"}), "base": base_of(place)}
+    write_checkpoint(destination, model, folder, by_key(adapters), dtype, described)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,15 +13,13 @@ from typing import Any
 
 from gspo_megatron.checkpoint.convert_workers import ALONE, WorkerShard, thread_count
 from gspo_megatron.checkpoint.folder import checkpoints_at
-from gspo_megatron.checkpoint.manifest import (
-    damage_notes,
-    find_damage,
-    first_whole,
-)
+from gspo_megatron.checkpoint.manifest import damage_notes, find_damage, first_whole
 from gspo_megatron.checkpoint.run_state import MODEL_FILE, TOKENIZER, RunState, read_model
-from gspo_megatron.errors import DataError, some_of
+from gspo_megatron.errors import DataError, UserError, some_of
+from gspo_megatron.families import Family, family_of, family_of_shape
 from gspo_megatron.families.model_shape import ModelShape, no_folder
-from gspo_megatron.files import fingerprint
+from gspo_megatron.families.weight_map import WeightMap, weight_map
+from gspo_megatron.files import WRONG_VALUES, fingerprint
 from gspo_megatron.hf.side_files import tokenizer_files
 from gspo_megatron.hub import folder_of, tokenizer_in
 
@@ -29,14 +28,41 @@ from gspo_megatron.hub import folder_of, tokenizer_in
 class Source:
     """A checkpoint without damage."""
 
+    path: Path  # as the user gave it: the checkpoint or a folder above it
     folder: Path
     notes: list[str]  # texts to print for the user
+    document: Mapping[str, Any]  # the contents of model.json
     shape: ModelShape
     vocab_size: int
-    hf_config: Mapping[str, Any] | None  # the config.json that the weights were imported with
     # True: the weights come from a Hugging Face folder, whose settings and tokenizer are in hf/.
     is_imported: bool
     side_files: list[Path]  # the files of the model's tokenizer
+
+    @property
+    def hf_config(self) -> Mapping[str, Any] | None:
+        """The config.json that the weights were imported with."""
+        return self.document.get("hf")
+
+    @functools.cached_property
+    def family(self) -> Family:
+        """The model's family. Raises ConfigError if the model belongs to none."""
+        original = self.hf_config
+        return family_of_shape(self.shape) if original is None else family_of(original)
+
+    @functools.cached_property
+    def weights(self) -> WeightMap:
+        """The map of the model. Raises ConfigError like `family`, and DataError if there is no
+        model of this shape."""
+        try:
+            return weight_map(self.family, self.shape, self.vocab_size)
+        except UserError:
+            raise
+        except (AssertionError, *WRONG_VALUES) as error:
+            raise _no_model(self.folder, error) from error
+
+    def refuse_damage(self) -> None:
+        """Compare the checksums of all files. Raises DataError with all damage."""
+        _refuse_damage(self.path, self.folder, ALONE, self.notes)
 
 
 def open_checkpoint(path: Path, shard: WorkerShard = ALONE) -> Source:
@@ -51,14 +77,14 @@ def open_checkpoint(path: Path, shard: WorkerShard = ALONE) -> Source:
     with shard.barrier():
         found = find_checkpoint(path) if shard.is_main else None
     folder, notes = shard.gather(found)[0]
-    refuse_damage(path, folder, shard, notes, with_tensors=shard.world_size > 1)
+    _refuse_damage(path, folder, shard, notes, with_tensors=shard.world_size > 1)
     document = read_model(folder)
     try:
         known = {field.name for field in dataclasses.fields(ModelShape)}
         sizes = {name: value for name, value in document["shape"].items() if name in known}
         shape, vocab_size = ModelShape(**sizes), int(document["vocab_size"])
-    except (AttributeError, TypeError, ValueError) as error:
-        raise DataError(f"{folder / MODEL_FILE}: does not describe a model: {error}") from error
+    except WRONG_VALUES as error:
+        raise _no_model(folder, error) from error
     is_imported, tokenizer = (folder / "hf").is_dir(), document.get("tokenizer")
     if tokenizer is not None and not is_imported:
         try:
@@ -68,10 +94,14 @@ def open_checkpoint(path: Path, shard: WorkerShard = ALONE) -> Source:
     files = tokenizer_files(folder / "hf" if is_imported else tokenizer)
     if not is_imported and tokenizer is not None and (changed := _changed(folder, tokenizer)):
         notes, files = [*notes, f"{tokenizer}: {changed}, so it is left out"], []
-    return Source(folder, notes, shape, vocab_size, document.get("hf"), is_imported, files)
+    return Source(path, folder, notes, document, shape, vocab_size, is_imported, files)
 
 
-def refuse_damage(
+def _no_model(checkpoint: Path, error: Exception) -> DataError:
+    return DataError(f"{checkpoint / MODEL_FILE}: does not describe a model: {error}")
+
+
+def _refuse_damage(
     path: Path,
     folder: Path,
     shard: WorkerShard,
@@ -132,7 +162,7 @@ def find_checkpoint(path: Path) -> tuple[Path, list[str]]:
     folders = checkpoints_at(path)
     if folders == [path]:
         return path, []
-    if not path.is_dir():
+    if not folders and not path.is_dir():
         raise DataError(f"{path}: {no_folder(path)}")
     if (path / "config.json").is_file():
         advice = "convert it with `gspo-megatron convert hf-to-megatron`"
@@ -141,12 +171,7 @@ def find_checkpoint(path: Path) -> tuple[Path, list[str]]:
         folders, lambda folder: find_damage(folder, contents=False, only=_is_needed)
     )
     if whole is not None:
-        return whole, [
-            line for folder, lines in damage.items() for line in damage_notes(folder.name, lines)
-        ]
+        return whole, damage_notes(damage)
     problems = [f"{folder}: {line}" for folder, lines in damage.items() for line in lines]
-    raise DataError(
-        "\n".join(
-            [*problems, f"{path}: no checkpoint of gspo-megatron, and there is no whole one in it"]
-        )
-    )
+    none = f"{path}: no checkpoint of gspo-megatron, and there is no whole one in it"
+    raise DataError("\n".join([*problems, none]))

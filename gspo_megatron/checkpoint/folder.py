@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gspo_megatron.checkpoint.lineage import read_rollbacks
 from gspo_megatron.checkpoint.manifest import MANIFEST, Files, dump_manifest
-from gspo_megatron.checkpoint.rollback import read_rollbacks
-from gspo_megatron.files import sync, sync_folders
+from gspo_megatron.files import PARTIAL, REPLACED, sync, sync_folders, write_durably
 
 CHECKPOINTS = "checkpoints"  # in the run folder
 LATEST = "latest"
@@ -34,8 +34,6 @@ def reference_name(step: int) -> str:
 # in the order in which a model goes through them
 PHASES = ("pretrain", "sft", "reward_model", "rl")
 
-_PARTIAL = ".partial-"
-_REPLACED = ".replaced-"
 _NAME = re.compile(rf"({'|'.join(PHASES)})_(\d{{8,}})(_rollouts)?")
 
 
@@ -65,29 +63,34 @@ class Position:
         return cls(found[1], int(found[2]), found[3] is not None) if found else None
 
 
-def positions(checkpoints: Path) -> list[Position]:
-    """Return the positions of the checkpoints in a folder, the newest first, without the
-    checkpoints that a rollback has taken back. Raises DataError if the record of rollbacks is
-    damaged."""
+def checkpoints_in(folder: Path) -> dict[Position, Path]:
+    """Return the checkpoints in a folder, the newest first, without the checkpoints that a rollback
+    has taken back. If a run was killed while it replaced a checkpoint, the replaced one is found
+    under its other name. Raises DataError if the record of rollbacks is damaged."""
+    found: dict[Position, Path] = {}
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        record = read_rollbacks(checkpoints)
-        undone = () if record is None else record.undone
-        names = [path.name for path in checkpoints.iterdir() if path.is_dir()]
-        names = [name for name in names if name not in undone]
-        found = [p for p in map(Position.of_name, names) if p is not None]
-        return sorted(found, key=lambda position: position.order, reverse=True)
-    return []
+        record = read_rollbacks(folder)
+        for path in sorted(folder.iterdir()):  # a replaced checkpoint comes before the new one
+            name = path.name.removeprefix(REPLACED)
+            position = Position.of_name(name)
+            is_undone = record is not None and name in record.undone
+            if position is not None and not is_undone and path.is_dir():
+                found[position] = path
+    return dict(sorted(found.items(), key=lambda each: each[0].order, reverse=True))
+
+
+def positions(checkpoints: Path) -> list[Position]:
+    """Return the positions of `checkpoints_in` a folder."""
+    return list(checkpoints_in(checkpoints))
 
 
 def checkpoints_at(path: Path) -> list[Path]:
     """List the checkpoints at a path, damaged ones too, the newest first. The path may be a
     checkpoint, a run folder or a folder of checkpoints."""
-    if (path / MANIFEST).is_file():
-        return [path]
-    for folder in (path / CHECKPOINTS, path):
-        if found := positions(folder):
-            return [folder / position.name for position in found]
-    return []
+    for folder in (path, path.parent / f"{REPLACED}{path.name}"):
+        if (folder / MANIFEST).is_file():
+            return [folder]
+    return [*(checkpoints_in(path / CHECKPOINTS) or checkpoints_in(path)).values()]
 
 
 class Publication:
@@ -95,7 +98,7 @@ class Publication:
 
     def __init__(self, parent: Path, name: str) -> None:
         self.parent, self.name = parent, name
-        self.folder = parent / f"{_PARTIAL}{name}-{secrets.token_hex(4)}"
+        self.folder = parent / f"{PARTIAL}{name}-{secrets.token_hex(4)}"
 
     def begin(self) -> None:
         """Make the folder. Only one rank calls this. Raises OSError."""
@@ -110,7 +113,7 @@ class Publication:
         # A checkpoint that already has this name may be damaged, because the run was resumed from
         # an older checkpoint. It may also be whole, and the only one, if the evaluation of its step
         # is repeated. So a killed run must find it again: see `put_back`.
-        before = self.parent / f"{_REPLACED}{self.name}"
+        before = self.parent / f"{REPLACED}{self.name}"
         if path.exists():
             path.rename(before)
         self.folder.rename(path)
@@ -120,22 +123,22 @@ class Publication:
         return path
 
     def abandon(self) -> None:
-        """Remove the folder. Only one rank calls this."""
+        """Remove the folder. If `publish` has failed, the checkpoint that was to be replaced gets
+        its name back. Only one rank calls this."""
         shutil.rmtree(self.folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            put_back(self.parent)
 
 
 def set_latest(checkpoints: Path, name: str) -> None:
-    """Write a checkpoint's name into the file `latest`, atomically. Raises OSError."""
-    partial = checkpoints / f"{_PARTIAL}{LATEST}"
-    write_file(partial, f"{name}\n".encode())
-    partial.replace(checkpoints / LATEST)
-    sync(checkpoints)
+    """Write a checkpoint's name into the file `latest`. Raises OSError."""
+    write_durably(checkpoints / LATEST, f"{name}\n".encode())
 
 
 def hide(path: Path) -> Path:
     """Rename a checkpoint that will be removed, so that a partly removed folder does not look like
     a checkpoint. Returns the new path. Raises OSError."""
-    return path.rename(path.with_name(f"{_PARTIAL}{path.name}-{secrets.token_hex(4)}"))
+    return path.rename(path.with_name(f"{PARTIAL}{path.name}-{secrets.token_hex(4)}"))
 
 
 def finish_rollback(checkpoints: Path) -> None:
@@ -154,8 +157,8 @@ def finish_rollback(checkpoints: Path) -> None:
 def put_back(checkpoints: Path) -> None:
     """Finish what a run did that was killed while it replaced a checkpoint. If the new checkpoint
     does not have its name yet, the replaced one gets it back. Raises OSError."""
-    for before in sorted(checkpoints.glob(f"{_REPLACED}*")):
-        path = before.with_name(before.name.removeprefix(_REPLACED))
+    for before in sorted(checkpoints.glob(f"{REPLACED}*")):
+        path = before.with_name(before.name.removeprefix(REPLACED))
         if path.exists():
             hide(before)
         else:
@@ -165,7 +168,7 @@ def put_back(checkpoints: Path) -> None:
 def remove_leftovers(checkpoints: Path) -> list[str]:
     """Remove the files and folders that killed processes have left. Returns their names."""
     put_back(checkpoints)
-    left = sorted(checkpoints.glob(f"{_PARTIAL}*"))
+    left = sorted(checkpoints.glob(f"{PARTIAL}*"))
     for path in left:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from gspo_megatron.checkpoint.folder import (
     CHECKPOINTS,
     Position,
+    checkpoints_in,
     finish_rollback,
     hide,
     positions,
@@ -23,11 +24,11 @@ from gspo_megatron.checkpoint.folder import (
     to_go_back_to,
     write_file,
 )
+from gspo_megatron.checkpoint.lineage import Rollbacks, read_rollbacks
 from gspo_megatron.checkpoint.manifest import first_whole
 from gspo_megatron.checkpoint.optimizer import load_trainer_state, trainer_state
 from gspo_megatron.checkpoint.resume import Start, run_folder
 from gspo_megatron.checkpoint.rng import save_rng
-from gspo_megatron.checkpoint.rollback import Rollbacks, read_rollbacks
 from gspo_megatron.checkpoint.run_state import (
     CONFIG_FILE,
     MODEL_FILE,
@@ -423,7 +424,7 @@ class Checkpoints:
                 write_file(folder / CONFIG_FILE, to_yaml(self.config).encode())
             self._write_model(folder)
 
-        def published(_: Path) -> None:
+        def published() -> None:
             set_latest(self.folder, state.position.name)
             self._drop_surplus(state.position)
 
@@ -489,17 +490,18 @@ class Checkpoints:
         after it has begun."""
         section = self.section
         found: dict[Position, float | None] = {}
-        for position in positions(self.folder):
+        paths = checkpoints_in(self.folder)
+        for position, path in paths.items():
             if position.order <= newest.order:
                 found[position] = None
                 if section.keep_best:
                     with contextlib.suppress(DataError):
-                        state = RunState.read(self.folder / position.name)
-                        found[position] = state.metrics.get(section.best_metric)
+                        metrics = RunState.read(path).metrics
+                        found[position] = metrics.get(section.best_metric)
         extra = surplus(found, section.keep_last, section.keep_best, section.keep_every)
         needed = to_go_back_to([*found], self.watch.healthy_step, self.watch.healthy)
         extra = [position for position in extra if position not in needed]
-        self.writer.remove([hide(self.folder / each.name) for each in extra])
+        self.writer.remove([hide(paths[each]) for each in extra])
 
     def _stopped(self, position: Position) -> str:
         where = f"after step {position.step} of {position.phase}"

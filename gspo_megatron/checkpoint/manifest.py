@@ -129,11 +129,14 @@ def first_whole(
     return None, damage
 
 
-def damage_notes(name: str, damage: Sequence[str]) -> list[str]:
-    """Return the messages about a damaged checkpoint that is skipped."""
-    shown = [f"checkpoint {name} is damaged and not used: {line}" for line in damage[:_LINES_SHOWN]]
-    if len(damage) > _LINES_SHOWN:
-        shown.append(f"checkpoint {name}: {len(damage) - _LINES_SHOWN} more files are damaged")
+def damage_notes(damage: Mapping[Path, Sequence[str]]) -> list[str]:
+    """Return the messages about damaged checkpoints that are skipped."""
+    shown = []
+    for checkpoint, lines in damage.items():
+        name = f"checkpoint {checkpoint.name}"
+        shown += [f"{name} is damaged and not used: {line}" for line in lines[:_LINES_SHOWN]]
+        if len(lines) > _LINES_SHOWN:
+            shown.append(f"{name}: {len(lines) - _LINES_SHOWN} more files are damaged")
     return shown
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.checkpoint.folder import CHECKPOINTS, checkpoints_at, positions, put_back
+from gspo_megatron.checkpoint.folder import CHECKPOINTS, checkpoints_at, checkpoints_in, put_back
 from gspo_megatron.checkpoint.lineage import read_branch
 from gspo_megatron.checkpoint.manifest import MANIFEST, damage_notes, find_damage, first_whole
 from gspo_megatron.checkpoint.run_lock import LOCK_FILE, RunLock
@@ -86,7 +86,7 @@ def candidates(config: AnyConfig, *, fresh: bool, lock: RunLock | None = None) -
         lock.hold(folder)
         put_back(folder / CHECKPOINTS)
     if not fresh:
-        return [folder / CHECKPOINTS / each.name for each in positions(folder / CHECKPOINTS)]
+        return [*checkpoints_in(folder / CHECKPOINTS).values()]
     entries = folder.iterdir() if folder.is_dir() else [folder] if folder.exists() else []
     if any(path.name not in (LOCK_FILE, HUB_FILE) for path in entries):
         raise UserError(
@@ -111,7 +111,7 @@ def conclude(
     Raises UserError if all checkpoints are damaged, and ConfigError with all keys that have changed
     but must not change.
     """
-    notes = [line for path, lines in damage.items() for line in damage_notes(path.name, lines)]
+    notes = damage_notes(damage)
     if chosen is None:
         if damage:
             where = run_folder(config)

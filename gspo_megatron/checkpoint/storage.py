@@ -100,6 +100,11 @@ class Piece:
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
 
+    @classmethod
+    def of_whole(cls, key: str, tensor: Tensor) -> Piece:
+        """Make the piece that is the whole global tensor."""
+        return cls(key, tensor, tuple(tensor.shape), (0,) * tensor.dim())
+
     @property
     def slices(self) -> tuple[slice, ...]:
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.data.shape, strict=True))

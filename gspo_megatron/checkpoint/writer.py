@@ -45,7 +45,7 @@ class CheckpointWriter:
         name: str,
         trainer: Trainer | None,
         write_small: Callable[[Path], None],
-        published: Callable[[Path], None] = lambda _: None,
+        published: Callable[[], None] = lambda: None,
         *,
         asynchronous: bool,
     ) -> str | None:
@@ -125,7 +125,7 @@ class CheckpointWriter:
         self,
         publication: Publication,
         is_full: bool,
-        published: Callable[[Path], None],
+        published: Callable[[], None],
         shares: Shares,
     ) -> str | None:
         """Publish a checkpoint if all ranks have written it, else remove it. Returns what went
@@ -135,7 +135,7 @@ class CheckpointWriter:
         files = {name: record for own, _ in shares for name, record in own.items()}
         if problem is None:
             try:
-                path = publication.publish(files)
+                publication.publish(files)
             except OSError as error:
                 problem = _message(error)
         if problem is not None:
@@ -144,7 +144,7 @@ class CheckpointWriter:
         if is_full:
             self._bytes = sum(record.bytes for record in files.values())
         try:
-            published(path)
+            published()
         except OSError as error:
             return f"it is complete, but old checkpoints could not be removed: {_message(error)}"
         return None

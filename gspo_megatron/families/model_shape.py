@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gspo_megatron.errors import ConfigError, problem
-from gspo_megatron.files import WRONG_VALUES, parse_json
+from gspo_megatron.files import REPLACED, WRONG_VALUES, parse_json
 
 # Keys of the section `model` that are no fields of TransformerConfig.
 WHOLE_MODEL_KEYS = ("vocab_size", "max_sequence_length", "rotary_base", "tie_embeddings")
@@ -184,9 +184,10 @@ def checkpoint_model_file(path: str) -> Path | None:
     """The model.json of a checkpoint; None if there is none. `path` may also be a run folder or its
     checkpoints folder, whose checkpoints all have the same model."""
     folder = Path(path)
-    found = [folder / MODEL_FILE]
-    for pattern in ("checkpoints/[!.]*", "[!.]*"):  # unfinished checkpoints begin with a dot
-        found += sorted(folder.glob(f"{pattern}/{MODEL_FILE}"), reverse=True)
+    found = [folder / MODEL_FILE, folder.parent / f"{REPLACED}{folder.name}" / MODEL_FILE]
+    for names in ("[!.]*", f"{REPLACED}*"):  # other names with a dot are unfinished checkpoints
+        for place in ("checkpoints/", ""):
+            found += sorted(folder.glob(f"{place}{names}/{MODEL_FILE}"), reverse=True)
     return next((file for file in found if file.is_file()), None)
 
 

@@ -108,7 +108,7 @@ class PeftFolder(HfFolder):
         """Return the section `model.lora` that fits these adapters. Its `targets` are the names of
         their modules. Raises DataError."""
         alpha: Any = self.config.get("lora_alpha")
-        if type(alpha) not in (int, float) or not alpha > 0:
+        if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
             wrong = f"lora_alpha is {format_value(alpha)}; allowed: a number above 0"
             raise DataError(f"{self.path / PEFT_CONFIG}: {wrong}")
         plain = self.tensors.keys() - self._joint

@@ -14,6 +14,7 @@ from gspo_megatron.errors import DataError
 from gspo_megatron.families.adapter_map import PEFT_CONFIG
 from gspo_megatron.files import write_atomically
 from gspo_megatron.hub import HubName, Kind, failures, name_of, parse_name, reason_of
+from gspo_megatron.hub_splits import header_of
 
 CARD = "README.md"
 _REPO = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
@@ -133,27 +134,17 @@ def licence_of(base: str | None) -> str | None:
     """Return the licence of a model, as its card names it; None if the card cannot be read."""
     if base is None:
         return None
-    named = name_of(base) or parse_name(base, "model")
-    if named is None:
-        return _licence_in(Path(base) / CARD)
     from huggingface_hub import HfApi
 
+    named = name_of(base) or parse_name(base, "model")
     try:
-        found: Any = HfApi().model_info(named.repo, revision=named.revision, timeout=30)
-        licence = found.card_data.get("license")
+        if named is None:
+            licence = header_of((Path(base) / CARD).read_text(encoding="utf-8")).get("license")
+        else:
+            found: Any = HfApi().model_info(named.repo, revision=named.revision, timeout=30)
+            licence = found.card_data.get("license")
     except (*failures(), AttributeError):  # then the new card says that the licence is not known
         return None
-    return licence if isinstance(licence, str) else None
-
-
-def _licence_in(card: Path) -> str | None:
-    try:
-        text = card.read_text(encoding="utf-8")
-        header = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
-        found = yaml.safe_load(header[1]) if header else None
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
-        return None
-    licence = found.get("license") if isinstance(found, Mapping) else None
     return licence if isinstance(licence, str) else None
 
 

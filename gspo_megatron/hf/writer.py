@@ -74,10 +74,7 @@ class NewFolder:
         with os_errors(self.path, "cannot be written"):
             make_folder(self.partial.parent)
             if self.partial.exists():
-                lock = _lock(self.partial)  # the lock lasts as long as this process runs
-                if lock is None:
-                    raise DataError(f"{self.path}: another process is writing to it")
-                os.close(lock)
+                os.close(self._locked())
                 shutil.rmtree(self.partial)
             if self.reuse is not None and self.reuse.is_dir():
                 self.reuse.rename(self.partial)
@@ -87,8 +84,19 @@ class NewFolder:
                     told = f"{self._size:,} bytes to write, {free:,} are free"
                     raise DataError(f"{self.path}: {told}")
                 self.partial.mkdir(0o700 if self.private else 0o777)
-            self._lock = _lock(self.partial)
+            self._lock = self._locked()
         return self
+
+    def _locked(self) -> int:
+        """Lock the hidden folder, as long as this process runs, and return a descriptor that keeps
+        the lock until it is closed. Raises DataError if another process has the lock."""
+        descriptor = os.open(self.partial, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise DataError(f"{self.path}: another process is writing to it") from None
+        return descriptor
 
     def publish(self) -> None:
         """Rename the hidden folder to `path`. If durable, sync the folders; the files are synced
@@ -340,15 +348,3 @@ def copy_file(source: Path, folder: Path) -> None:
     """Copy a file's contents into a folder, and wait until they are on the disk."""
     shutil.copyfile(source, folder / source.name)
     sync(folder / source.name)
-
-
-def _lock(folder: Path) -> int | None:
-    """Lock the folder, and return a descriptor that keeps the lock until it is closed; None if
-    another process has the lock."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor

@@ -10,7 +10,7 @@ from gspo_megatron.files import WRONG_VALUES, parse_json
 from gspo_megatron.observe.metrics_files import METRICS_FILE
 
 BRANCH_FILE = "branch.json"  # in the folder of a branch; written by checkpoint.lineage
-ROLLBACKS_FILE = "checkpoints/rollbacks.json"  # written by checkpoint.rollback
+ROLLBACKS_FILE = "checkpoints/rollbacks.json"  # written by checkpoint.lineage
 
 
 def kept_metrics(number: int) -> str:

@@ -26,9 +26,9 @@ from gspo_megatron.checkpoint.folder import (
     CHECKPOINTS,
     Position,
     Publication,
+    checkpoints_in,
     hide,
     owned_by,
-    positions,
     reference_name,
     remove_leftovers,
     write_file,
@@ -301,10 +301,9 @@ def find_weights(step: StepInputs, config: Config, given: str | None) -> StepWei
         # The latest position that can be used: the previous step is finished, and the responses of
         # this step are already generated.
         start = Position(RL, step.step - 1, True)
-        for position in positions(step.run / CHECKPOINTS):
+        for position, checkpoint in checkpoints_in(step.run / CHECKPOINTS).items():
             if position.order > start.order:
                 continue
-            checkpoint = step.run / CHECKPOINTS / position.name
             damage = find_damage(checkpoint)
             if not damage:
                 break

@@ -33,7 +33,7 @@ LAST = f"rl_{STEPS:08d}"
 REWARD = """
 import os, signal, zlib
 from pathlib import Path
-from gspo_megatron.checkpoint.rollback import Rollbacks
+from gspo_megatron.checkpoint.lineage import Rollbacks
 folder = Path(__file__).parent
 write = Rollbacks.write
 def kill(when):

@@ -90,19 +90,25 @@ def test_what_was_trained_is_a_model_of_transformers(tmp_path: Path, published: 
     by_two, by_one = tmp_path / "by-two", tmp_path / "by-one"
     gspo("convert", "megatron-to-hf", published.run, by_two, "--layout", "tp=2,ep=2")
     megatron_to_hf(published.run, by_one)
-    found, began = read_folder(by_two), read_folder(published.source)
-    assert_same_bits(found, read_folder(by_one))
+    assert_same_bits(read_folder(by_two), read_folder(by_one))
+    assert (by_two / "config.json").read_bytes() == (by_one / "config.json").read_bytes()
+    assert_trained(published, by_one, tokens=11)
+
+
+def assert_trained(published: Published, out: Path, tokens: int) -> None:
+    """Check that the run has trained every tensor. Check that transformers computes the same with
+    the converted weights in `out` as Megatron-Core with the checkpoint, on a text of `tokens`."""
+    found, began = read_folder(out), read_folder(published.source)
     assert found.keys() == began.keys()
     still = [name for name, tensor in began.items() if torch.equal(tensor, found[name])]
     assert not still, f"not trained: {still}"
-
-    tokens = torch.randint(VOCABULARY, (1, 11), generator=torch.Generator().manual_seed(4))
-    assert (by_two / "config.json").read_bytes() == (by_one / "config.json").read_bytes()
-    theirs = logits_by_transformers(by_two, tokens)
+    ids = torch.randint(VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(4))
     values = yaml.safe_load(published.config.read_text()) | {"parallel": {"layout": "tp=1"}}
-    (tmp_path / "alone.yaml").write_text(yaml.safe_dump(values))
-    ours = logits_of_checkpoint(published.run / "checkpoints", tmp_path / "alone.yaml", tokens)
-    torch.testing.assert_close(theirs[0], ours, rtol=TOLERANCE, atol=TOLERANCE)
+    alone = out.with_name("alone.yaml")
+    alone.write_text(yaml.safe_dump(values))
+    ours = logits_of_checkpoint(published.run / "checkpoints", alone, ids)
+    theirs = logits_by_transformers(out, ids)[0]
+    torch.testing.assert_close(theirs, ours, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def logits_of_checkpoint(
@@ -125,14 +131,4 @@ def test_gpt_oss_is_trained_from_its_folder(toy: Path, tmp_path: Path) -> None:
     config = rl_config(toy, tmp_path, {"hf_path": str(source)})
     train(config)
     megatron_to_hf(tmp_path / "run", tmp_path / "out")
-    found, began = read_folder(tmp_path / "out"), read_folder(source)
-    assert found.keys() == began.keys()
-    still = [name for name, tensor in began.items() if torch.equal(tensor, found[name])]
-    assert not still, f"not trained: {still}"
-
-    tokens = torch.randint(VOCABULARY, (1, 21), generator=torch.Generator().manual_seed(4))
-    values = yaml.safe_load(config.read_text()) | {"parallel": {"layout": "tp=1"}}
-    (tmp_path / "alone.yaml").write_text(yaml.safe_dump(values))
-    ours = logits_of_checkpoint(tmp_path / "run/checkpoints", tmp_path / "alone.yaml", tokens)
-    theirs = logits_by_transformers(tmp_path / "out", tokens)[0]
-    torch.testing.assert_close(theirs, ours, rtol=TOLERANCE, atol=TOLERANCE)
+    assert_trained(Published(source, config), tmp_path / "out", tokens=21)

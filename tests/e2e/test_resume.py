@@ -27,7 +27,6 @@ from tests.e2e.resuming import (
     flip_a_bit,
     make_small,
     records,
-    tensors,
     train,
 )
 from tests.programs import run_program
@@ -173,16 +172,6 @@ def test_damaged_checkpoints_are_named_and_the_newest_whole_one_is_used(
     assert not [name for name in checkpoint_names(run) if name.startswith(".")]
 
 
-def test_without_a_whole_checkpoint_nothing_begins_anew_unasked(again: Path, run: Path) -> None:
-    for path in run.glob("checkpoints/*/manifest.json"):
-        path.unlink()
-    before = (run / "metrics.jsonl").read_bytes()
-    result = train(again, expect=2)
-    assert f"{run}: all checkpoints of this run are damaged" in result.stderr
-    assert result.stderr.count("manifest.json: missing") == STEPS
-    assert (run / "metrics.jsonl").read_bytes() == before
-
-
 def test_a_damaged_reference_is_named(again: Path, run: Path) -> None:
     flip_a_bit(run / "checkpoints" / "reference" / "model" / "__0_0.distcp")
     result = train(again, "training.steps=7", expect=2)
@@ -196,13 +185,6 @@ def test_a_finished_run_says_so_and_stays_as_it_is(again: Path, run: Path) -> No
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == files
 
 
-def test_fresh_wants_an_empty_folder(again: Path, run: Path) -> None:
-    result = train(again, "--fresh", expect=2)
-    assert result.stderr == (
-        f"--fresh: {run} is not empty; move it away, or give another logging.dir\n"
-    )
-
-
 def test_a_second_run_in_the_folder_of_one_at_work_is_refused(again: Path, run: Path) -> None:
     before = (run / "metrics.jsonl").read_bytes()
     with RunLock() as lock:
@@ -210,6 +192,7 @@ def test_a_second_run_in_the_folder_of_one_at_work_is_refused(again: Path, run: 
         told = train(again, "training.steps=9", "--nproc=2", "parallel.layout=dp=2", expect=2)
     assert f"{run}: another run is at work here" in told.stderr
     assert (run / "metrics.jsonl").read_bytes() == before
+    assert f"--fresh: {run} is not empty" in train(again, "--fresh", expect=2).stderr
     for path in [*run.iterdir()]:
         if path.name != LOCK_FILE:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -238,17 +221,6 @@ def test_keys_that_shape_the_run_are_refused_all_at_once(again: Path, toy: Path)
     # The advice leaves out the weights, because they do not fit a model of four layers.
     assert lines[-1].endswith(f"logging.dir={again.parent}/run-2")
     assert "on its weights" not in lines[-1]
-
-
-def test_a_new_run_starts_from_given_weights(again: Path, run: Path) -> None:
-    new = again.parent / "new"
-    words = ("training.steps=1", "training.seed=4")
-    train(again, f"logging.dir={new}", f"model.checkpoint_path={run}", *words)
-    given = tensors(run / "checkpoints" / LAST)
-    weights = (new / "checkpoints" / "reference" / "model").glob("*.distcp")
-    assert {f"model/{path.name}": path.read_bytes() for path in weights} == {
-        name: content for name, content in given.items() if name.startswith("model/")
-    }
 
 
 @pytest.mark.parametrize("asynchronous", ["false", pytest.param("true", marks=pytest.mark.full)])

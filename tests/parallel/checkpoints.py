@@ -350,7 +350,7 @@ def publish(config: Config, folder: Path, *, asynchronous: bool) -> Published:
     )
     with look as looks, mock.patch.object(tensors, "write_pieces", write_pieces):
         writer = checkpoint_writer.CheckpointWriter(folder, policy)
-        begun = writer.begin("new", trainer, write_small, lambda _: None, asynchronous=asynchronous)
+        begun = writer.begin("new", trainer, write_small, asynchronous=asynchronous)
         problem = begun or writer.finish()
     over_writers = all(group is tensors.writers() for group in groups)
     return Published(problem, looks.call_count, over_writers)

@@ -213,6 +213,14 @@ def test_each_mistake_is_one_line_with_advice(
     assert get("org/gated").is_dir() and get("org/private").is_dir()
 
 
+def test_a_file_outside_of_the_repository_is_left_alone(server: SmallHub, tmp_path: Path) -> None:
+    outside = "../" * 5 + "train.jsonl"
+    server.add("org/rows", {outside: b"of the endpoint"}, "dataset")
+    (tmp_path / "train.jsonl").write_text("mine")
+    assert "no .parquet and no .jsonl files" in refusal("org/rows", kind="dataset")
+    assert (tmp_path / "train.jsonl").read_text() == "mine"
+
+
 def test_an_endpoint_that_does_not_answer_is_told(
     server: SmallHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

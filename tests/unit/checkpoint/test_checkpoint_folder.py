@@ -70,6 +70,26 @@ def test_a_damaged_checkpoint_is_replaced(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["rl_00000001"]
 
 
+def test_a_checkpoint_that_cannot_be_replaced_keeps_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, rename = publish(tmp_path, "rl_00000001", "before"), Path.rename
+
+    def refuse_new(self: Path, target: Path) -> Path:
+        if self.name.startswith(".partial-"):
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    publication = Publication(tmp_path, path.name)
+    publication.begin()
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output error"):
+        patch.setattr(Path, "rename", refuse_new)
+        publication.publish({})
+    publication.abandon()
+    assert (path / "model" / "a").read_text() == "before"
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
 def test_leftovers_are_removed_and_nothing_else(tmp_path: Path) -> None:
     whole, going = publish(tmp_path, "rl_00000001"), publish(tmp_path, "rl_00000002")
     hide(going)

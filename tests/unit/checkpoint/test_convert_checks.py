@@ -234,6 +234,25 @@ def test_a_model_that_no_family_has(ours: Path, tmp_path: Path) -> None:
         megatron_to_hf(ours, tmp_path / "back")
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("vocab_size", float("inf")), ("hf", True), ("shape", []), ("num_layers", None),
+     ("num_query_groups", 0), ("rotary_percent", float("nan"))],
+)  # fmt: skip
+def test_a_model_json_of_no_model(ours: Path, tmp_path: Path, key: str, value: Any) -> None:
+    def change(document: dict[str, Any]) -> None:
+        if key in document:
+            document[key] = value
+        else:
+            document["hf"] = None
+            shape = document["shape"]
+            (shape if key in shape else shape["megatron"])[key] = value
+
+    change_model(ours, change)
+    (line,) = lines_of(lambda: megatron_to_hf(ours, tmp_path / "back"))
+    assert line.startswith(f"{ours}/model.json: does not describe a model: ")
+
+
 def test_tensors_that_are_not_those_of_the_model(ours: Path, tmp_path: Path) -> None:
     def change(document: dict[str, Any]) -> None:
         document["shape"]["num_layers"] = 5

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gspo_megatron.checkpoint import convert, convert_source
 from gspo_megatron.checkpoint.convert import hf_to_megatron, megatron_to_hf
+from gspo_megatron.checkpoint.convert_adapters import any_to_hf
 from gspo_megatron.checkpoint.convert_workers import WorkerShard
 from gspo_megatron.checkpoint.folder import Publication
 from gspo_megatron.checkpoint.manifest import files_below, find_damage, record_of
@@ -271,7 +272,7 @@ def test_several_processes_take_one_checkpoint_of_a_run_that_goes_on(
 
     monkeypatch.setattr(convert_source, "checkpoints_at", look_and_publish)
     back = tmp_path / "back"
-    assert not in_processes(2, lambda shard: megatron_to_hf(tmp_path / "run", back, shard=shard))
+    assert not in_processes(2, lambda shard: any_to_hf(tmp_path / "run", back, shard=shard))
     assert [p.name for p in look(checkpoints)] == names[::-1]
     assert_same_bits(read_folder(back), read_folder(sources[0]))
 

@@ -111,8 +111,6 @@ def test_ranks_find_together_what_one_finds_alone(checkpoint: Path, size: int) -
         ({"files": ["a"]}, "malformed"),
         ({"files": {"a": {"bytes": float("inf"), "crc32": ""}}}, "malformed"),
         ({"files": {"a\0b": {"bytes": 3, "crc32": ""}}}, "damaged, 'a.x00b' holds a NUL"),
-        ({"files": {"a" * 300: {"bytes": 3, "crc32": ""}}}, "is longer than 255 bytes"),
-        ({"files": {"../a": {"bytes": 3, "crc32": ""}}}, "is not the name of a file in this"),
         (b"[" * 100_000, "not JSON"),
     ],
 )

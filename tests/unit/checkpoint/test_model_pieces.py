@@ -78,25 +78,6 @@ def test_gated_experts_of_transformer_engine_lie_where_those_of_torch_native_do(
     assert torch.equal(whole, weights)
 
 
-def test_vocabulary_ends_where_the_tokenizer_does() -> None:
-    parameter = torch.arange(16.0 * 2).view(16, 2)
-    found = []
-    for rank in range(4):  # 45 of the 64 rows belong to tokens, the rest is padding
-        shard = ShardedTensor.from_rank_offsets("output_layer.weight", parameter, (0, rank, 4))
-        piece = _piece(shard, parameter, vocab_size=45)
-        assert piece.global_shape == (45, 2)
-        found.append(piece.shape[0])
-    assert found == [16, 16, 13, 0]
-    assert list(piece.range_of(parameter.view(-1), 0, "key")) == []
-
-
-def test_copies_of_tensor_parallel_ranks_are_no_originals() -> None:
-    weight = torch.zeros(3)
-    for replica, original in (((0, 0, 5), True), ((0, 1, 0), False), ((1, 0, 0), False)):
-        shard = ShardedTensor.from_rank_offsets("norm", weight, replica_id=replica)
-        assert _piece(shard, weight, 45).is_original is original
-
-
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (1, 4), (4, 1), (3, 2, 4), (2, 1, 3, 2)])
 def test_every_run_in_order(shape: tuple[int, ...]) -> None:
     """A run is a range of the flattened tensor. For every run, the boxes together have the elements

@@ -3,15 +3,18 @@ weights."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gspo_megatron.checkpoint.branch import begin_branch
+from gspo_megatron.checkpoint.convert_source import find_checkpoint
 from gspo_megatron.checkpoint.folder import (
     CHECKPOINTS,
     REFERENCE,
@@ -19,7 +22,7 @@ from gspo_megatron.checkpoint.folder import (
     Publication,
     remove_leftovers,
 )
-from gspo_megatron.checkpoint.manifest import files_below, find_damage, record_of
+from gspo_megatron.checkpoint.manifest import MANIFEST, files_below, find_damage, record_of
 from gspo_megatron.checkpoint.resume import (
     candidates,
     check_given,
@@ -40,6 +43,7 @@ from gspo_megatron.checkpoint.run_state import (
 )
 from gspo_megatron.config import Config, parse_config, to_yaml
 from gspo_megatron.errors import ConfigError, DataError, UserError
+from gspo_megatron.families.model_shape import checkpoint_model_file
 
 
 @pytest.fixture
@@ -140,6 +144,16 @@ def test_a_run_that_is_killed_while_it_replaces_its_only_checkpoint_resumes(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Path, "rename", dies)
         add(config, Position("rl", 2), metrics={"loss": 2.0})
+    # Programs that may not repair the folder, such as conversions, find the checkpoint too.
+    run = path.parents[1]
+    found = find_checkpoint(run)[0]
+    assert find_damage(found) == [] and found.name.removeprefix(".replaced-") == path.name
+    assert find_checkpoint(path)[0] == found == given_checkpoint(str(run))
+    for given in (path, run, path.parent):
+        assert checkpoint_model_file(str(given)) == found / MODEL_FILE
+    assert preview(config, fresh=False).checkpoint == found
+    branch = begin_branch(run, 2, ["training.steps=12"]).parent / CHECKPOINTS / path.name
+    assert RunState.read(branch) == RunState.read(found)
     with RunLock() as lock:
         assert candidates(config, fresh=False, lock=lock) == [path]
     assert find_damage(path) == []
@@ -174,6 +188,17 @@ def test_many_damaged_files_do_not_fill_the_screen(config: Config) -> None:
     assert len(notes) == 10
     assert "42 more files" in notes[8]
     assert notes[-1] == f"resuming from {whole}, the newest undamaged checkpoint, at step 2 of 9"
+
+
+def test_without_an_undamaged_checkpoint_nothing_begins_anew_unasked(config: Config) -> None:
+    for step in (1, 2):
+        (add(config, Position("rl", step)) / MANIFEST).unlink()
+    with pytest.raises(UserError) as caught:
+        preview(config, fresh=False)
+    *damage, last = str(caught.value).splitlines()
+    told = "checkpoint rl_0000000{} is damaged and not used: manifest.json: missing"
+    assert damage == [told.format(step) for step in (2, 1)]
+    assert last.startswith(f"{config.logging.dir}: all checkpoints of this run are damaged")
 
 
 @pytest.mark.parametrize(
@@ -244,6 +269,32 @@ def test_the_run_folder_may_be_the_current_folder(
     assert f"logging.dir={run}-2" in said
     with pytest.raises(UserError, match="--from-step 3: . has no checkpoint of it; allowed: 9"):
         begin_branch(Path("."), 3, [])
+
+
+@pytest.mark.parametrize("done", range(12))
+def test_a_branch_is_made_again_by_the_command_that_was_killed(
+    config: Config, monkeypatch: pytest.MonkeyPatch, done: int
+) -> None:
+    """`done`: the number of folders that the command has made or renamed, and of files that it has
+    renamed, when it is killed."""
+    saved, steps = add(config, Position("rl", 9)), []
+    run = saved.parents[1]
+
+    def dying(action: Callable[..., Any]) -> Callable[..., Any]:
+        def act(*arguments: Any, **options: Any) -> Any:
+            if len(steps) == done:
+                raise KeyboardInterrupt
+            steps.append(action)
+            return action(*arguments, **options)
+
+        return act
+
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        for owner, name in ((Path, "mkdir"), (Path, "replace"), (Path, "rename"), (os, "replace")):
+            patch.setattr(owner, name, dying(getattr(owner, name)))
+        begin_branch(run, 9, ["training.steps=12"])
+    folder = begin_branch(run, 9, ["training.steps=12"]).parent
+    assert find_damage(folder / CHECKPOINTS / saved.name) == []
 
 
 def test_a_branch_of_a_run_with_a_damaged_reference(config: Config) -> None:

@@ -15,8 +15,13 @@ from gspo_megatron.checkpoint.folder import (
     surplus,
     to_go_back_to,
 )
-from gspo_megatron.checkpoint.lineage import RunBranch, read_branch
-from gspo_megatron.checkpoint.rollback import ROLLBACKS_FILE, Rollbacks, read_rollbacks
+from gspo_megatron.checkpoint.lineage import (
+    ROLLBACKS_FILE,
+    Rollbacks,
+    RunBranch,
+    read_branch,
+    read_rollbacks,
+)
 from gspo_megatron.errors import DataError
 from gspo_megatron.observe.collapse import WINDOW
 from gspo_megatron.observe.history import history, kept_metrics

@@ -13,13 +13,11 @@ from gspo_megatron.hf import export, load
 Rename = Callable[[Box], Box]
 
 
-def _swapped(one: str, other: str) -> Rename:
-    def rename(box: Box) -> Box:
-        if one in box.name:
-            return replace(box, name=box.name.replace(one, other))
-        return replace(box, name=box.name.replace(other, one))
-
-    return rename
+def _experts_swapped(box: Box) -> Box:
+    one, other = ".experts.1.", ".experts.4."
+    if one in box.name:
+        return replace(box, name=box.name.replace(one, other))
+    return replace(box, name=box.name.replace(other, one))
 
 
 def _groups_of_keys_permuted(box: Box) -> Box:
@@ -30,11 +28,8 @@ def _groups_of_keys_permuted(box: Box) -> Box:
 
 
 MISTAKES: dict[str, Rename] = {
-    "gate and up swapped": _swapped("gate_proj", "up_proj"),
-    "keys and values swapped": _swapped("k_proj", "v_proj"),
     "groups of keys permuted": _groups_of_keys_permuted,
-    "two experts swapped": _swapped(".experts.1.", ".experts.4."),
-    "norms of a layer swapped": _swapped("input_layernorm", "post_attention_layernorm"),
+    "two experts swapped": _experts_swapped,
 }
 
 

@@ -76,6 +76,7 @@ def refusal(folder: Path, tmp_path: Path, base: Path | None = None) -> str:
         ({"r": 0}, "r is 0"),
         ({"lora_alpha": None}, "lora_alpha is "),
         ({"lora_alpha": -1}, "lora_alpha is -1"),
+        ({"lora_alpha": float("inf")}, "lora_alpha is inf"),
         ({"r": 8}, "has the shape"),
     ],
 )

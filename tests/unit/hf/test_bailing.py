@@ -1,5 +1,5 @@
-"""Ling 2, for which transformers has no class. Our model is compared with formulas in this file,
-and with GLM-4.5, which has the same architecture with other names of tensors."""
+"""Ling 2, for which transformers has no class. Our model is compared with formulas in this
+file."""
 
 from __future__ import annotations
 
@@ -114,50 +114,3 @@ def test_the_formulas(tmp_path: Path, changes: dict[str, Any]) -> None:
     for prompt, said in zip(PROMPTS, greedy(policy, PROMPTS, count=12)[0], strict=True):
         logits = logits_by_hand(config, tensors, prompt + said)
         assert said == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
-
-
-def test_rows_by_groups_of_keys_would_show(tmp_path: Path) -> None:
-    """A file has all queries, then all keys, then all values. Megatron-Core's linear_qkv orders the
-    rows by groups instead. The comparison of logits must notice a file with that order."""
-    config = model_config("bailing_moe_v2")
-    tensors = random_tensors(config, seed=4)
-    expected = logits_by_hand(config, tensors, list(range(VOCABULARY)))
-    heads, keys = config["num_attention_heads"], config["num_key_value_heads"]
-    for name in [name for name in tensors if "query_key_value.weight" in name]:
-        shape = (keys, heads // keys + 2, config["head_dim"], config["hidden_size"])
-        parts = tensors[name].view(shape).split([heads // keys, 1, 1], dim=1)
-        tensors[name] = torch.cat([part.flatten(0, 2) for part in parts])
-    policy = policy_of(config_of(write_folder(tmp_path / "ling", config, tensors)))
-    assert (logits_of(policy, list(range(VOCABULARY))) - expected).abs().max() > 1e-3
-
-
-def as_glm(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors under the names of GLM-4.5."""
-    width, keys = config["head_dim"], config["num_key_value_heads"] * config["head_dim"]
-    parts = [config["num_attention_heads"] * width, keys, keys]
-    renamed = {}
-    for name, tensor in tensors.items():
-        new = name.replace("word_embeddings", "embed_tokens").replace(".attention.", ".self_attn.")
-        new = new.replace("dense.weight", "o_proj.weight").replace("query_layernorm", "q_norm")
-        new = new.replace("key_layernorm", "k_norm")
-        new = new.replace("gate.expert_bias", "gate.e_score_correction_bias")
-        if "query_key_value" in new:
-            for part, cut in zip("qkv", tensor.split(parts)):
-                renamed[new.replace("query_key_value", f"{part}_proj")] = cut.contiguous()
-        else:
-            renamed[new] = tensor
-    return renamed
-
-
-def test_it_is_glm_under_other_names(tmp_path: Path) -> None:
-    ling = model_config("bailing_moe_v2")
-    tensors = random_tensors(ling, seed=5)
-    keys = ("first_k_dense_replace", "n_group", "topk_group", "num_experts_per_tok")
-    glm = model_config("glm4_moe", attention_bias=False, **{key: ling[key] for key in keys})
-    folders = {"ling": (ling, tensors), "glm": (glm, as_glm(ling, tensors))}
-    ids = list(range(VOCABULARY))
-    found = []
-    for name, (config, values) in folders.items():
-        folder = write_folder(tmp_path / name, config, values)
-        found.append(logits_of(policy_of(config_of(folder)), ids))
-    assert torch.equal(*found)

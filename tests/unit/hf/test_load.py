@@ -217,9 +217,3 @@ def test_a_model_that_no_family_has_cannot_be_exported(tmp_path: Path) -> None:
         export_hf(_random_policy(folder, add_qkv_bias=True), tmp_path / "export")
     assert "qwen3_moe: add_qkv_bias" in str(error.value).splitlines()
     assert not (tmp_path / "export").exists()
-
-
-def test_a_destination_in_use_is_refused(tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "one", "qwen3", seed=3)
-    with pytest.raises(DataError, match="has files in it already"):
-        export_hf(policy_of(config_of(folder)), folder)

@@ -242,27 +242,28 @@ def test_layers_for_further_tokens_are_left_out(tmp_path: Path, family: str, key
         policy_of(config_of(wrong))
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text", "qwen3_5_text"])
-def test_further_layers_beside_delta_nets_have_a_prefix(tmp_path: Path, family: str) -> None:
-    config = model_config(family)
-    tensors = random_tensors(config, seed=9)
-    names = ("layers.0.mlp.gate", "layers.0.self_attn.q_proj", "fc", "norm")
-    further = {f"mtp.{name}.weight": torch.zeros(44) for name in names}
-    source = write_folder(tmp_path / "source", config, tensors | further)
-    export_hf(policy_of(config_of(source)), tmp_path / "again", hf_config=config)
-    assert_same_bits(read_folder(tmp_path / "again"), tensors)
+DELTA_MTP = [f"mtp.{n}" for n in ("layers.0.mlp.gate", "layers.0.self_attn.q_proj", "fc", "norm")]
+ERNIE_MTP = [f"model.mtp_{n}" for n in ("block.0.input_layernorm", "emb_norm.0", "linear_proj.0")]
 
 
-def test_ernies_further_layer_has_names_of_its_own(tmp_path: Path) -> None:
-    config = model_config("ernie4_5_moe", num_nextn_predict_layers=1)
+@pytest.mark.parametrize(
+    ("family", "names", "key"),
+    [
+        *((n, DELTA_MTP, {}) for n in ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text")),
+        ("ernie4_5_moe", ERNIE_MTP, {"num_nextn_predict_layers": 1}),
+    ],
+)
+def test_further_layers_with_names_of_their_own_are_left_out(
+    tmp_path: Path, family: str, names: list[str], key: dict[str, int]
+) -> None:
+    config = model_config(family, **key)
     tensors = random_tensors(config, seed=9)
-    names = ("mtp_block.0.input_layernorm", "mtp_emb_norm.0", "mtp_linear_proj.0")
-    further = {f"model.{name}.weight": torch.zeros(60) for name in names}
+    further = {f"{name}.weight": torch.zeros(44) for name in names}
     source = write_folder(tmp_path / "source", config, tensors | further)
     export_hf(policy_of(config_of(source)), tmp_path / "again", hf_config=config)
     assert_same_bits(read_folder(tmp_path / "again"), tensors)
     written = json.loads((tmp_path / "again/config.json").read_text())
-    assert written == config | {"num_nextn_predict_layers": 0}
+    assert written == config | dict.fromkeys(key, 0) | ADDED_KEYS.get(family, {})
 
 
 def with_vision(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict, dict]:

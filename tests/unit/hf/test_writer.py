@@ -3,6 +3,7 @@ complete or not at all."""
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import os
@@ -112,6 +113,29 @@ def test_two_writers_of_one_folder(tmp_path: Path) -> None:
         ):
             pass
         assert (tmp_path / PARTIAL).exists()
+
+
+def test_a_writer_whose_new_folder_another_writer_has_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the making of a folder and its lock, another process takes it for the folder of a
+    killed process."""
+    mkdir, held = Path.mkdir, []
+
+    def make_and_lose(self: Path, *mode: int, **options: bool) -> None:
+        mkdir(self, *mode, **options)
+        if self.name == PARTIAL:
+            held.append(os.open(self, os.O_RDONLY))
+            fcntl.flock(held[-1], fcntl.LOCK_EX)
+
+    monkeypatch.setattr(Path, "mkdir", make_and_lose)
+    with (
+        pytest.raises(DataError, match="another process is writing to it"),
+        HfWriter(tmp_path / "new", {"w": noise(torch.float32, 3)}),
+    ):
+        pass
+    assert (tmp_path / PARTIAL).exists()
+    os.close(*held)
 
 
 @pytest.mark.parametrize("durable", [True, False])
