@@ -88,8 +88,10 @@ def check_run(
     _raise(problems)
     if with_weights:
         from gspo_megatron.config.hub import fetch_weights
+        from gspo_megatron.config.phases import phase_configs
 
-        fetch_weights(config)
+        for phase in phase_configs(config):
+            fetch_weights(phase)
     start = _check_start(config, inputs, **options) if inputs is not None else None
     return Checked(config, inputs, start)
 

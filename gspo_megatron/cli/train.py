@@ -114,7 +114,7 @@ def run(name: str, arguments: argparse.Namespace) -> int:
     elif stage == "rl":
         for phase in phase_configs(config):
             check_config(phase, world_size, for_training=True)
-        fetch_weights(config)
+            fetch_weights(phase)
     else:
         config, inputs = check_all(config, world_size, fresh=fresh)
         fetch_weights(config)

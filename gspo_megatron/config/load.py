@@ -88,7 +88,7 @@ def parse_config(
     config, errors, of_fields = None, [], []
     try:
         config = schema.model_validate(raw)
-        problems += _problems_of_phases(config)
+        problems += _problems_of_phases(config, name)
     except ValidationError as error:
         errors = error.errors(include_url=False)
     for dotted in MEGATRON_CLASSES:
@@ -103,9 +103,9 @@ def parse_config(
     return _with_folder(config, name)
 
 
-def _problems_of_phases(config: Any) -> list[str]:
+def _problems_of_phases(config: Any, name: str) -> list[str]:
     """Return a line for each mistake in training.phases. Both the order of the phases and their
-    values may have mistakes."""
+    values may have mistakes. name: the name of the default run folder."""
     phases = phases_of(config)
     problems, known = list(phase_problems(config)), set[str]()
     if problems or not phases:
@@ -114,7 +114,7 @@ def _problems_of_phases(config: Any) -> list[str]:
     values["training"] = values["training"] | {"phases": []}
     for i in range(len(phases)):
         try:
-            parse_config(values_of_phase(values, phases[: i + 1]))
+            parse_config(values_of_phase(values, phases[: i + 1]), (), name)
         except ConfigError as error:  # a phase repeats the mistakes of the phase before
             problems += [f"training.phases[{i}]: {e}" for e in error.problems if e not in known]
             known.update(error.problems)

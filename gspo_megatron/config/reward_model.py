@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from gspo_megatron.config.section import Positive, Section, Text, harmless, shapes
+from gspo_megatron.config.section import HubPath, Positive, Section, Text, harmless, shapes
 
 if TYPE_CHECKING:
     from gspo_megatron.config.schema import RewardSection
@@ -19,7 +19,7 @@ _BATCH = 16
 class RewardModelSection(Section):
     """A model of preferences that scores each response with one number."""
 
-    folder: Text | None = shapes(
+    folder: HubPath | None = shapes(
         None,
         "Hugging Face folder of a ...ForSequenceClassification model with one label, or "
         "ORG/NAME[@REVISION] of the Hub; the training ranks compute its scores between rollout and "
@@ -30,7 +30,7 @@ class RewardModelSection(Section):
         "a server that gives the scores of a reward model by vLLM's /classify, as "
         "http://host:port; null: none",
     )
-    tokenizer: Text | None = shapes(
+    tokenizer: HubPath | None = shapes(
         None,
         "Hugging Face folder with the model's own tokenizer and chat template, or "
         "ORG/NAME[@REVISION] of the Hub; null: the tokenizer in folder",
