@@ -205,8 +205,8 @@ def _search(
     """Print the best layouts for this number of ranks."""
     from gspo_megatron.cli import check_tables
     from gspo_megatron.config import Config
+    from gspo_megatron.estimate.cost import LEFT_OUT
     from gspo_megatron.estimate.suggest import suggest
-    from gspo_megatron.estimate.traffic import LEFT_OUT
 
     counts = check_tables.count_parameters(config.resolved_model(), vocab_size)
     if counts is None:

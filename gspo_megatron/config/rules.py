@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.config.collapse import STEP_BITS
 from gspo_megatron.config.lora_rules import ADAPTER_OPTIONS, adapters_are_served
 from gspo_megatron.config.model_rules import MODEL_RULES, Plan, Problems, Rule, unread
 from gspo_megatron.config.objectives import (
@@ -27,7 +26,7 @@ from gspo_megatron.config.precision import tokens_multiple
 from gspo_megatron.config.preference_rules import model_gives_tokens, preferences_are_sound
 from gspo_megatron.config.reward_model_rules import reward_model_divides, reward_model_fits
 from gspo_megatron.config.rollout_nodes import VARIABLE, rollout_nodes
-from gspo_megatron.config.schema import SINGLE_TURN, Config
+from gspo_megatron.config.schema import SINGLE_TURN, STEP_BITS, Config
 from gspo_megatron.config.stages import (
     AnyConfig,
     FineTuningConfig,

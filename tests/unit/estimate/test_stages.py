@@ -13,9 +13,9 @@ from gspo_megatron.config import check_config, parse_config, resolve_parallel
 from gspo_megatron.config.lora import LoraSection
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig, StageConfig
 from gspo_megatron.estimate.activations import SavedTensors, chunk_passes, micro_batch
+from gspo_megatron.estimate.cost import FLOPS, NODE_BYTES, step_cost
 from gspo_megatron.estimate.layout import estimate_layout
 from gspo_megatron.estimate.model import rank_model, with_values
-from gspo_megatron.estimate.traffic import FLOPS, NODE_BYTES, step_cost
 from gspo_megatron.estimate.workload import Workload, workload
 from gspo_megatron.models.policy import HeadInputs
 from gspo_megatron.supervised.pretraining import rows_of_samples
