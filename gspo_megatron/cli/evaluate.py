@@ -7,7 +7,7 @@ import argparse
 import contextlib
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,8 @@ def _values(source: Path, suites: dict[str, Any]) -> tuple[dict[str, Any], str]:
     values = _as_rl(values)
     for section in ("parallel", "data", "training", "evaluation", "checkpoint", "logging"):
         values[section] = dict(values.get(section) or {})
-    values["parallel"]["data_parallel_size"] = None  # as many model replicas as --nproc allows
+    # as many model replicas as --nproc allows
+    values["parallel"] |= {"data_parallel_size": None, "layout": _without_dp(values["parallel"])}
     values["data"] |= {"prompts": None, "weights": None}
     values["training"] |= {"steps": 0, "evaluation_interval": 0, "phases": []}
     values["checkpoint"] |= {"interval": 0, "keep_best": 0}
@@ -135,6 +136,15 @@ def _values(source: Path, suites: dict[str, Any]) -> tuple[dict[str, Any], str]:
     if not (values["evaluation"].get("suites") or values["data"].get("eval_prompts")):
         raise UserError(f"{source}: names nothing to evaluate; allowed: --suite FILE.yaml")
     return values, out
+
+
+def _without_dp(parallel: Mapping[str, Any]) -> Any:
+    """Return the value of parallel.layout without dp."""
+    given = parallel.get("layout")
+    if not isinstance(given, str):
+        return given
+    sizes = [each for each in given.split(",") if each.partition("=")[0].strip() != "dp"]
+    return ",".join(sizes) or None
 
 
 def _of_run(folder: Path) -> tuple[dict[str, Any], str]:

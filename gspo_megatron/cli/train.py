@@ -87,7 +87,10 @@ def run(name: str, arguments: argparse.Namespace) -> int:
     change = getattr(arguments, "change", False)
     node = node_of_job(os.environ)
     rank_of = ranks.world_size_of_rank(os.environ)
-    if getattr(arguments, "from_step", None) is not None:
+    if getattr(arguments, "from_step", None) is None:
+        if getattr(arguments, "only_make", False):
+            arguments.parser.error("--only-make: only with --from-step")
+    else:
         arguments.config, arguments.overrides = _branch(arguments, rank_of, node), []
         if arguments.only_make:
             return 0

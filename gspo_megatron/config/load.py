@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, TypeVar, overload
 
 from pydantic import BaseModel, ValidationError
 
-from gspo_megatron.config.beside import nul_problems, suites_beside, with_paths_beside
+from gspo_megatron.config.beside import path_problems, suites_beside, with_paths_beside
 from gspo_megatron.config.hub import with_folders
 from gspo_megatron.config.known import known_part
 from gspo_megatron.config.megatron_fields import MEGATRON_CLASSES, megatron_problems
@@ -74,7 +75,7 @@ def parse_config(
     raw, wrong = apply_overrides(values, overrides)
     raw, unread = with_suites_of_files(raw)
     problems += wrong + [line for line in unread if line not in problems]
-    problems += nul_problems(raw)
+    problems += path_problems(raw)
     raw, wrong = with_folders(raw, name)
     problems += wrong
     for section in schema.model_fields:
@@ -254,7 +255,7 @@ def suites_of_file(given: str) -> dict[str, Any]:
     """Return the suites of FILE.yaml by name, or only the suite NAME of FILE.yaml:NAME. Raises
     ConfigError."""
     path, name = given, ""
-    if not Path(given).exists() and ":" in given:
+    if not os.path.exists(given) and ":" in given:  # False for an impossible name, too
         path, _, name = given.rpartition(":")
     suites = read_mapping(Path(path), what="file of suites")
     if name and name not in suites:
@@ -311,8 +312,8 @@ def _read_mapping(path: Path, overrides: Sequence[str], what: str) -> dict[str, 
         problems = [f"{path}: no such {what}"]
     except UnicodeDecodeError as error:
         problems = [f"{path}: not a text file: {error}"]
-    except OSError as error:
-        problems = [f"{path}: cannot be read: {error.strerror}"]
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the file's name
+        problems = [f"{path}: cannot be read: {getattr(error, 'strerror', error)}"]
     raise ConfigError(problems + apply_overrides({}, overrides)[1])
 
 

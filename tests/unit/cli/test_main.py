@@ -3,6 +3,7 @@ each mistake."""
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,7 @@ def test_runs_of_a_report_may_follow_its_output() -> None:
         (["train", "a.yaml", "--nproc", "0"], "'0' is not a positive integer"),
         (["train", "a.yaml", "--nproc", "two"], "'two' is not a positive integer"),
         (["train"], "required: CONFIG.yaml\n"),
+        (["train", "a.yaml", "--only-make"], "--only-make: only with --from-step"),
         (["doctor", "now"], "unrecognized arguments: now"),
         (["report", "run"], "--output"),
         (["convert", "a.yaml"], "convert"),
@@ -84,6 +86,7 @@ def test_all_problems_of_a_configuration_are_told_without_a_traceback(
         (ConfigError(["a.b = 1: wrong", "c.d = 2: too"]), 2, "a.b = 1: wrong", "c.d = 2: too"),
         (RuntimeError("on fire"), 1, "Traceback (most recent call last):", "RuntimeError: on fire"),
         (KeyboardInterrupt(), 130, "", ""),
+        (OSError(errno.ENAMETOOLONG, "too long", "zz"), 2, "zz: too long", "zz: too long"),
     ],
 )
 def test_how_a_command_that_raises_ends(

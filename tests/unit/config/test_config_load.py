@@ -338,6 +338,12 @@ def test_an_empty_suite_of_a_file_is_not_replaced_by_another(tmp_path: Path) -> 
     assert line.startswith("evaluation.suites.b = null: must be a mapping")
 
 
+@pytest.mark.parametrize("name", ["z" * 300, "z" * 300 + ":a", r'"a\0b"'])
+def test_a_file_of_suites_with_an_impossible_name_is_told(tmp_path: Path, name: str) -> None:
+    (line,) = problems_of(write(tmp_path, MINIMAL), f"evaluation.suites.a={name}")
+    assert line.startswith("evaluation.suites.a: ") and ": cannot be read: " in line
+
+
 def test_missing_keys_keys_that_are_no_text_and_long_values(tmp_path: Path) -> None:
     (line,) = problems_of(write(tmp_path, "training: {steps: 1}\n"))
     assert line.startswith("data.tokenizer: required and missing; a sentencepiece .model file")
