@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from gspo_megatron.cli import train
-from gspo_megatron.cli.arguments import Commands, add_nproc, new_parser, positive
+from gspo_megatron.cli.arguments import (
+    Commands,
+    add_nproc,
+    add_overrides,
+    new_parser,
+    positive,
+)
 from gspo_megatron.errors import ConfigError, DataError, UserError
 from gspo_megatron.hub import folder_of, name_of, parse_name, tokenizer_in, written
 
@@ -25,16 +31,9 @@ def add_parser(commands: Commands) -> None:
         metavar="SOURCE",
         help="a run folder (its newest checkpoint), a checkpoint, a Hugging Face folder, "
         "ORG/NAME[@REVISION] of the Hub, a configuration, or the URL of an OpenAI-compatible "
-        "server, as http://host:port; "
-        "OPENAI_API_KEY has its key",
+        "server, as http://host:port; OPENAI_API_KEY has its key",
     )
-    parser.add_argument(
-        "overrides",
-        metavar="section.key=value",
-        nargs="*",
-        default=[],
-        help="replaces a value, for example evaluation.suites.aime24.samples=4",
-    )
+    add_overrides(parser, "replaces a value, for example evaluation.suites.aime24.samples=4")
     parser.add_argument(
         "--suite",
         metavar="FILE.yaml[:NAME]",

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.cli.arguments import Commands, add_nproc, config_parser, loading, not_negative
-from gspo_megatron.cli.check_inputs import Checked, all_told, check_all, check_run
 from gspo_megatron.errors import UserError
 from gspo_megatron.process import ranks
 from gspo_megatron.process.cores import usable_cores
@@ -23,6 +22,7 @@ from gspo_megatron.process.nodes import node_of_job, wait_for_master
 from gspo_megatron.process.signals import SAVES
 
 if TYPE_CHECKING:
+    from gspo_megatron.cli.check_inputs import Checked
     from gspo_megatron.config import Config
     from gspo_megatron.config.stages import AnyConfig
     from gspo_megatron.process.nodes import Node
@@ -79,6 +79,7 @@ def run(name: str, arguments: argparse.Namespace) -> int:
     Returns the exit code. Raises UserError with all problems of the configuration, its files or the
     run to resume, before any process group or other process exists.
     """
+    from gspo_megatron.cli.check_inputs import all_told, check_all, check_run
     from gspo_megatron.config import check_config, load
     from gspo_megatron.config.hub import fetch_weights, hold_commits
     from gspo_megatron.config.phases import phase_configs

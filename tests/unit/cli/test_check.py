@@ -3,6 +3,8 @@ output."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,17 @@ def test_a_sound_configuration_is_summed_up(write_config: ConfigWriter, gspo: Co
     _, out, _ = gspo("check", path, *words)
     assert "\ncollapse   the run goes back to the last healthy checkpoint, at most 3 times; " in out
     assert "a checkpoint is saved every 5 steps, " in " ".join(out.split())
+
+
+def test_a_check_imports_neither_torch_nor_megatron(write_config: ConfigWriter) -> None:
+    """Without a dry run, adapters and weights. They take more time than the check."""
+    code = (
+        "import sys; from gspo_megatron.cli.main import main\n"
+        f"assert main(['check', {str(write_config())!r}]) == 0\n"
+        "sys.exit(str({'torch', 'megatron'} & {*sys.modules} or ''))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stderr.strip() == ""
 
 
 def test_adapters_are_counted_and_a_rate_of_full_training_is_warned_of(
