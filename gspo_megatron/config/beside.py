@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from gspo_megatron.config.section import Section
 from gspo_megatron.errors import problem
 from gspo_megatron.plugins import MODULES_VARIABLE
 
@@ -38,12 +39,14 @@ Place = tuple[str, Any, Any]  # a key, the list or dict that holds the value, an
 
 
 def places(values: Any, keys: Iterable[str]) -> Iterator[Place]:
-    """Yield the place of each text in the values of these keys. `*` stands for any name."""
+    """Yield the place of each text in the values of these keys, plain values or sections. `*`
+    stands for any name."""
     for key in keys:
         yield from _below(values, key.split("."), "")
 
 
 def _below(node: Any, parts: list[str], above: str) -> Iterator[Place]:
+    node = vars(node) if isinstance(node, Section) else node
     if not isinstance(node, Mapping):
         return
     first, *rest = parts

@@ -16,6 +16,7 @@ from gspo_megatron.config.beside import path_problems, suites_beside, with_paths
 from gspo_megatron.config.hub import with_folders
 from gspo_megatron.config.known import known_part
 from gspo_megatron.config.megatron_fields import MEGATRON_CLASSES, megatron_problems
+from gspo_megatron.config.model_rules import value_at
 from gspo_megatron.config.parallel import expand_layout
 from gspo_megatron.config.phases import phase_problems, phases_of, values_of_phase
 from gspo_megatron.config.renamed import RENAMED, warn_of_old_names, with_new_names
@@ -241,7 +242,8 @@ def parse_suites(suites: Mapping[str, Any], overrides: Sequence[str]) -> Evaluat
         problems.append(f"{other}: nothing reads it without a model; allowed: evaluation.key=value")
     try:
         section = EvaluationSection.model_validate(raw["evaluation"])
-        problems += [problem(*each) for each in suite_problems(section)]
+        for key, wrong in suite_problems(section):
+            problems.append(problem(key, value_at(section, key.partition(".")[2]), wrong))
     except ValidationError as error:
         for item in _of_one_form(error.errors(include_url=False)):
             item["loc"] = ("evaluation", *item["loc"])

@@ -62,7 +62,7 @@ def scorer_problems(config: RunConfig, folder: str, world_size: int) -> list[str
 def reward_model_fits(plan: Plan) -> Problems:
     """Check that a reward model can score the run's responses."""
     config = plan.config
-    for key, _, wrong in reward_model_problems(config.reward):
+    for key, wrong in reward_model_problems(config.reward):
         yield f"reward.{key}", wrong
     if not config.reward.model.is_on:
         return
