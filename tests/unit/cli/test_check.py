@@ -13,7 +13,7 @@ from gspo_megatron.cli.check_tables import count_parameters
 from gspo_megatron.config import ModelShape, load_config
 from gspo_megatron.families import describe
 from gspo_megatron.families.model_shape import shape_of as shape_of_preset
-from tests.unit.cli.conftest import Command, ConfigWriter
+from tests.unit.cli.conftest import Command, ConfigWriter, refused
 from tests.unit.families.test_published_sizes import PUBLISHED
 
 
@@ -179,13 +179,6 @@ def test_parameters_beyond_the_formula_are_not_guessed(write_config: ConfigWrite
     assert count_parameters(shape, 11) is None
 
 
-def told(gspo: Command, *words: object) -> list[str]:
-    """The lines of the refusal of a configuration."""
-    code, _, err = gspo(*words)
-    assert code == 2
-    return err.splitlines()
-
-
 def test_illegal_values_hide_no_other_mistake(write_config: ConfigWriter, gspo: Command) -> None:
     """Values, an unknown key, a missing file, a module, and rules of several keys are reported
     together, one line each. Only rules about layout and learning rate cannot be checked."""
@@ -199,7 +192,7 @@ def test_illegal_values_hide_no_other_mistake(write_config: ConfigWriter, gspo: 
         "rollout.vllm.python=/no/python",
         "objective.kl_coefficient=0.5",
     )
-    lines = told(gspo, "check", write_config(), *words, *others)
+    lines = refused(gspo, "check", write_config(), *words, *others)
     assert [line.split(" = ")[0].split(":")[0] for line in lines] == [
         "parallel.layout",
         "optimizer.learning_rate",
@@ -237,7 +230,7 @@ def test_illegal_values_hide_no_other_mistake(write_config: ConfigWriter, gspo: 
 def test_an_illegal_value_causes_no_second_error(
     write_config: ConfigWriter, gspo: Command, words: tuple[str, ...], count: int
 ) -> None:
-    lines = told(gspo, "check", write_config(), *words)
+    lines = refused(gspo, "check", write_config(), *words)
     assert len(lines) == count, lines
 
 
@@ -245,7 +238,9 @@ def test_an_illegal_value_causes_no_second_error(
 def test_commands_that_run_tell_all_mistakes_at_once_too(
     write_config: ConfigWriter, gspo: Command, command: str
 ) -> None:
-    lines = told(gspo, command, write_config(), "rollout.top_k=-1", "data.eval_prompts=none.jsonl")
+    lines = refused(
+        gspo, command, write_config(), "rollout.top_k=-1", "data.eval_prompts=none.jsonl"
+    )
     assert [line.split(" = ")[0].split(":")[0] for line in lines] == ["rollout.top_k", "none.jsonl"]
 
 
@@ -254,16 +249,16 @@ def test_a_mistake_in_the_phases_does_not_hide_a_missing_file(
     write_config: ConfigWriter, gspo: Command, phases: str
 ) -> None:
     words = (f"training.phases={phases}", "data.eval_prompts=none.jsonl")
-    first, second = told(gspo, "check", write_config(), *words)
+    first, second = refused(gspo, "check", write_config(), *words)
     assert first.startswith("training.phases[0]") and second.startswith("none.jsonl: no such")
 
 
 def test_a_stage_tells_missing_files_beside_illegal_values(tmp_path: Path, gspo: Command) -> None:
     path = tmp_path / "sft.yaml"
     path.write_text("data: {tokenizer: none.model, examples: none.jsonl, max_tokens: 0}\n")
-    lines = told(gspo, "check", path)
+    lines = refused(gspo, "check", path)
     places = ["data.max_tokens", "none.model", "none.jsonl"]
     assert [line.split(" = ")[0].split(":")[0] for line in lines] == places
-    lines = told(gspo, "sft", path, "data.tokenizer=null", "optimizer.decay=lineaer")
+    lines = refused(gspo, "sft", path, "data.tokenizer=null", "optimizer.decay=lineaer")
     places = ["optimizer.decay", "data.tokenizer", "data.max_tokens", "none.jsonl"]
     assert [line.split(" = ")[0].split(":")[0] for line in lines] == places
