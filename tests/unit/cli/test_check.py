@@ -139,18 +139,22 @@ def test_parameters_of_published_models(
     assert counted[1] / 1e9 == pytest.approx(active_billions, abs=0.1)
 
 
-def test_parameters_of_a_small_model_counted_by_hand(write_config: ConfigWriter) -> None:
+# The first model is one of the family qwen3_moe. The second model belongs to no family.
+@pytest.mark.parametrize("matrices", [3, 2])
+def test_parameters_of_a_small_model_counted_by_hand(
+    write_config: ConfigWriter, matrices: int
+) -> None:
     # Width 8: 2 heads and 1 group of 4 channels. Layer 0 has 3 experts of width 5. Layer 1
     # has an MLP of width 7.
     sizes = (
         "num_layers: 2, hidden_size: 8, num_attention_heads: 2, num_query_groups: 1, "
         "kv_channels: 4, num_moe_experts: 3, moe_ffn_hidden_size: 5, ffn_hidden_size: 7, "
-        "moe_router_topk: 2, moe_layer_freq: 2"
+        f"moe_router_topk: 2, moe_layer_freq: 2, gated_linear_unit: {str(matrices == 3).lower()}"
     )
     shape = shape_of(write_config(), f"model.megatron={{{sizes}}}", "model.tie_embeddings=true")
     attention = 8 * 8 + 8 * 8 + 8 * 8  # query, then key and value, then output
     norms = 8 + 8 + 4 + 4
-    expert, mlp, router = 3 * 8 * 5, 3 * 8 * 7, 8 * 3
+    expert, mlp, router = matrices * 8 * 5, matrices * 8 * 7, 8 * 3
     outside = 11 * 8 + 8  # the tied embedding of 11 tokens, and the final norm
     always = outside + 2 * (attention + norms) + router + mlp
     assert count_parameters(shape, 11) == (always + 3 * expert, always + 2 * expert)

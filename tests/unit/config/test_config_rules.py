@@ -46,6 +46,8 @@ def test_defaults_pass_on_any_world_size(world_size: int) -> None:
         (1, ["reward.repetition_penalty=0.5", "reward.repetition_words=4"]),
         (1, ["environment.verifiers=textarena", "environment.python=sh"]),
         (1, ["rollout.dynamic_sampling=true", "rollout.max_refills=0"]),
+        (1, ["evaluation.suites={a: {prompts: p, failed: wrong, reward: {on_failure: "
+             "drop_group}}}"]),
         (1, ["training.steps=0", "data.prompts=", "data.eval_prompts=e.jsonl",
              "checkpoint.keep_best=1", "training.evaluation_interval=5"]),
     ],
@@ -212,6 +214,8 @@ DELTA_NETS = [
          "nothing reads it without reward.overlong_buffer; allowed: 1.0"),
         (1, ["reward.repetition_words=4"], "reward.repetition_words = 4",
          "nothing reads it without reward.repetition_penalty; allowed: 3"),
+        (1, ["evaluation.suites={a: {prompts: p, failed: wrong}}"],
+         "evaluation.suites.a.failed = 'wrong'", "reward.on_failure = stop ends the evaluation"),
         (1, ["rollout.max_refills=7"], "rollout.max_refills = 7",
          "nothing reads it without rollout.dynamic_sampling; allowed: 4"),
     ],
