@@ -13,6 +13,7 @@ from typing import Any
 
 Commands = Any  # what argparse's `add_subparsers` returns: its type has no public name
 Run = Callable[[argparse.Namespace], int]
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # values of --dtype, and torch's names
 
 
 def new_parser(
@@ -47,14 +48,18 @@ def config_parser(
         nargs=None if required else "?",
         help="the configuration file" + " or a run folder" * ("RUN" in source),
     )
+    add_overrides(parser, "replaces a value of the file, for example rollout.group_size=16")
+    return parser
+
+
+def add_overrides(parser: argparse.ArgumentParser, help_text: str) -> None:
     parser.add_argument(
         "overrides",
         metavar="section.key=value",
         nargs="*",
         default=[],  # without this default, argparse would require at least one word
-        help="replaces a value of the file, for example rollout.group_size=16",
+        help=help_text,
     )
-    return parser
 
 
 def add_nproc(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.cli import rollout_plan, train
 from gspo_megatron.cli.arguments import Commands, config_parser, loading, number, positive
-from gspo_megatron.cli.check_inputs import Checked, all_told, check_run
 from gspo_megatron.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -88,6 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.rollout_plan:
         return rollout_plan.run(arguments)
     from gspo_megatron.cli import check_tables
+    from gspo_megatron.cli.check_inputs import Checked, all_told, check_run
     from gspo_megatron.config.load import load_any_config
 
     with_files, gpu_gb = not arguments.no_files, arguments.gpu_memory
@@ -205,8 +205,8 @@ def _search(
     """Print the best layouts for this number of ranks."""
     from gspo_megatron.cli import check_tables
     from gspo_megatron.config import Config
+    from gspo_megatron.estimate.cost import LEFT_OUT
     from gspo_megatron.estimate.suggest import suggest
-    from gspo_megatron.estimate.traffic import LEFT_OUT
 
     counts = check_tables.count_parameters(config.resolved_model(), vocab_size)
     if counts is None:

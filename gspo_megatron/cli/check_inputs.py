@@ -8,22 +8,53 @@ import itertools
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from gspo_megatron.checkpoint.resume import (
+    Start,
+    check_given,
+    given_adapters,
+    given_checkpoint,
+    preview,
+)
 from gspo_megatron.cli.check_packages import check_packages
+from gspo_megatron.config import Config, check_config
+from gspo_megatron.config.hub import fetch_weights, model_paths
+from gspo_megatron.config.phases import phase_configs
+from gspo_megatron.config.schema import RewardSection, suite_key
+from gspo_megatron.config.scorer import preset_of_scorer
+from gspo_megatron.config.stages import AnyConfig, PreferenceConfig, PretrainingConfig, StageConfig
+from gspo_megatron.data.chat import check_template
+from gspo_megatron.data.formats import field_map
+from gspo_megatron.data.inputs import (
+    FineTuningInputs,
+    Inputs,
+    PretrainingInputs,
+    model_vocab_size,
+    read_fine_tuning,
+    read_inputs,
+    read_preferences,
+    read_pretraining,
+)
+from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
+from gspo_megatron.environments.episode import gives_rewards
+from gspo_megatron.environments.registry import check_environment, environment_of, tools_of
 from gspo_megatron.errors import ConfigError, DataError, UnknownValueError, gathered_in
+from gspo_megatron.families.adapter_map import PEFT_CONFIG, adapted_weights
+from gspo_megatron.families.model_shape import shape_of
 from gspo_megatron.hub import lacks_weights, tokenizer_in
+from gspo_megatron.rewards.registry import (
+    Reward,
+    check_answers,
+    check_section,
+    get_reward,
+    suite_rewards,
+)
+from gspo_megatron.rollout.reward_model import tokenizer_of
+from gspo_megatron.rollout.teacher import check_teachers
+from gspo_megatron.rollout.vllm.installed import unserved
 
-if TYPE_CHECKING:
-    from gspo_megatron.checkpoint.resume import Start
-    from gspo_megatron.config import Config
-    from gspo_megatron.config.schema import RewardSection
-    from gspo_megatron.config.stages import AnyConfig
-    from gspo_megatron.data.inputs import FineTuningInputs, Inputs, PretrainingInputs
-    from gspo_megatron.data.tokenizers import Tokenizer
-    from gspo_megatron.rewards.registry import Reward
-
-    AnyInputs = Inputs | FineTuningInputs | PretrainingInputs
+AnyInputs = Inputs | FineTuningInputs | PretrainingInputs
 
 
 @dataclass(frozen=True)
@@ -87,9 +118,8 @@ def check_run(
             check_packages(config)
     _raise(problems)
     if with_weights:
-        from gspo_megatron.config.hub import fetch_weights
-
-        fetch_weights(config)
+        for phase in phase_configs(config):
+            fetch_weights(phase)
     start = _check_start(config, inputs, **options) if inputs is not None else None
     return Checked(config, inputs, start)
 
@@ -115,11 +145,6 @@ def check_all(
     Raises ConfigError with the problems of all parts, after the problems `told`. The error also has
     the problems of the run folder that can be found without the contents of the files.
     """
-    from gspo_megatron.config import Config, check_config
-    from gspo_megatron.config.phases import phase_configs
-    from gspo_megatron.config.stages import PreferenceConfig, PretrainingConfig
-    from gspo_megatron.data.inputs import read_fine_tuning, read_preferences, read_pretraining
-
     problems: list[str] = [*told]
     inputs = None
     options: Any = {"here": with_files, "for_training": isinstance(config, Config)}
@@ -156,20 +181,6 @@ def check_all(
 
 
 def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inputs | None:
-    from gspo_megatron.config.schema import suite_key
-    from gspo_megatron.data.formats import field_map
-    from gspo_megatron.data.inputs import read_inputs
-    from gspo_megatron.environments.episode import gives_rewards
-    from gspo_megatron.environments.registry import check_environment, environment_of, tools_of
-    from gspo_megatron.rewards.registry import (
-        check_answers,
-        check_section,
-        get_reward,
-        suite_rewards,
-    )
-    from gspo_megatron.rollout.teacher import check_teachers
-    from gspo_megatron.rollout.vllm.installed import unserved
-
     inputs = reward = environment = None
     tools: list[dict[str, Any]] = []
     with gathered_in(problems):
@@ -241,13 +252,6 @@ def _check_start(
 ) -> Start | None:
     """Return what the run resumes from. Without inputs, check only the parts that need no
     inputs."""
-    from gspo_megatron.checkpoint.resume import check_given, given_checkpoint, preview
-    from gspo_megatron.config import Config
-    from gspo_megatron.config.hub import model_paths
-    from gspo_megatron.config.schema import suite_key
-    from gspo_megatron.config.stages import StageConfig
-    from gspo_megatron.data.inputs import model_vocab_size
-
     missing = {path for _, path in model_paths(config) if lacks_weights(path)}
     try:
         start = preview(config, fresh=fresh, change=change, command=command)
@@ -304,8 +308,6 @@ _PROBE = "Ünïcode, 12 + 34 = 46;\n\tthe end, 終わり. <|x|> {}[]"
 def check_teacher(config: Config, number: int, tokenizer: Tokenizer) -> None:
     """Raise DataError if the teacher of `objective.distillation` with this number cannot teach the
     policy: its folder is damaged, or its shape or tokenizer differs from the policy's."""
-    from gspo_megatron.data.inputs import model_vocab_size
-    from gspo_megatron.data.tokenizers import load_tokenizer
     from gspo_megatron.hf.files import checked_folder
 
     given = config.objective.distillation.folders[number]
@@ -324,12 +326,6 @@ def check_reward_model(config: Config, reward: RewardSection, key: str) -> None:
     """Raise DataError if the folder of a reward model is damaged or holds no reward model, or if
     its tokenizer is missing or damaged, or belongs to another model. key: the key of the section
     `reward`."""
-    from gspo_megatron.config.scorer import preset_of_scorer
-    from gspo_megatron.data.chat import check_template
-    from gspo_megatron.families.model_shape import shape_of
-    from gspo_megatron.hf.files import checked_folder
-    from gspo_megatron.rollout.reward_model import tokenizer_of
-
     section = reward.model
     if not section.is_on:
         return
@@ -345,6 +341,8 @@ def check_reward_model(config: Config, reward: RewardSection, key: str) -> None:
         raise DataError(f"{source}: {text}; {advice}") from None
     if section.folder is None:
         return
+    from gspo_megatron.hf.files import checked_folder  # imports torch
+
     shape = shape_of(preset_of_scorer(section.folder))
     code = config.model.ignore_custom_code
     assert shape.vocab_size is not None, "config.json has it"
@@ -358,8 +356,6 @@ def check_reward_model(config: Config, reward: RewardSection, key: str) -> None:
 
 def _check_adapters(config: AnyConfig, vocab_size: int) -> None:
     """Raise DataError if the run cannot begin with model.lora.checkpoint. No tensor is read."""
-    from gspo_megatron.checkpoint.resume import given_adapters
-    from gspo_megatron.families.adapter_map import PEFT_CONFIG, adapted_weights
     from gspo_megatron.hf.adapters import fitting_adapters, peft_maps
 
     section, path, shape = config.model.lora, config.model.lora.checkpoint, config.resolved_model()

@@ -28,7 +28,7 @@ def check_packages(config: AnyConfig) -> None:
     """Raise ConfigError if a package cannot be imported: one of the trackers, or vLLM for the
     servers that the run starts on this node."""
     from gspo_megatron.config import Config
-    from gspo_megatron.config.rollout_nodes import rollout_nodes
+    from gspo_megatron.config.servers import rollout_nodes
     from gspo_megatron.observe.trackers import require_packages
 
     problems: list[str] = []

@@ -8,10 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gspo_megatron.cli.arguments import Commands, loading, new_parser
+from gspo_megatron.cli.arguments import DTYPES, Commands, loading, new_parser
 from gspo_megatron.errors import UserError
-from gspo_megatron.families.adapter_map import PEFT_CONFIG
-from gspo_megatron.hf.hub import check_push
 from gspo_megatron.hub import folder_of
 from gspo_megatron.process import ranks
 
@@ -20,7 +18,6 @@ if TYPE_CHECKING:
 
     from gspo_megatron.checkpoint.convert_workers import WorkerShard
 
-_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _MOST_PROCESSES = 64  # on one machine; a layout with more ranks is probably meant for a cluster
 
 
@@ -94,7 +91,7 @@ def add_parser(commands: Commands) -> None:
         direction.add_argument("destination", metavar="DST", type=Path, help="a new folder")
         direction.add_argument(
             "--dtype",
-            choices=tuple(_DTYPES),
+            choices=tuple(DTYPES),
             help="the dtype of all tensors except router biases (default: unchanged)",
         )
 
@@ -103,6 +100,7 @@ def run_import(arguments: argparse.Namespace) -> int:
     with loading():
         from gspo_megatron.checkpoint.convert import hf_to_megatron
         from gspo_megatron.checkpoint.convert_adapters import peft_to_megatron
+        from gspo_megatron.families.adapter_map import PEFT_CONFIG
 
     destination = arguments.destination
     source = folder_of(arguments.source, "SRC", weights=True)
@@ -122,6 +120,7 @@ def run_export(arguments: argparse.Namespace) -> int:
     """Convert to a Hugging Face folder. This process converts alone, or is one of several ranks, or
     launches ranks."""
     from gspo_megatron.config import Layout
+    from gspo_megatron.hf.hub import check_push
 
     if arguments.public and arguments.push is None:
         arguments.parser.error("--public: only with --push")
@@ -224,4 +223,4 @@ def _base(arguments: argparse.Namespace) -> Path | None:
 def _dtype(arguments: argparse.Namespace) -> torch.dtype | None:
     import torch
 
-    return getattr(torch, _DTYPES[arguments.dtype]) if arguments.dtype else None
+    return getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None

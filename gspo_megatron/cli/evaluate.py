@@ -7,12 +7,18 @@ import argparse
 import contextlib
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gspo_megatron.cli import train
-from gspo_megatron.cli.arguments import Commands, add_nproc, new_parser, positive
+from gspo_megatron.cli.arguments import (
+    Commands,
+    add_nproc,
+    add_overrides,
+    new_parser,
+    positive,
+)
 from gspo_megatron.errors import ConfigError, DataError, UserError
 from gspo_megatron.hub import folder_of, name_of, parse_name, tokenizer_in, written
 
@@ -25,16 +31,9 @@ def add_parser(commands: Commands) -> None:
         metavar="SOURCE",
         help="a run folder (its newest checkpoint), a checkpoint, a Hugging Face folder, "
         "ORG/NAME[@REVISION] of the Hub, a configuration, or the URL of an OpenAI-compatible "
-        "server, as http://host:port; "
-        "OPENAI_API_KEY has its key",
+        "server, as http://host:port; OPENAI_API_KEY has its key",
     )
-    parser.add_argument(
-        "overrides",
-        metavar="section.key=value",
-        nargs="*",
-        default=[],
-        help="replaces a value, for example evaluation.suites.aime24.samples=4",
-    )
+    add_overrides(parser, "replaces a value, for example evaluation.suites.aime24.samples=4")
     parser.add_argument(
         "--suite",
         metavar="FILE.yaml[:NAME]",
@@ -118,7 +117,8 @@ def _values(source: Path, suites: dict[str, Any]) -> tuple[dict[str, Any], str]:
     values = _as_rl(values)
     for section in ("parallel", "data", "training", "evaluation", "checkpoint", "logging"):
         values[section] = dict(values.get(section) or {})
-    values["parallel"]["data_parallel_size"] = None  # as many model replicas as --nproc allows
+    # as many model replicas as --nproc allows
+    values["parallel"] |= {"data_parallel_size": None, "layout": _without_dp(values["parallel"])}
     values["data"] |= {"prompts": None, "weights": None}
     values["training"] |= {"steps": 0, "evaluation_interval": 0, "phases": []}
     values["checkpoint"] |= {"interval": 0, "keep_best": 0}
@@ -135,6 +135,15 @@ def _values(source: Path, suites: dict[str, Any]) -> tuple[dict[str, Any], str]:
     if not (values["evaluation"].get("suites") or values["data"].get("eval_prompts")):
         raise UserError(f"{source}: names nothing to evaluate; allowed: --suite FILE.yaml")
     return values, out
+
+
+def _without_dp(parallel: Mapping[str, Any]) -> Any:
+    """Return the value of parallel.layout without dp."""
+    given = parallel.get("layout")
+    if not isinstance(given, str):
+        return given
+    sizes = [each for each in given.split(",") if each.partition("=")[0].strip() != "dp"]
+    return ",".join(sizes) or None
 
 
 def _of_run(folder: Path) -> tuple[dict[str, Any], str]:

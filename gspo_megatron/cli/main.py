@@ -7,6 +7,7 @@ with its traceback. 130: interrupted. 141: the reader of the output closed the p
 from __future__ import annotations
 
 import argparse
+import errno
 from collections.abc import Sequence
 
 import gspo_megatron
@@ -26,6 +27,7 @@ from gspo_megatron.cli import (
     train,
     verify,
 )
+from gspo_megatron.errors import UserError
 from gspo_megatron.process.failures import exit_code_of, make_streams_safe
 from gspo_megatron.process.ranks import join_launcher
 
@@ -41,7 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     join_launcher()
     make_streams_safe()
     arguments = parse(argv)
-    return exit_code_of(lambda: arguments.run(arguments))
+    return exit_code_of(lambda: _run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    try:
+        return arguments.run(arguments)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        raise UserError(f"{error.filename}: {error.strerror}") from error
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

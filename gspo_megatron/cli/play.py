@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.cli.arguments import Commands, add_nproc, config_parser, loading, positive
-from gspo_megatron.cli.check_inputs import all_told, check_all
 from gspo_megatron.errors import ConfigError, printable
 from gspo_megatron.process import ranks
 
@@ -44,6 +43,7 @@ def add_parser(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the episodes. Raises UserError with all problems of the configuration and its files."""
+    from gspo_megatron.cli.check_inputs import all_told, check_all
     from gspo_megatron.config import load_config
     from gspo_megatron.config.hub import fetch_weights
 
@@ -76,6 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _check(config: Config, world_size: int, told: Sequence[str]) -> None:
     """Check the part of a configuration whose values are valid. told: the problems of the values
     that are not valid."""
+    from gspo_megatron.cli.check_inputs import check_all
+
     check_all(_as_played(config), world_size, told=told)
 
 

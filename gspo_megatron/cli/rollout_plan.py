@@ -104,7 +104,8 @@ def run(arguments: argparse.Namespace) -> int:
     from gspo_megatron.estimate import rollout_plan as plan
 
     config: Any = load_any_config(arguments.config, arguments.overrides, "rl")
-    slots = config.rollout.vllm.options.get("max_num_seqs", _SLOTS)
+    options = {name.replace("-", "_"): n for name, n in config.rollout.vllm.options.items()}
+    slots = options.get("max_num_seqs", _SLOTS)
     if type(slots) is not int or slots < 1:
         raise UserError(f"rollout.vllm.options.max_num_seqs = {slots!r}: not a positive integer")
     seconds = arguments.train_seconds * (len(arguments.servers) // len(arguments.train_seconds))

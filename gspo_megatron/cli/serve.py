@@ -12,12 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.cli.arguments import Commands, integer, new_parser
+from gspo_megatron.cli.arguments import DTYPES, Commands, integer, new_parser
 from gspo_megatron.errors import DataError, UserError
 from gspo_megatron.files import WRONG_VALUES, parse_json
 from gspo_megatron.hub import folder_of
 
-_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _OWN_OPTIONS = ("model", "host", "port", "dtype")
 
 
@@ -64,7 +63,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--port", type=port, help="the port to listen on (default: a free one)")
     parser.add_argument(
         "--dtype",
-        choices=tuple(_DTYPES),
+        choices=tuple(DTYPES),
         help="the precision to compute in (default: that of the weights)",
     )
 
@@ -104,7 +103,7 @@ def _serve(arguments: argparse.Namespace, folder: Path, options: dict[str, Any])
 
     config = _config_of(folder)
     own = "float32" if config.get("dtype", config.get("torch_dtype")) == "float32" else "bfloat16"
-    dtype = _DTYPES[arguments.dtype] if arguments.dtype else own
+    dtype = DTYPES[arguments.dtype] if arguments.dtype else own
     scores = is_score_model(config)
     command = standalone.reward_server_command if scores else standalone.server_command
     words, environ = command(folder, _python(arguments), dtype, options)

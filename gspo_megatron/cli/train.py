@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.cli.arguments import Commands, add_nproc, config_parser, loading, not_negative
-from gspo_megatron.cli.check_inputs import Checked, all_told, check_all, check_run
 from gspo_megatron.errors import UserError
 from gspo_megatron.process import ranks
 from gspo_megatron.process.cores import usable_cores
@@ -23,6 +22,7 @@ from gspo_megatron.process.nodes import node_of_job, wait_for_master
 from gspo_megatron.process.signals import SAVES
 
 if TYPE_CHECKING:
+    from gspo_megatron.cli.check_inputs import Checked
     from gspo_megatron.config import Config
     from gspo_megatron.config.stages import AnyConfig
     from gspo_megatron.process.nodes import Node
@@ -79,6 +79,7 @@ def run(name: str, arguments: argparse.Namespace) -> int:
     Returns the exit code. Raises UserError with all problems of the configuration, its files or the
     run to resume, before any process group or other process exists.
     """
+    from gspo_megatron.cli.check_inputs import all_told, check_all, check_run
     from gspo_megatron.config import check_config, load
     from gspo_megatron.config.hub import fetch_weights, hold_commits
     from gspo_megatron.config.phases import phase_configs
@@ -87,7 +88,10 @@ def run(name: str, arguments: argparse.Namespace) -> int:
     change = getattr(arguments, "change", False)
     node = node_of_job(os.environ)
     rank_of = ranks.world_size_of_rank(os.environ)
-    if getattr(arguments, "from_step", None) is not None:
+    if getattr(arguments, "from_step", None) is None:
+        if getattr(arguments, "only_make", False):
+            arguments.parser.error("--only-make: only with --from-step")
+    else:
         arguments.config, arguments.overrides = _branch(arguments, rank_of, node), []
         if arguments.only_make:
             return 0
@@ -114,7 +118,7 @@ def run(name: str, arguments: argparse.Namespace) -> int:
     elif stage == "rl":
         for phase in phase_configs(config):
             check_config(phase, world_size, for_training=True)
-        fetch_weights(config)
+            fetch_weights(phase)
     else:
         config, inputs = check_all(config, world_size, fresh=fresh)
         fetch_weights(config)

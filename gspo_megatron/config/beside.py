@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from gspo_megatron.config.section import Section
 from gspo_megatron.errors import problem
 from gspo_megatron.plugins import MODULES_VARIABLE
 
@@ -32,17 +33,20 @@ _INPUTS = (
 _OF_SUITE = ("prompts", *_REWARD)
 _OTHERS = ("logging.dir", "export.hf_path", "evaluation.suites.*.prompts")
 _ENDINGS = ("", ".idx")  # a corpus is named by the prefix of its files
+_LONGEST_NAME = 255  # bytes of a file's or folder's name
 
 Place = tuple[str, Any, Any]  # a key, the list or dict that holds the value, and its index there
 
 
 def places(values: Any, keys: Iterable[str]) -> Iterator[Place]:
-    """Yield the place of each text in the values of these keys. `*` stands for any name."""
+    """Yield the place of each text in the values of these keys, plain values or sections. `*`
+    stands for any name."""
     for key in keys:
         yield from _below(values, key.split("."), "")
 
 
 def _below(node: Any, parts: list[str], above: str) -> Iterator[Place]:
+    node = vars(node) if isinstance(node, Section) else node
     if not isinstance(node, Mapping):
         return
     first, *rest = parts
@@ -98,14 +102,19 @@ def suites_beside(suites: Mapping[Any, Any], file: Path, above: str = "") -> dic
     return found
 
 
-def nul_problems(values: Mapping[str, Any]) -> list[str]:
-    """Return a line for each path that holds a NUL character. The system's own error would not name
-    the key."""
-    return [
-        problem(key, holder[at], "a path cannot contain a NUL character")
-        for key, holder, at in places(values, (*_INPUTS, *_OTHERS))
-        if "\0" in holder[at]
-    ]
+def path_problems(values: Mapping[str, Any]) -> list[str]:
+    """Return a line for each path that no file system can have. The system's own error would not
+    name the key."""
+    problems = []
+    for key, holder, at in places(values, (*_INPUTS, *_OTHERS)):
+        names = holder[at].encode(errors="surrogatepass").split(b"/")
+        longest = max(map(len, names))
+        if "\0" in holder[at]:
+            problems.append(problem(key, holder[at], "a path cannot contain a NUL character"))
+        elif longest > _LONGEST_NAME:
+            wrong = f"a name in it has {longest} bytes; allowed: {_LONGEST_NAME} at most"
+            problems.append(problem(key, holder[at], wrong))
+    return problems
 
 
 def _of_path(key: str, value: str, file: Path) -> str:

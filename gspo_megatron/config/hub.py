@@ -94,16 +94,7 @@ def fetch_weights(config: Any) -> None:
 
 def model_paths(config: Any) -> Iterator[tuple[str, str]]:
     """Yield the keys and paths of a loaded configuration that name models to load."""
-    values: dict[str, Any] = {"model": vars(config.known("model") or config).copy()}
-    lora = values["model"].get("lora")
-    values["model"]["lora"] = {} if lora is None else dict(vars(lora))
-    distillation = getattr(config.known("objective"), "distillation", None)
-    if distillation is not None:
-        teachers = {name: dict(vars(each)) for name, each in distillation.teachers.items()}
-        values["objective"] = {"distillation": {**vars(distillation), "teachers": teachers}}
-    if (scorer := getattr(config.known("reward"), "model", None)) is not None:
-        values["reward"] = {"model": dict(vars(scorer))}
-    for key, holder, at in places(values, _KEYS["model"]):
+    for key, holder, at in places(config, _KEYS["model"]):
         if key.startswith(_OF_WEIGHTS):
             yield key, holder[at]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any, TypeVar, overload
 
 from pydantic import BaseModel, ValidationError
 
-from gspo_megatron.config.beside import nul_problems, suites_beside, with_paths_beside
+from gspo_megatron.config.beside import path_problems, suites_beside, with_paths_beside
 from gspo_megatron.config.hub import with_folders
 from gspo_megatron.config.known import known_part
 from gspo_megatron.config.megatron_fields import MEGATRON_CLASSES, megatron_problems
+from gspo_megatron.config.model_rules import value_at
 from gspo_megatron.config.parallel import expand_layout
 from gspo_megatron.config.phases import phase_problems, phases_of, values_of_phase
 from gspo_megatron.config.renamed import RENAMED, warn_of_old_names, with_new_names
@@ -74,7 +76,7 @@ def parse_config(
     raw, wrong = apply_overrides(values, overrides)
     raw, unread = with_suites_of_files(raw)
     problems += wrong + [line for line in unread if line not in problems]
-    problems += nul_problems(raw)
+    problems += path_problems(raw)
     raw, wrong = with_folders(raw, name)
     problems += wrong
     for section in schema.model_fields:
@@ -88,7 +90,7 @@ def parse_config(
     config, errors, of_fields = None, [], []
     try:
         config = schema.model_validate(raw)
-        problems += _problems_of_phases(config)
+        problems += _problems_of_phases(config, name)
     except ValidationError as error:
         errors = error.errors(include_url=False)
     for dotted in MEGATRON_CLASSES:
@@ -103,9 +105,9 @@ def parse_config(
     return _with_folder(config, name)
 
 
-def _problems_of_phases(config: Any) -> list[str]:
+def _problems_of_phases(config: Any, name: str) -> list[str]:
     """Return a line for each mistake in training.phases. Both the order of the phases and their
-    values may have mistakes."""
+    values may have mistakes. name: the name of the default run folder."""
     phases = phases_of(config)
     problems, known = list(phase_problems(config)), set[str]()
     if problems or not phases:
@@ -114,7 +116,7 @@ def _problems_of_phases(config: Any) -> list[str]:
     values["training"] = values["training"] | {"phases": []}
     for i in range(len(phases)):
         try:
-            parse_config(values_of_phase(values, phases[: i + 1]))
+            parse_config(values_of_phase(values, phases[: i + 1]), (), name)
         except ConfigError as error:  # a phase repeats the mistakes of the phase before
             problems += [f"training.phases[{i}]: {e}" for e in error.problems if e not in known]
             known.update(error.problems)
@@ -240,7 +242,8 @@ def parse_suites(suites: Mapping[str, Any], overrides: Sequence[str]) -> Evaluat
         problems.append(f"{other}: nothing reads it without a model; allowed: evaluation.key=value")
     try:
         section = EvaluationSection.model_validate(raw["evaluation"])
-        problems += [problem(*each) for each in suite_problems(section)]
+        for key, wrong in suite_problems(section):
+            problems.append(problem(key, value_at(section, key.partition(".")[2]), wrong))
     except ValidationError as error:
         for item in _of_one_form(error.errors(include_url=False)):
             item["loc"] = ("evaluation", *item["loc"])
@@ -254,7 +257,7 @@ def suites_of_file(given: str) -> dict[str, Any]:
     """Return the suites of FILE.yaml by name, or only the suite NAME of FILE.yaml:NAME. Raises
     ConfigError."""
     path, name = given, ""
-    if not Path(given).exists() and ":" in given:
+    if not os.path.exists(given) and ":" in given:  # False for an impossible name, too
         path, _, name = given.rpartition(":")
     suites = read_mapping(Path(path), what="file of suites")
     if name and name not in suites:
@@ -311,8 +314,8 @@ def _read_mapping(path: Path, overrides: Sequence[str], what: str) -> dict[str, 
         problems = [f"{path}: no such {what}"]
     except UnicodeDecodeError as error:
         problems = [f"{path}: not a text file: {error}"]
-    except OSError as error:
-        problems = [f"{path}: cannot be read: {error.strerror}"]
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the file's name
+        problems = [f"{path}: cannot be read: {getattr(error, 'strerror', error)}"]
     raise ConfigError(problems + apply_overrides({}, overrides)[1])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from gspo_megatron.config.section import HubPath, NotNegative, Paths, Section, shapes
+from gspo_megatron.config.section import HubPath, NotNegative, Section, Texts, shapes
 from gspo_megatron.errors import format_value
 
 
@@ -19,7 +19,7 @@ class LoraSection(Section):
         "the product of an adapter's matrices is scaled by alpha / rank; null: alpha = rank",
         gt=0,
     )
-    targets: Paths = shapes(
+    targets: Texts = shapes(
         ["all"],
         "which matrices have an adapter: attention, mlp (of dense layers), experts (routed and "
         "shared), all (these three), or a list of these and of names such as q_proj, linear_qkv, "

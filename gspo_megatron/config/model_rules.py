@@ -45,10 +45,14 @@ class Plan:
             return self.world_size
         if key.startswith("model.megatron."):
             return self.shape.megatron.get(key.rpartition(".")[2])
-        value: Any = self.config
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else getattr(value, part)
-        return value
+        return value_at(self.config, key)
+
+
+def value_at(section: Any, key: str) -> Any:
+    """Return the value of a key of a section, such as "filter.field"."""
+    for part in key.split("."):
+        section = section.get(part) if isinstance(section, dict) else getattr(section, part)
+    return section
 
 
 # A rule yields a key and what is wrong with its value. The text ends with a semicolon and the

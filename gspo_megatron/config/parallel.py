@@ -1,4 +1,5 @@
-"""The layout: the number of ranks for each axis of the model and the batch."""
+"""The layout: the number of ranks for each axis of the model and the batch, and the section
+`parallel`."""
 
 from __future__ import annotations
 
@@ -7,6 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from pydantic import field_validator
+
+from gspo_megatron.config.section import Positive, Section, Text, harmless
 from gspo_megatron.errors import ConfigError, problem, suggest
 
 if TYPE_CHECKING:
@@ -22,6 +26,42 @@ LAYOUT_KEYS: dict[str, str] = {
     "cp": "context_parallel_size",
     "dp": "data_parallel_size",
 }
+
+
+class ParallelSection(Section):
+    """Over how many ranks each axis is split."""
+
+    layout: Text | None = harmless(None, 'short form of the sizes below, as in "tp=2,pp=2,ep=2"')
+    tensor_model_parallel_size: Positive = harmless(1, "tp: shards of every matrix")
+    pipeline_model_parallel_size: Positive = harmless(1, "pp: stages of the layer stack")
+    virtual_pipeline_model_parallel_size: Positive | None = harmless(
+        None, "vpp: chunks of layers in each stage (interleaved schedule)"
+    )
+    expert_model_parallel_size: Positive = harmless(1, "ep: shards of the set of experts")
+    expert_tensor_parallel_size: Positive | None = harmless(
+        None,
+        "etp: shards of every expert's matrices; null: 1 (the default of Megatron-Core is tp). "
+        "Expert matrices are small: splitting them costs communication and saves nothing that ep "
+        "does not save",
+    )
+    context_parallel_size: Positive = harmless(1, "cp: shards of every sequence")
+    sequence_parallel: bool | None = harmless(None, "split activations over tp; null: on if tp > 1")
+    data_parallel_size: Positive | None = harmless(
+        None, "dp: copies of the model; null: world size / (tp * pp * cp)"
+    )
+    ddp: dict[str, Any] = harmless({}, "fields of the installed DistributedDataParallelConfig")
+
+    @field_validator("virtual_pipeline_model_parallel_size")
+    @classmethod
+    def _one_chunk_is_none(cls, value: int | None) -> int | None:
+        """Turn 1 into None: one chunk for each stage means no interleaving."""
+        return None if value == 1 else value
+
+    def uses_sequence_parallel(self) -> bool:
+        """The value of `sequence_parallel` with its default filled in."""
+        if self.sequence_parallel is None:
+            return self.tensor_model_parallel_size > 1
+        return self.sequence_parallel
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from gspo_megatron.config.hub import with_folders
 from gspo_megatron.config.section import Positive, Section, harmless, shapes
 
 PHASES = (
@@ -99,7 +100,9 @@ def at_step(config: Any, step: int) -> Any:
     current = phases[: phase_number(config, step) + 1]
     if not any(phase.values() for phase in current):
         return config
-    return type(config).model_validate(values_of_phase(config.model_dump(), current))
+    # plain data has names of the Hub in place of folders, and a phase may name more of them
+    values, _ = with_folders(values_of_phase(config.model_dump(), current), "")
+    return type(config).model_validate(values)
 
 
 def phase_configs(config: Any) -> list[Any]:

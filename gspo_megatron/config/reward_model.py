@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from gspo_megatron.config.section import Positive, Section, Text, harmless, shapes
+from gspo_megatron.config.section import HubPath, Positive, Section, Text, harmless, shapes
 
 if TYPE_CHECKING:
     from gspo_megatron.config.schema import RewardSection
@@ -19,7 +19,7 @@ _BATCH = 16
 class RewardModelSection(Section):
     """A model of preferences that scores each response with one number."""
 
-    folder: Text | None = shapes(
+    folder: HubPath | None = shapes(
         None,
         "Hugging Face folder of a ...ForSequenceClassification model with one label, or "
         "ORG/NAME[@REVISION] of the Hub; the training ranks compute its scores between rollout and "
@@ -30,7 +30,7 @@ class RewardModelSection(Section):
         "a server that gives the scores of a reward model by vLLM's /classify, as "
         "http://host:port; null: none",
     )
-    tokenizer: Text | None = shapes(
+    tokenizer: HubPath | None = shapes(
         None,
         "Hugging Face folder with the model's own tokenizer and chat template, or "
         "ORG/NAME[@REVISION] of the Hub; null: the tokenizer in folder",
@@ -72,30 +72,27 @@ class RewardModelSection(Section):
         return self.tokenizer or self.folder or ""
 
 
-def reward_model_problems(reward: RewardSection) -> Iterator[tuple[str, Any, str]]:
-    """Yield the problems of reward.model: the key below `reward`, its value, and what is wrong."""
+def reward_model_problems(reward: RewardSection) -> Iterator[tuple[str, str]]:
+    """Yield the problems of reward.model: the key below `reward`, and what is wrong."""
     given = reward.model
     if not given.is_on:
         if reward.name == REWARD_MODEL and reward.import_path is None:
             wrong = "needs a model that scores; allowed: reward.model.url or reward.model.folder"
-            yield "name", reward.name, wrong
-        for name, field in RewardModelSection.model_fields.items():
-            if (value := getattr(given, name)) != field.get_default():
-                wrong = "nothing reads it without reward.model.url or reward.model.folder"
-                yield f"model.{name}", value, f"{wrong}; allowed: leave it out"
+            yield "name", wrong
+        wrong = "nothing reads it without reward.model.url or reward.model.folder"
+        for name, _ in given.unread(RewardModelSection.model_fields, wrong):
+            yield f"model.{name}", f"{wrong}; allowed: leave it out"
         return
     if given.url is not None:
         if given.folder is not None:
-            wrong = "reward.model.folder names a model already; allowed: one of them"
-            yield "model.url", given.url, wrong
+            yield "model.url", "reward.model.folder names a model already; allowed: one of them"
         if not re.fullmatch(r"https?://[^/\s]+/?", given.url):
-            yield "model.url", given.url, "allowed: http://host:port"
+            yield "model.url", "allowed: http://host:port"
         if given.tokenizer is None:
             wrong = "reward.model.url needs the model's own tokenizer, which makes the tokens"
-            yield "model.tokenizer", None, f"{wrong}; allowed: a Hugging Face folder"
+            yield "model.tokenizer", f"{wrong}; allowed: a Hugging Face folder"
     elif given.batch_size != _BATCH:
-        wrong = "nothing reads it without reward.model.url"
-        yield "model.batch_size", given.batch_size, f"{wrong}; allowed: {_BATCH}"
+        yield "model.batch_size", f"nothing reads it without reward.model.url; allowed: {_BATCH}"
     if given.chat_template is False and given.chat_template_options:
-        wrong = "nothing reads it with chat_template = false"
-        yield "model.chat_template_options", given.chat_template_options, f"{wrong}; allowed: {{}}"
+        wrong = "nothing reads it with chat_template = false; allowed: {}"
+        yield "model.chat_template_options", wrong

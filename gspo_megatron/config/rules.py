@@ -1,22 +1,19 @@
 """Rules that several keys must satisfy together, checked before any process group exists.
 
 Megatron-Core also finds most of these problems. But it reports one problem at a time, on all ranks,
-minutes after the start. The rules for model, layout and precision are in model_rules.py.
+minutes after the start. The rules for model, layout and precision are in model_rules.py, and those
+for servers in server_rules.py.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import re
 import shutil
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.config.collapse import STEP_BITS
-from gspo_megatron.config.lora_rules import ADAPTER_OPTIONS, adapters_are_served
 from gspo_megatron.config.model_rules import MODEL_RULES, Plan, Problems, Rule, unread
 from gspo_megatron.config.objectives import (
     learns_from_parts,
@@ -24,10 +21,15 @@ from gspo_megatron.config.objectives import (
     resolve_objective,
 )
 from gspo_megatron.config.precision import tokens_multiple
-from gspo_megatron.config.preference_rules import model_gives_tokens, preferences_are_sound
-from gspo_megatron.config.reward_model_rules import reward_model_divides, reward_model_fits
-from gspo_megatron.config.rollout_nodes import VARIABLE, rollout_nodes
-from gspo_megatron.config.schema import SINGLE_TURN, Config
+from gspo_megatron.config.schema import SINGLE_TURN, STEP_BITS, Config
+from gspo_megatron.config.scorer import reward_model_divides, reward_model_fits
+from gspo_megatron.config.server_rules import (
+    adapters_are_served,
+    rollout_nodes_are_used,
+    servers_are_there,
+    servers_do_what_the_trainer_does,
+    staleness_fits,
+)
 from gspo_megatron.config.stages import (
     AnyConfig,
     FineTuningConfig,
@@ -39,7 +41,6 @@ from gspo_megatron.config.suite_rules import suites_fit
 from gspo_megatron.errors import (
     ConfigError,
     did_you_mean,
-    format_value,
     gathered_in,
     nearest,
     problem,
@@ -132,9 +133,8 @@ def checkpoints_can_be_kept(plan: Plan) -> Problems:
 
 # The names of a suite's figures. They are repeated here, because config cannot import
 # evaluation.scores.
-_SUITE_FIGURES = (
-    *("mean", "ci_low", "ci_high", "truncated", "length", "problems", "failed", "left_out"),
-)
+_SUITE_FIGURES = ["mean", "ci_low", "ci_high", "truncated", "length", "problems", "failed"]
+_SUITE_FIGURES += ["left_out"]
 
 
 def _best_metric_is_measured(plan: Plan) -> Problems:
@@ -225,13 +225,6 @@ def rollouts_fit(plan: Plan) -> Problems:
         yield "data.max_prompt_tokens", f"{wrong}; allowed: at most {longest - response}"
 
 
-# Options of a server that the run itself decides.
-_OWN_OPTIONS = {
-    "model", "host", "port", "served_model_name", "dtype", "max_model_len", "logprobs_mode",
-    "tensor_parallel_size", "tokenizer", "worker_extension_cls",
-}  # fmt: skip
-
-
 def environment_is_one(plan: Plan) -> Problems:
     """Check that only one key names the environment, and that verifiers has an interpreter."""
     section, key = plan.config.environment, "environment.python"
@@ -250,102 +243,6 @@ def environment_is_one(plan: Plan) -> Problems:
         yield key, "environment.verifiers needs the interpreter that has the package verifiers"
     elif plan.here and shutil.which(section.python) is None:
         yield key, "no such program; allowed: the interpreter of an environment that has verifiers"
-
-
-def staleness_fits(plan: Plan) -> Problems:
-    """Check that keys for stale responses are set only if responses can be stale."""
-    rollout, bound = plan.config.rollout, plan.config.objective.max_token_staleness
-    if rollout.kv_after_update != "recompute" and not rollout.staleness:
-        wrong = "with max_staleness = 0 no response runs during an update; allowed: recompute"
-        yield "rollout.kv_after_update", wrong
-    if bound is not None and bound >= rollout.staleness:
-        wrong = f"no token is more than {rollout.staleness} updates old; allowed: null"
-        below = f", or 0 to {rollout.staleness - 1}" if rollout.staleness else ""
-        yield "objective.max_token_staleness", f"{wrong}{below}"
-    if rollout.engine != "vllm" and rollout.max_staleness:
-        wrong = "the model that is trained draws the responses itself; allowed: 0, or engine = vllm"
-        yield "rollout.max_staleness", wrong
-
-
-def servers_are_there(plan: Plan) -> Problems:
-    """Check that a run with rollout.engine: vllm starts servers or names running servers. With
-    another engine, check that no key of servers is set."""
-    engine, servers = plan.config.rollout.engine, plan.config.rollout.vllm
-    defaults = {
-        name: field.get_default(call_default_factory=True)
-        for name, field in type(servers).model_fields.items()
-    }
-    given = [name for name, default in defaults.items() if getattr(servers, name) != default]
-    if engine != "vllm":
-        for name in given:
-            legal = f"{format_value(defaults[name])}, or engine = vllm"
-            wrong = f"nothing reads it with rollout.engine = {engine}"
-            yield f"rollout.vllm.{name}", f"{wrong}; allowed: {legal}"
-        return
-    if bool(servers.servers) == bool(servers.urls):
-        wrong = "rollout.vllm.urls names running ones" if servers.urls else "there are no servers"
-        yield "rollout.vllm.servers", f"{wrong}; allowed: from 1, or 0 with rollout.vllm.urls"
-    for url in servers.urls:
-        if not re.fullmatch(r"https?://[^/\s]+/?", url):
-            yield "rollout.vllm.urls", f"{url}: allowed: http://host:port"
-    for url, count in Counter(url.rstrip("/").lower() for url in servers.urls).items():
-        if count > 1:
-            yield "rollout.vllm.urls", f"{url} is listed {count} times; allowed: each server once"
-    for name in ("tensor_parallel_size", "python", "options") if servers.urls else ():
-        if name in given:
-            yield (
-                f"rollout.vllm.{name}",
-                "is for servers that the run starts; allowed: leave it out",
-            )
-    if plan.here and servers.python is not None and shutil.which(servers.python) is None:
-        wrong = "no such program; allowed: the interpreter of an environment that has vLLM"
-        yield "rollout.vllm.python", wrong
-    own = _OWN_OPTIONS | (ADAPTER_OPTIONS if servers.takes_adapters else set())
-    for name in sorted(own & {key.replace("-", "_") for key in servers.options}):
-        yield f"rollout.vllm.options.{name}", "the run sets it itself; allowed: leave it out"
-
-
-def servers_do_what_the_trainer_does(plan: Plan) -> Problems:
-    """Check that the settings of vLLM match the trainer's.
-
-    vLLM must sample from the distribution for which the trainer computes log-probs, and must
-    support the features that the configuration uses.
-    """
-    rollout = plan.config.rollout
-    if rollout.engine != "vllm":
-        return
-    for name, usual in (("top_p", 1.0), ("top_k", 0)):
-        if getattr(rollout, name) != usual:
-            wrong = "vLLM normalizes log-probs over the tokens that are left, the trainer over all"
-            yield f"rollout.{name}", f"{wrong}; allowed with engine = vllm: {usual}"
-    if rollout.batch_size is not None:
-        wrong = (
-            "nothing reads it with engine = vllm; allowed: null, and max_num_seqs in vllm.options"
-        )
-        yield "rollout.batch_size", wrong
-    if rollout.stop and not Path(plan.config.data.tokenizer).is_dir():
-        wrong = "to find texts, vLLM needs a Hugging Face tokenizer folder as data.tokenizer"
-        yield "rollout.stop", f"{wrong}; allowed: []"
-    if plan.config.routing.rollout_noise:
-        wrong = "is for the in-process engine; allowed with rollout.engine = vllm: 0.0"
-        yield "routing.rollout_noise", wrong
-    shape = plan.shape
-    try:
-        family_of_shape(shape)
-    except ConfigError as error:
-        yield "rollout.engine", f"servers need a Hugging Face model: {error.problems[0]}"
-
-
-def rollout_nodes_are_used(plan: Plan) -> Problems:
-    """Check that the nodes that only serve rollouts have servers, the same number on each."""
-    names = rollout_nodes() if plan.here else []
-    rollout = plan.config.rollout
-    count, given = rollout.vllm.servers, f"of {VARIABLE} = {','.join(names)}"
-    if names and rollout.engine != "vllm":
-        yield "rollout.engine", f"nothing runs on the nodes {given}; allowed with them: vllm"
-    elif names and (count == 0 or count % len(names)):
-        wrong = f"does not spread evenly over the {len(names)} nodes {given}"
-        yield "rollout.vllm.servers", f"{wrong}; allowed: multiples of {len(names)}"
 
 
 def rewards_are_shaped(plan: Plan) -> Problems:
@@ -443,6 +340,40 @@ def examples_are_sound(plan: Plan) -> Problems:
         yield "data.prompt_field", "data.template makes the prompt; allowed: prompt"
     if data.max_tokens is not None and data.max_tokens > (most := plan.shape.max_sequence_length):
         yield "data.max_tokens", f"more than max_sequence_length = {most}; allowed: at most that"
+
+
+def preferences_are_sound(plan: Plan) -> Problems:
+    """Check that no key is set that the loss or the data format does not use, and that the model's
+    head can be trained."""
+    data, preference = plan.config.data, plan.config.preference
+    regression = preference.loss == "regression"
+    of_ratings, of_pairs = ("response_field", "rating_field"), ("chosen_field", "rejected_field")
+    idle = (*of_pairs, "margin_field") if regression else of_ratings
+    reason = f"nothing reads it with preference.loss = {preference.loss}"
+    if data.format is not None:
+        idle = (*of_ratings, *of_pairs, "prompt_field")
+        reason = f"data.format = {data.format} names the fields"
+    yield from unread(plan, "data", idle, reason)
+    if data.format is not None and (data.format == "helpsteer") != regression:
+        legal = "helpsteer" if regression else "another format"
+        wrong = f"its rows are {'pairs' if regression else 'ratings'}"
+        yield "data.format", f"{wrong}; allowed with preference.loss = {preference.loss}: {legal}"
+    if regression and preference.center_coefficient:
+        wrong = "the ratings already fix the level of the scores"
+        yield "preference.center_coefficient", f"{wrong}; allowed with loss = regression: 0.0"
+    if data.max_tokens is not None and data.max_tokens > (most := plan.shape.max_sequence_length):
+        yield "data.max_tokens", f"more than max_sequence_length = {most}; allowed: at most that"
+    if plan.config.model.lora.rank:
+        wrong = "a preference model trains all weights: its new head has no place in an adapter"
+        yield "model.lora.rank", f"{wrong}; allowed: 0"
+
+
+def model_gives_tokens(plan: Plan) -> Problems:
+    """Check that the model is a language model. A preference model gives scores and no tokens."""
+    if plan.shape.scores:
+        key = "hf_path" if plan.config.model.hf_path is not None else "checkpoint_path"
+        wrong = "holds a preference model, which gives scores and no tokens"
+        yield f"model.{key}", f"{wrong}; allowed: a model that ends in ForCausalLM"
 
 
 def prompts_are_sound(plan: Plan) -> Problems:

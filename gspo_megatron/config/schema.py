@@ -5,15 +5,13 @@ Rules for several keys together are in rules.py; pre-training and fine-tuning ar
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, model_validator
 
-from gspo_megatron.config.collapse import CollapseKeys
 from gspo_megatron.config.lora import LoraSection
 from gspo_megatron.config.objectives import ObjectiveSection
-from gspo_megatron.config.parallel import LAYOUT_KEYS, Layout, expand_layout
+from gspo_megatron.config.parallel import LAYOUT_KEYS, Layout, ParallelSection
 from gspo_megatron.config.phases import PHASES, Phase
 from gspo_megatron.config.precision import Precision
 from gspo_megatron.config.reward_model import RewardModelSection
@@ -109,52 +107,6 @@ class ModelSection(Section):
         ConfigError."""
         hf = config_of_weights(self.hf_path, self.checkpoint_path)
         return family_of_shape(shape) if hf is None else family_of(hf)
-
-
-class ParallelSection(Section):
-    """Over how many ranks each axis is split."""
-
-    layout: Text | None = harmless(None, 'short form of the sizes below, as in "tp=2,pp=2,ep=2"')
-    tensor_model_parallel_size: Positive = harmless(1, "tp: shards of every matrix")
-    pipeline_model_parallel_size: Positive = harmless(1, "pp: stages of the layer stack")
-    virtual_pipeline_model_parallel_size: Positive | None = harmless(
-        None, "vpp: chunks of layers in each stage (interleaved schedule)"
-    )
-    expert_model_parallel_size: Positive = harmless(1, "ep: shards of the set of experts")
-    expert_tensor_parallel_size: Positive | None = harmless(
-        None,
-        "etp: shards of every expert's matrices; null: 1 (the default of Megatron-Core is tp). "
-        "Expert matrices are small: splitting them costs communication and saves nothing that ep "
-        "does not save",
-    )
-    context_parallel_size: Positive = harmless(1, "cp: shards of every sequence")
-    sequence_parallel: bool | None = harmless(None, "split activations over tp; null: on if tp > 1")
-    data_parallel_size: Positive | None = harmless(
-        None, "dp: copies of the model; null: world size / (tp * pp * cp)"
-    )
-    ddp: dict[str, Any] = harmless({}, "fields of the installed DistributedDataParallelConfig")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_from_layout(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        filled, problems = expand_layout(values)
-        if problems:
-            raise PydanticCustomError("layout", "{text}", {"text": "\n".join(problems)})
-        return filled
-
-    @field_validator("virtual_pipeline_model_parallel_size")
-    @classmethod
-    def _one_chunk_is_none(cls, value: int | None) -> int | None:
-        """Turn 1 into None: one chunk for each stage means no interleaving."""
-        return None if value == 1 else value
-
-    def uses_sequence_parallel(self) -> bool:
-        """The value of `sequence_parallel` with its default filled in."""
-        if self.sequence_parallel is None:
-            return self.tensor_model_parallel_size > 1
-        return self.sequence_parallel
 
 
 class DataSection(Section):
@@ -388,7 +340,13 @@ class RunSection(Section):
     )
 
 
-class TrainingSection(RunSection, CollapseKeys):
+# The seed of a sample holds the step and the number of rollbacks in 32 bits: see
+# `ReinforcementLoop._draw_number`.
+STEP_BITS = 24
+Rollbacks = Annotated[int, Field(ge=0, lt=1 << (32 - STEP_BITS))]
+
+
+class TrainingSection(RunSection):
     """The run itself."""
 
     steps: NotNegative = key(
@@ -404,6 +362,15 @@ class TrainingSection(RunSection, CollapseKeys):
         "none",
     )
     phases: list[Phase] = harmless([], PHASES)
+    on_collapse: Literal["warn", "stop", "rollback"] = harmless(
+        "warn",
+        "what the run does when its policy collapses (docs/campaigns.md): it prints one "
+        "warning (warn), saves and ends (stop), or goes back to the last healthy checkpoint and "
+        "continues with other samples and prompts (rollback)",
+    )
+    max_rollbacks: Rollbacks = harmless(
+        2, "largest number of rollbacks of a run; the next collapse ends the run, as with stop"
+    )
 
 
 class WindowSection(Section):

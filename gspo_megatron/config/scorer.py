@@ -1,11 +1,15 @@
-"""A frozen preference model beside the trained model: its configuration, and whether it fits."""
+"""A reward model beside the trained model: the rules for its keys, and the configuration of a model
+in a folder."""
 
 from __future__ import annotations
 
+import re
 from typing import TypeVar
 
-from gspo_megatron.config.model_rules import MODEL_RULES, Plan, experts_divide
+from gspo_megatron.config.model_rules import MODEL_RULES, Plan, Problems, experts_divide
+from gspo_megatron.config.objectives import learns_from_parts
 from gspo_megatron.config.precision import base_precision
+from gspo_megatron.config.reward_model import reward_model_problems
 from gspo_megatron.config.schema import ModelSection, RunConfig
 from gspo_megatron.errors import ConfigError, problem
 from gspo_megatron.families.model_shape import ModelPreset
@@ -53,3 +57,29 @@ def scorer_problems(config: RunConfig, folder: str, world_size: int) -> list[str
     except ConfigError as error:
         return error.problems
     return [problem(key, value, f"the model in {folder}: {wrong}") for key, value, wrong in found]
+
+
+def reward_model_fits(plan: Plan) -> Problems:
+    """Check that a reward model can score the run's responses."""
+    config = plan.config
+    for key, wrong in reward_model_problems(config.reward):
+        yield f"reward.{key}", wrong
+    if not config.reward.model.is_on:
+        return
+    if config.environment.has_episodes:
+        source = "url" if config.reward.model.url is not None else "folder"
+        wrong = "a reward model scores a prompt and one response, not an environment's episodes"
+        yield f"reward.model.{source}", f"{wrong}; allowed: null"
+    if learns_from_parts(config.objective) and config.reward.model.normalize != "none":
+        wrong = "objective.advantage = gdpo normalises each part of the reward by itself"
+        yield "reward.model.normalize", f"{wrong}; allowed: none"
+
+
+def reward_model_divides(plan: Plan) -> Problems:
+    """Check the folder of a reward model, and that the layout divides the model."""
+    folder = plan.config.reward.model.folder
+    lines = [] if folder is None else scorer_problems(plan.config, folder, plan.world_size)
+    if lines:
+        named = r"^(model\.hf_path|architectures)"
+        raise ConfigError([re.sub(named, "reward.model.folder", each) for each in lines])
+    yield from ()

@@ -25,19 +25,15 @@ NotNegative = Annotated[int, Field(ge=0)]
 # A seed is below 2**31, because Megatron-Core adds rank numbers to it, and numpy accepts only seeds
 # of 32 bits.
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
-# One or several paths, always stored as a list. In files, a single path is written without
-# brackets.
-Paths = Annotated[
-    list[Text],
-    BeforeValidator(lambda given: given if isinstance(given, list) else [given]),
-    PlainSerializer(lambda paths: paths[0] if len(paths) == 1 else paths),
+# One or several texts, always stored as a list. In files, a single text has no brackets.
+_AS_LIST = BeforeValidator(lambda given: given if isinstance(given, list) else [given])
+Texts = Annotated[
+    list[Text], _AS_LIST, PlainSerializer(lambda texts: texts[0] if len(texts) == 1 else texts)
 ]
 HubPaths = Annotated[
     list[Text],
-    BeforeValidator(lambda given: given if isinstance(given, list) else [given]),
-    PlainSerializer(
-        lambda paths: written(paths[0]) if len(paths) == 1 else [*map(written, paths)],
-    ),
+    _AS_LIST,
+    PlainSerializer(lambda paths: written(paths[0]) if len(paths) == 1 else [*map(written, paths)]),
 ]
 Weights = list[Annotated[float, Field(gt=0)]]
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
 
 from gspo_megatron.config.model_rules import Plan, Problems
 from gspo_megatron.config.reward_model import reward_model_problems
@@ -22,8 +20,7 @@ def suites_fit(plan: Plan) -> Problems:
     if section.interval and not section.suites:
         wrong = "there is no suite to evaluate; allowed: 0, or give evaluation.suites"
         yield "evaluation.interval", wrong
-    for key, _, wrong in suite_problems(section):
-        yield key, wrong
+    yield from suite_problems(section)
     for name, suite in section.suites.items():
         key = f"{suite_key(name)}.max_response_tokens"
         if plan.config.environment.has_episodes and suite.max_response_tokens is not None:
@@ -35,45 +32,43 @@ def suites_fit(plan: Plan) -> Problems:
             yield key, f"{wrong}; allowed: at most {longest - 1}"
 
 
-def suite_problems(section: EvaluationSection) -> Iterator[tuple[str, Any, str]]:
-    """Yield (key, value, problem) for each problem of suites that needs no other section."""
+def suite_problems(section: EvaluationSection) -> Problems:
+    """Yield the problems of suites that need no other section."""
     for name, suite in section.suites.items():
         with contextlib.suppress(UnknownValueError):
             yield from _problems_of_suite(name, suite)
 
 
-def _problems_of_suite(name: str, suite: SuiteSection) -> Iterator[tuple[str, Any, str]]:
-    key, shaping = suite_key(name), RewardSection.model_fields
+def _problems_of_suite(name: str, suite: SuiteSection) -> Problems:
+    key = suite_key(name)
     if suite.samples > 1 and suite.temperature == 0:
         wrong = f"greedy responses are all the same, and samples = {suite.samples}; allowed: "
-        yield f"{key}.temperature", suite.temperature, f"{wrong}above 0, or samples = 1"
-    for each in _SHAPING:
-        value = getattr(suite.reward, each)
-        if value != shaping[each].default:
-            wrong = "rewards of an evaluation are not shaped; allowed: leave it out"
-            yield f"{key}.reward.{each}", value, wrong
+        yield f"{key}.temperature", f"{wrong}above 0, or samples = 1"
+    wrong = "rewards of an evaluation are not shaped; allowed: leave it out"
+    for each, _ in suite.reward.unread(_SHAPING, wrong):
+        yield f"{key}.reward.{each}", wrong
     yield from _problems_of_model(key, suite.reward)
     if suite.failed == "wrong" and suite.reward.on_failure != "drop_group":
         wrong = f"nothing reads it: {key}.reward.on_failure = {suite.reward.on_failure} ends the "
-        yield f"{key}.failed", suite.failed, f"{wrong}evaluation; allowed: drop_group there"
+        yield f"{key}.failed", f"{wrong}evaluation; allowed: drop_group there"
     window = suite.filter
     if window.field is None and (window.first or window.last):
         wrong = "nothing tells which field has the date; allowed: the name of a field"
-        yield f"{key}.filter.field", None, wrong
+        yield f"{key}.filter.field", wrong
     first, last = window.first or "", window.last or "9999"
     size = min(len(first), len(last))
     if first[:size] > last[:size]:
         wrong = f"before filter.first = {first}; allowed: from that on"
-        yield f"{key}.filter.last", window.last, wrong
+        yield f"{key}.filter.last", wrong
 
 
-def _problems_of_model(key: str, reward: RewardSection) -> Iterator[tuple[str, Any, str]]:
+def _problems_of_model(key: str, reward: RewardSection) -> Problems:
     """Yield the problems of a suite's reward model. Only a server can compute its scores."""
-    for name, value, wrong in reward_model_problems(reward):
-        yield f"{key}.reward.{name}", value, wrong
+    for name, wrong in reward_model_problems(reward):
+        yield f"{key}.reward.{name}", wrong
     if reward.model.folder is not None:
         wrong = "the training ranks compute only the run's own reward.model"
-        yield f"{key}.reward.model.folder", reward.model.folder, f"{wrong}; allowed: model.url"
+        yield f"{key}.reward.model.folder", f"{wrong}; allowed: model.url"
     if reward.model.normalize != "none":
         wrong = "scores of an evaluation are not normalised; allowed: none"
-        yield f"{key}.reward.model.normalize", reward.model.normalize, wrong
+        yield f"{key}.reward.model.normalize", wrong

@@ -8,10 +8,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gspo_megatron.config import Layout, ResolvedParallel, apply_layout, resolve_parallel
-from gspo_megatron.config.model_rules import LAST, uneven_stages
+from gspo_megatron.config.model_rules import (
+    FIRST,
+    LAST,
+    WITH_EMBEDDING,
+    WITH_LOSS,
+    WRITTEN_OUT,
+    uneven_stages,
+)
 from gspo_megatron.config.rules import check_config
 from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import ConfigError, UserError
+from gspo_megatron.estimate.cost import GPUS_PER_NODE, Cost, step_cost
 from gspo_megatron.estimate.layout import (
     HEADROOM,
     RECOMPUTE,
@@ -21,20 +29,14 @@ from gspo_megatron.estimate.layout import (
     saves_little,
 )
 from gspo_megatron.estimate.model import rank_model, with_values
-from gspo_megatron.estimate.traffic import GPUS_PER_NODE, Cost, step_cost
 from gspo_megatron.estimate.workload import Workload, in_flight, workload
 from gspo_megatron.families.model_shape import experts_in_layers
 
 MOST_BUILT = 40  # most layouts that the search builds and runs on the meta device
 # With both flags, embedding and loss count as one layer each when the layers are divided into
 # stages.
-PLACEMENT = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-_PLACED_BY = (
-    *PLACEMENT,
-    "num_layers_in_first_pipeline_stage",
-    LAST,
-    "pipeline_model_parallel_layout",
-)
+PLACEMENT = (WITH_EMBEDDING, WITH_LOSS)
+_PLACED_BY = (*PLACEMENT, FIRST, LAST, WRITTEN_OUT)
 _BYTES = {"fp32": 4, "fp64": 8}
 
 

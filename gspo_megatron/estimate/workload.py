@@ -27,6 +27,7 @@ class Workload:
     sequences: int  # number of sequences in a step, on all ranks
     of_rank: int = 0  # number of this rank's sequences in a mini-batch
     rollout_rows: int = 0  # sequences that a rank decodes together
+    rollout_rounds: int = 0  # how often in a step it decodes so many
     rollout_prompts: int = 0  # number of prompts of these sequences
 
     @property
@@ -97,10 +98,15 @@ def workload(config: AnyConfig, parallel: ResolvedParallel, longest: int | None 
     if rollout.engine == "vllm":  # the ranks generate only the short responses of the weight check
         return replace(work, forward_only=forward)
     ranks = replicas * parallel.context_parallel_size
-    rows = -(-rollout.prompts_per_step // ranks) * rollout.group_size
-    rows = min(rows, rollout.batch_size or rows)
-    prompts = -(-rows // rollout.group_size)
-    return replace(work, forward_only=forward, rollout_rows=rows, rollout_prompts=prompts)
+    responses = -(-rollout.prompts_per_step // ranks) * rollout.group_size
+    rows = min(responses, rollout.batch_size or responses)
+    return replace(
+        work,
+        forward_only=forward,
+        rollout_rows=rows,
+        rollout_rounds=-(-responses // rows),
+        rollout_prompts=-(-rows // rollout.group_size),
+    )
 
 
 def in_flight(stages: int, stage: int, chunks: int, micro_batches: int) -> tuple[int, ...]:

@@ -23,9 +23,9 @@ from gspo_megatron.batching.plan import MiniBatch, data_ranks, plan_step
 from gspo_megatron.batching.redistribute import Sequences, StepIndex, gather_index, redistribute
 from gspo_megatron.checkpoint.manager import Checkpoints
 from gspo_megatron.config import Config, recomputes_old_logprobs
-from gspo_megatron.config.collapse import STEP_BITS
 from gspo_megatron.config.objectives import resolve_objective
 from gspo_megatron.config.phases import is_border, later_phases_need_reference, phase_end
+from gspo_megatron.config.schema import STEP_BITS
 from gspo_megatron.data.inputs import Inputs
 from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.data.selection import PromptSelection, identity

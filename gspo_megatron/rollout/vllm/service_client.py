@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.config import Config
-from gspo_megatron.config.rollout_nodes import rollout_nodes
+from gspo_megatron.config.servers import rollout_nodes
 from gspo_megatron.errors import RolloutError, error_of
 from gspo_megatron.families.model_shape import experts_in_layers
 from gspo_megatron.process.signals import signal_name

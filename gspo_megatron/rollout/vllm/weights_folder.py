@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from gspo_megatron.config import Config
-from gspo_megatron.config.rollout_nodes import rollout_nodes
+from gspo_megatron.config.servers import rollout_nodes
 from gspo_megatron.files import make_folder
 from gspo_megatron.rollout.store import FOLDER
 

@@ -41,6 +41,13 @@ def gspo(capsys: pytest.CaptureFixture[str]) -> Command:
     return run
 
 
+def refused(gspo: Command, *words: object) -> list[str]:
+    """Run a command that must end with exit code 2, and return the lines of its message."""
+    code, _, err = gspo(*words)
+    assert code == 2
+    return err.splitlines()
+
+
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A character-level tokenizer of the letters a to h."""

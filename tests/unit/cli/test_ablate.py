@@ -20,7 +20,6 @@ from gspo_megatron.cli.variants import (
     plan_runs,
 )
 from gspo_megatron.config import load_config, to_yaml
-from gspo_megatron.config.load import apply_overrides, override
 from gspo_megatron.errors import ConfigError, UserError
 from gspo_megatron.process import launcher as launcher
 from tests.unit.cli.conftest import Command, ConfigWriter
@@ -215,15 +214,6 @@ def test_a_file_of_variants_that_makes_no_sense_is_refused(
     assert wrong in str(caught.value)
     with pytest.raises(ConfigError, match="cannot be read"):
         choose([str(tmp_path / "absent.yaml")])
-
-
-@pytest.mark.parametrize(
-    "value", ["gspo", "off", "null", "true", "1e-3", "1.5", "/a/b c", ".5", "x: y", 3, 0.1, None]
-)
-def test_an_override_is_read_back_as_it_was(value: object) -> None:
-    made, problems = apply_overrides({}, [override("section.key", value)])
-    assert problems == []
-    assert made == {"section": {"key": value}}
 
 
 # --- planned runs ---------------------------------------------------------------------------------

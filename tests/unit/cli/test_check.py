@@ -3,6 +3,8 @@ output."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from gspo_megatron.cli.check_tables import count_parameters
 from gspo_megatron.config import ModelShape, load_config
 from gspo_megatron.families import describe
 from gspo_megatron.families.model_shape import shape_of as shape_of_preset
-from tests.unit.cli.conftest import Command, ConfigWriter
+from tests.unit.cli.conftest import Command, ConfigWriter, refused
 from tests.unit.families.test_published_sizes import PUBLISHED
 
 
@@ -38,6 +40,17 @@ def test_a_sound_configuration_is_summed_up(write_config: ConfigWriter, gspo: Co
     _, out, _ = gspo("check", path, *words)
     assert "\ncollapse   the run goes back to the last healthy checkpoint, at most 3 times; " in out
     assert "a checkpoint is saved every 5 steps, " in " ".join(out.split())
+
+
+def test_a_check_imports_neither_torch_nor_megatron(write_config: ConfigWriter) -> None:
+    """Without a dry run, adapters and weights. They take more time than the check."""
+    code = (
+        "import sys; from gspo_megatron.cli.main import main\n"
+        f"assert main(['check', {str(write_config())!r}]) == 0\n"
+        "sys.exit(str({'torch', 'megatron'} & {*sys.modules} or ''))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stderr.strip() == ""
 
 
 def test_adapters_are_counted_and_a_rate_of_full_training_is_warned_of(
@@ -126,18 +139,22 @@ def test_parameters_of_published_models(
     assert counted[1] / 1e9 == pytest.approx(active_billions, abs=0.1)
 
 
-def test_parameters_of_a_small_model_counted_by_hand(write_config: ConfigWriter) -> None:
+# The first model is one of the family qwen3_moe. The second model belongs to no family.
+@pytest.mark.parametrize("matrices", [3, 2])
+def test_parameters_of_a_small_model_counted_by_hand(
+    write_config: ConfigWriter, matrices: int
+) -> None:
     # Width 8: 2 heads and 1 group of 4 channels. Layer 0 has 3 experts of width 5. Layer 1
     # has an MLP of width 7.
     sizes = (
         "num_layers: 2, hidden_size: 8, num_attention_heads: 2, num_query_groups: 1, "
         "kv_channels: 4, num_moe_experts: 3, moe_ffn_hidden_size: 5, ffn_hidden_size: 7, "
-        "moe_router_topk: 2, moe_layer_freq: 2"
+        f"moe_router_topk: 2, moe_layer_freq: 2, gated_linear_unit: {str(matrices == 3).lower()}"
     )
     shape = shape_of(write_config(), f"model.megatron={{{sizes}}}", "model.tie_embeddings=true")
     attention = 8 * 8 + 8 * 8 + 8 * 8  # query, then key and value, then output
     norms = 8 + 8 + 4 + 4
-    expert, mlp, router = 3 * 8 * 5, 3 * 8 * 7, 8 * 3
+    expert, mlp, router = matrices * 8 * 5, matrices * 8 * 7, 8 * 3
     outside = 11 * 8 + 8  # the tied embedding of 11 tokens, and the final norm
     always = outside + 2 * (attention + norms) + router + mlp
     assert count_parameters(shape, 11) == (always + 3 * expert, always + 2 * expert)
@@ -166,13 +183,6 @@ def test_parameters_beyond_the_formula_are_not_guessed(write_config: ConfigWrite
     assert count_parameters(shape, 11) is None
 
 
-def told(gspo: Command, *words: object) -> list[str]:
-    """The lines of the refusal of a configuration."""
-    code, _, err = gspo(*words)
-    assert code == 2
-    return err.splitlines()
-
-
 def test_illegal_values_hide_no_other_mistake(write_config: ConfigWriter, gspo: Command) -> None:
     """Values, an unknown key, a missing file, a module, and rules of several keys are reported
     together, one line each. Only rules about layout and learning rate cannot be checked."""
@@ -186,7 +196,7 @@ def test_illegal_values_hide_no_other_mistake(write_config: ConfigWriter, gspo: 
         "rollout.vllm.python=/no/python",
         "objective.kl_coefficient=0.5",
     )
-    lines = told(gspo, "check", write_config(), *words, *others)
+    lines = refused(gspo, "check", write_config(), *words, *others)
     assert [line.split(" = ")[0].split(":")[0] for line in lines] == [
         "parallel.layout",
         "optimizer.learning_rate",
@@ -224,7 +234,7 @@ def test_illegal_values_hide_no_other_mistake(write_config: ConfigWriter, gspo: 
 def test_an_illegal_value_causes_no_second_error(
     write_config: ConfigWriter, gspo: Command, words: tuple[str, ...], count: int
 ) -> None:
-    lines = told(gspo, "check", write_config(), *words)
+    lines = refused(gspo, "check", write_config(), *words)
     assert len(lines) == count, lines
 
 
@@ -232,7 +242,9 @@ def test_an_illegal_value_causes_no_second_error(
 def test_commands_that_run_tell_all_mistakes_at_once_too(
     write_config: ConfigWriter, gspo: Command, command: str
 ) -> None:
-    lines = told(gspo, command, write_config(), "rollout.top_k=-1", "data.eval_prompts=none.jsonl")
+    lines = refused(
+        gspo, command, write_config(), "rollout.top_k=-1", "data.eval_prompts=none.jsonl"
+    )
     assert [line.split(" = ")[0].split(":")[0] for line in lines] == ["rollout.top_k", "none.jsonl"]
 
 
@@ -241,16 +253,16 @@ def test_a_mistake_in_the_phases_does_not_hide_a_missing_file(
     write_config: ConfigWriter, gspo: Command, phases: str
 ) -> None:
     words = (f"training.phases={phases}", "data.eval_prompts=none.jsonl")
-    first, second = told(gspo, "check", write_config(), *words)
+    first, second = refused(gspo, "check", write_config(), *words)
     assert first.startswith("training.phases[0]") and second.startswith("none.jsonl: no such")
 
 
 def test_a_stage_tells_missing_files_beside_illegal_values(tmp_path: Path, gspo: Command) -> None:
     path = tmp_path / "sft.yaml"
     path.write_text("data: {tokenizer: none.model, examples: none.jsonl, max_tokens: 0}\n")
-    lines = told(gspo, "check", path)
+    lines = refused(gspo, "check", path)
     places = ["data.max_tokens", "none.model", "none.jsonl"]
     assert [line.split(" = ")[0].split(":")[0] for line in lines] == places
-    lines = told(gspo, "sft", path, "data.tokenizer=null", "optimizer.decay=lineaer")
+    lines = refused(gspo, "sft", path, "data.tokenizer=null", "optimizer.decay=lineaer")
     places = ["optimizer.decay", "data.tokenizer", "data.max_tokens", "none.jsonl"]
     assert [line.split(" = ")[0].split(":")[0] for line in lines] == places

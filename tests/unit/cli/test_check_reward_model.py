@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from gspo_megatron.data.character_tokenizer import write_character_tokenizer
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.rollout.asking import PROBE
-from tests.unit.cli.conftest import Command, ConfigWriter
+from tests.unit.cli.conftest import Command, ConfigWriter, refused
 from tests.unit.hf.preference_folder import write_score_model
 from tests.unit.rollout.reward_server import right, score_of, served
 
@@ -49,9 +49,7 @@ def test_what_is_wrong_with_its_folder_is_told_in_one_line(
     write_config: ConfigWriter, folder: Path, tmp_path: Path, gspo: Command
 ) -> None:
     def told(*words: str) -> str:
-        code, _, err = gspo("check", write_config(), f"reward.model.folder={folder}", *words)
-        [line] = err.splitlines()
-        assert code == 2
+        [line] = refused(gspo, "check", write_config(), f"reward.model.folder={folder}", *words)
         return line
 
     larger = tmp_path / "larger"

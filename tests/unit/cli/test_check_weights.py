@@ -12,7 +12,7 @@ import pytest
 from gspo_megatron.checkpoint.folder import Position
 from gspo_megatron.config.load import load_any_config
 from tests.unit.checkpoint.test_resume_start import add
-from tests.unit.cli.conftest import Command, ConfigWriter
+from tests.unit.cli.conftest import Command, ConfigWriter, refused
 from tests.unit.hf.published import CONFIGS
 
 VOCAB = 48  # the vocabulary of the checkpoints that `add` writes
@@ -24,12 +24,6 @@ SMALL = CONFIGS["qwen3_moe"] | {"max_position_embeddings": 128}
 def config(write_config: ConfigWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)  # the run folder is here
     return write_config()
-
-
-def refused(gspo: Command, *words: object) -> list[str]:
-    code, _, err = gspo("check", *words)
-    assert code == 2
-    return err.splitlines()
 
 
 def weights(gspo: Command, *words: object) -> str:
@@ -52,23 +46,25 @@ def test_a_checkpoint_that_is_not_there_or_not_of_this_model(
 ) -> None:
     nothing = f"model.checkpoint_path={tmp_path / 'nothing'}"
     # The missing folder is reported together with all other problems.
-    absent, size = sorted(refused(gspo, config, nothing, "rollout.group_size=1"))
+    absent, size = sorted(refused(gspo, "check", config, nothing, "rollout.group_size=1"))
     assert size.startswith("rollout.group_size = 1")
     assert absent == f"model.checkpoint_path = '{tmp_path / 'nothing'}': no such folder"
     for shape in ("model.preset=", "model.preset=tiny"):
-        assert refused(gspo, config, nothing, shape) == [absent]
+        assert refused(gspo, "check", config, nothing, shape) == [absent]
 
     dense = "model.megatron.moe_layer_freq=2"  # every second layer is dense
     other = load_any_config(config, [f"logging.dir={tmp_path / 'other'}", dense])
     path = add(other, Position("rl", 2))
     given = f"model.checkpoint_path={tmp_path / 'other'}"
     assert weights(gspo, config, given, SIZE) == str(tmp_path / "other")
-    lines = refused(gspo, config, given, "model.preset=tiny", "model.megatron.num_layers=2")
+    lines = refused(
+        gspo, "check", config, given, "model.preset=tiny", "model.megatron.num_layers=2"
+    )
     names = [line.split(" = ")[0].rpartition(".")[2] for line in lines]
     assert names == ["vocab_size", "num_layers", "moe_layer_freq"]
     assert gspo("check", config, given, "model.megatron.moe_expert_capacity_factor=2.0")[0] == 0
     (path / "model" / "__0_0.distcp").unlink()
-    assert str(path) in refused(gspo, config, given, SIZE)[0]
+    assert str(path) in refused(gspo, "check", config, given, SIZE)[0]
     assert gspo("check", config, given, SIZE, "--no-files")[0] == 0
 
 
@@ -81,7 +77,7 @@ def test_a_run_that_goes_on_and_one_that_cannot(
     nothing = f"model.checkpoint_path={tmp_path / 'nothing'}"
     words = (SIZE, nothing, "training.seed=7", "objective.clip_low=0.1")
     # The error lists the changed keys together with the values that break rules.
-    lines = refused(gspo, config, *words)
+    lines = refused(gspo, "check", config, *words)
     changed = [line for line in lines if ": was " in line]
     assert [line.split(" = ")[0] for line in changed] == [
         "model.checkpoint_path",
@@ -89,15 +85,17 @@ def test_a_run_that_goes_on_and_one_that_cannot(
         "training.seed",
     ]
     assert any("a range for ratios of single tokens" in line for line in lines)
-    assert refused(gspo, config, SIZE, "--fresh")[0].startswith("--fresh: runs/config is not")
+    assert refused(gspo, "check", config, SIZE, "--fresh")[0].startswith(
+        "--fresh: runs/config is not"
+    )
     assert weights(gspo, config, SIZE, "--fresh", "logging.dir=new") == "random"
 
 
 def test_a_hugging_face_folder_without_weights(config: Path, hf: Path, gspo: Command) -> None:
-    (line,) = refused(gspo, config, f"model.hf_path={hf}/none")
+    (line,) = refused(gspo, "check", config, f"model.hf_path={hf}/none")
     assert f"{hf}/none" in line
     given = f"model.hf_path={hf}"
-    (line,) = refused(gspo, config, given)
+    (line,) = refused(gspo, "check", config, given)
     assert line == f"{hf}: neither model.safetensors nor model.safetensors.index.json"
     assert gspo("check", config, given, "--no-files")[0] == 0
 
@@ -111,7 +109,7 @@ def test_the_advice_on_a_refused_change_can_be_followed(
     words = [f"model.hf_path={hf}", "rollout.temperature=0.7"]
     begun = load_any_config(config, words[:1])
     path = add(begun, Position("rl", 2))
-    changed, advice = refused(gspo, config, *words)
+    changed, advice = refused(gspo, "check", config, *words)
     assert changed == "rollout.temperature = 0.7: was 1.0"
     keys = re.findall(r"model\.\w+=\S+", advice)
     assert weights(gspo, config, *words, *keys, "logging.dir=new") == str(path)

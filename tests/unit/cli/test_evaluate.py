@@ -33,7 +33,7 @@ def test_a_run_of_any_stage_is_evaluated_with_its_model_and_tokenizer(
     leaves out the keys that no evaluation has, and has the given suites."""
     values = {
         "model": {"preset": "tiny", "megatron": {"num_layers": 2}},
-        "parallel": {"layout": "tp=2"},
+        "parallel": {"layout": "tp=2,dp=4"},
         "training": {"precision": "fp32", "seed": 7},
         **RUNS[stage],
     }
@@ -45,7 +45,7 @@ def test_a_run_of_any_stage_is_evaluated_with_its_model_and_tokenizer(
     assert out == str(tmp_path / "evaluation")
     assert evaluated.model.checkpoint_path == str(tmp_path)
     assert evaluated.model.megatron == {"num_layers": 2}
-    assert evaluated.parallel.tensor_model_parallel_size == 2
+    assert str(evaluated.layout()) == "tp=2"  # as many replicas as there are ranks
     assert (evaluated.training.precision, evaluated.training.seed) == ("fp32", 7)
     assert evaluated.training.steps == 0 and evaluated.data.tokenizer == "t.model"
     assert evaluated.data.chat_template is (stage != "pretrain")

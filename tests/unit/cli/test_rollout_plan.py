@@ -24,7 +24,7 @@ ROLLOUT = ("rollout.prompts_per_step=8", "rollout.group_size=4", "rollout.max_re
 def test_it_compares_every_number_of_servers_with_every_bound(
     write_config: ConfigWriter, gspo: Command
 ) -> None:
-    slots = "rollout.vllm.options={max_num_seqs: 5}"
+    slots = "rollout.vllm.options={max-num-seqs: 5}"
     code, out, _ = gspo("check", write_config(), *ROLLOUT, slots, *PLAN, "--staleness=0,2")
     settings = [Setting(s, bound, t, 2) for s, t in ((4, 10), (8, 20)) for bound in (0, 2)]
     lengths = log_normal_lengths(20, 60, 100, (STEPS + 2, 32))

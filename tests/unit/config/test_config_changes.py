@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from gspo_megatron.config import Config, parse_config
 from gspo_megatron.config.load import dump_yaml, parse_yaml
 from gspo_megatron.config.resume import Changes, find_changes
-from gspo_megatron.config.section import RESUME, keys_of
-from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
 
 VALUES = {"data": {"tokenizer": "t.model", "prompts": "p.jsonl", "eval_prompts": "e.jsonl"}}
 SAME = {"data.tokenizer": True, "data.prompts": True, "data.eval_prompts": True}
@@ -22,14 +18,6 @@ def changes(*overrides: str, before: Config | None = None, **contents: bool) -> 
     stored = parse_yaml(dump_yaml((before or config()).model_dump()), "config.yaml")
     same = SAME | {f"data.{name}": value for name, value in contents.items()}
     return find_changes(stored, config(*overrides), same)
-
-
-@pytest.mark.parametrize("schema", [Config, FineTuningConfig, PretrainingConfig])
-def test_every_key_has_a_resume_class(schema: type) -> None:
-    """Every key also has a description, from which docs/configuration.md is made."""
-    for key, info in keys_of(schema).items():
-        assert info.json_schema_extra["resume"] in RESUME, key
-        assert info.description, key
 
 
 def test_all_that_shapes_a_run_is_refused_at_once() -> None:

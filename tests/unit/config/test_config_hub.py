@@ -18,6 +18,7 @@ from gspo_megatron import hub
 from gspo_megatron.config import hub as config_hub
 from gspo_megatron.config import load_config
 from gspo_megatron.config.load import parse_config, to_yaml
+from gspo_megatron.config.phases import phase_configs
 from gspo_megatron.config.stages import PreferenceConfig
 from gspo_megatron.errors import ConfigError, DataError
 from tests.hub import SmallHub, small_hub, use_hub
@@ -91,6 +92,8 @@ def test_every_key_of_a_folder_or_a_file_takes_a_name(server: SmallHub) -> None:
     named = [path for _, path in config_hub.model_paths(config)]
     assert named == [config.model.hf_path] * 4
     assert config.reward.model.tokenizer == config.reward.model.folder == named[0]
+    written = yaml.safe_load(to_yaml(config))["reward"]["model"]
+    assert written["folder"] == written["tokenizer"] == hub.written(named[0]) != named[0]
     config_hub.fetch_weights(config)
     assert Path(named[0], "model.safetensors").read_bytes() == b"weights"
 
@@ -109,6 +112,35 @@ def test_a_folder_of_the_name_comes_first_here_and_beside_the_file(
     monkeypatch.chdir(tmp_path / "task")
     assert load_config(file).data.prompts == [ROWS]
     assert server.requests == []
+
+
+def test_a_phase_has_folders_too(
+    server: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The names of the run, and names that only a phase has."""
+    add_both(server)
+    teacher = server.add("org/teacher", FILES)
+    second = {
+        "data": {"prompts": f"{ROWS}:test"},
+        "objective": {"distillation": {"teacher": "org/teacher"}},
+    }
+    training = {"steps": 9, "phases": [{"until_step": 5}, second]}
+    given = values(training=training, checkpoint={"interval": 1}, logging={})
+    config = parse_config(given, (), "my")
+    first, later = phase_configs(config)
+    assert first == config and len(config.data.prompts or ()) == 2
+    assert (later.model.hf_path, later.data.tokenizer) == (
+        config.model.hf_path,
+        config.data.tokenizer,
+    )
+    [prompts] = later.data.prompts
+    assert next(Path(prompts).glob("*.jsonl")).read_text() == '{"prompt": "b"}'
+    found = later.objective.distillation.teacher
+    assert hub.written(found) == f"org/teacher@{teacher}" and Path(found, "config.json").is_file()
+    # the ranks of the run find its commits in the run folder
+    monkeypatch.setenv("RANK", "0")
+    parse_config(given, (), "my")
+    assert "models/org/teacher@main" in json.loads((tmp_path / "runs/my/hub.json").read_text())
 
 
 def test_all_mistakes_are_told_each_once(server: SmallHub) -> None:

@@ -4,8 +4,6 @@ YAML."""
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -242,10 +240,6 @@ parallel: 4
         ("training.steps=1.5", "must be a valid integer"),
         ("training.steps=-1", "must be greater than or equal to 0"),
         ("reward.scale=0", "must be greater than 0"),
-        ("reward.clip=0", "must be greater than 0"),
-        ("reward.overlong_buffer=0", "must be greater than or equal to 1"),
-        ("reward.overlong_penalty=0", "must be greater than 0"),
-        ("rollout.max_refills=-1", "must be greater than or equal to 0"),
         ("optimizer.beta1=1.0", "must be less than 1"),
         ("data.shuffle=1", "must be a valid boolean"),
         ("data.tokenizer=''", "must have at least 1 character"),
@@ -254,9 +248,6 @@ parallel: 4
             "malformed; a custom reward function, package.module:function; replaces name",
         ),
         ("reward.options=5", "must be a mapping of keys, as in `key: value`"),
-        ("reward.workers=-1", "must be greater than or equal to 0"),
-        ("reward.retries=-1", "must be greater than or equal to 0"),
-        ("reward.on_failure='zero'", "unknown value; allowed: stop, drop_group"),
         ("reward.weights.correct='high'", "must be a valid number"),
     ],
 )
@@ -338,6 +329,12 @@ def test_an_empty_suite_of_a_file_is_not_replaced_by_another(tmp_path: Path) -> 
     assert line.startswith("evaluation.suites.b = null: must be a mapping")
 
 
+@pytest.mark.parametrize("name", ["z" * 300, "z" * 300 + ":a", r'"a\0b"'])
+def test_a_file_of_suites_with_an_impossible_name_is_told(tmp_path: Path, name: str) -> None:
+    (line,) = problems_of(write(tmp_path, MINIMAL), f"evaluation.suites.a={name}")
+    assert line.startswith("evaluation.suites.a: ") and ": cannot be read: " in line
+
+
 def test_missing_keys_keys_that_are_no_text_and_long_values(tmp_path: Path) -> None:
     (line,) = problems_of(write(tmp_path, "training: {steps: 1}\n"))
     assert line.startswith("data.tokenizer: required and missing; a sentencepiece .model file")
@@ -383,19 +380,6 @@ def test_names_that_nothing_reads_are_not_shown_as_values(tmp_path: Path) -> Non
     assert read["objective"]["name"] == custom.objective.name
     again = load_config(write(tmp_path, to_shown_yaml(custom, {}), "other.yaml"))
     assert again == custom
-
-
-def test_config_imports_neither_torch_nor_megatron(tmp_path: Path) -> None:
-    path = write(tmp_path, MINIMAL)
-    code = (
-        "import sys, gspo_megatron.config as c\n"
-        f"c.check_config(c.load_config({str(path)!r}), 1)\n"
-        "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'megatron')])\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert done.stdout.strip() == "[]"
 
 
 def test_loading_and_checking_takes_less_than_half_a_second(tmp_path: Path) -> None:
@@ -539,49 +523,29 @@ def test_every_character_comes_back_from_yaml_and_from_overrides() -> None:
     assert parse_yaml(dump_yaml(values), "x") == values
     written = override("rollout.stop", texts)
     assert parse_yaml(written.partition("=")[2], "x") == texts
-    for text in ("a\x85b", "\U0001f600", "\\ud83d\\ude00", "\u2028"):
-        assert parse_yaml(override("a.b", text).partition("=")[2], "x") == text
+    values = ["a\x85b", "\U0001f600", "\\ud83d\\ude00", "\u2028", "gspo", "off", "null", "true"]
+    for value in (*values, "1e-3", "1.5", "/a/b c", ".5", "x: y", 3, 0.1, None):
+        assert parse_yaml(override("a.b", value).partition("=")[2], "x") == value
+
+
+@pytest.mark.parametrize("name", ["'a/b'", "2024"])
+def test_names_of_suites_that_are_none_are_told(tmp_path: Path, name: str) -> None:
+    override = f"evaluation.suites={{{name}: {{prompts: p}}}}"
+    allowed = "allowed: letters, digits, _ and -, as in aime-24; a number in quotes"
+    assert problems_of(write(tmp_path, MINIMAL), override) == [
+        f"evaluation.suites: {name} cannot be the name of a suite; {allowed}"
+    ]
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        (
-            "{a/b: {prompts: p}}",
-            "evaluation.suites: 'a/b' cannot be the name of a suite; allowed: letters, digits, _ "
-            "and "
-            "-, as in aime-24; a number in quotes",
-        ),
-        (
-            "{2024: {prompts: p}}",
-            "evaluation.suites: 2024 cannot be the name of a suite; allowed: letters, digits, _ "
-            "and "
-            "-, as in aime-24; a number in quotes",
-        ),
-        (
-            "{a: {prompts: p, filter: {field: d, last: 2024-1}}}",
-            "evaluation.suites.a.filter.last = '2024-1': not a date; allowed: 2025-01-31, "
-            "2025-01 or "
-            "2025",
-        ),
-        (
-            "{a: {prompts: p, filter: {field: d, first: 2024-13}}}",
-            "evaluation.suites.a.filter.first = '2024-13': not a date; allowed: 2025-01-31, "
-            "2025-01 "
-            "or 2025",
-        ),
-        (
-            "{a: {prompts: p, filter: {field: d, first: 20240101}}}",
-            "evaluation.suites.a.filter.first = 20240101: not a date; allowed: 2025-01-31, 2025-01 "
-            "or 2025",
-        ),
-    ],
+    ("key", "value"), [("last", "'2024-1'"), ("first", "'2024-13'"), ("first", "20240101")]
 )
-def test_names_of_suites_and_dates_that_are_none_are_told(
-    tmp_path: Path, text: str, problem: str
-) -> None:
-    path = write(tmp_path, MINIMAL)
-    assert problems_of(path, f"evaluation.suites={text}") == [problem]
+def test_dates_that_are_none_are_told(tmp_path: Path, key: str, value: str) -> None:
+    suite = f"{{prompts: p, filter: {{field: d, {key}: {value}}}}}"
+    allowed = "not a date; allowed: 2025-01-31, 2025-01 or 2025"
+    assert problems_of(write(tmp_path, MINIMAL), f"evaluation.suites={{a: {suite}}}") == [
+        f"evaluation.suites.a.filter.{key} = {value}: {allowed}"
+    ]
 
 
 def test_dates_without_quotes_are_dates(tmp_path: Path) -> None:

@@ -6,11 +6,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from pydantic import ValidationError
 
 from gspo_megatron.config import (
     PRESETS,
-    Config,
     Layout,
     ModelShape,
     apply_layout,
@@ -98,13 +96,6 @@ def test_a_size_named_both_ways_with_different_values_is_refused() -> None:
     assert "tp is 2 here and parallel.tensor_model_parallel_size is 4" in first
     assert "pp is 2 here and parallel.pipeline_model_parallel_size is 8" in second
     assert third.startswith("parallel.cp = 2: unknown key")
-
-
-def test_layout_is_expanded_without_the_loader_too() -> None:
-    config = Config(data={"tokenizer": "t"}, parallel={"layout": "tp=2"})
-    assert config.parallel.tensor_model_parallel_size == 2
-    with pytest.raises(ValidationError, match="unknown key xp"):
-        Config(data={"tokenizer": "t"}, parallel={"layout": "xp=2"})
 
 
 def test_resolved_sizes_are_concrete() -> None:

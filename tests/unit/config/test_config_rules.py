@@ -46,6 +46,8 @@ def test_defaults_pass_on_any_world_size(world_size: int) -> None:
         (1, ["reward.repetition_penalty=0.5", "reward.repetition_words=4"]),
         (1, ["environment.verifiers=textarena", "environment.python=sh"]),
         (1, ["rollout.dynamic_sampling=true", "rollout.max_refills=0"]),
+        (1, ["evaluation.suites={a: {prompts: p, failed: wrong, reward: {on_failure: "
+             "drop_group}}}"]),
         (1, ["training.steps=0", "data.prompts=", "data.eval_prompts=e.jsonl",
              "checkpoint.keep_best=1", "training.evaluation_interval=5"]),
     ],
@@ -212,6 +214,8 @@ DELTA_NETS = [
          "nothing reads it without reward.overlong_buffer; allowed: 1.0"),
         (1, ["reward.repetition_words=4"], "reward.repetition_words = 4",
          "nothing reads it without reward.repetition_penalty; allowed: 3"),
+        (1, ["evaluation.suites={a: {prompts: p, failed: wrong}}"],
+         "evaluation.suites.a.failed = 'wrong'", "reward.on_failure = stop ends the evaluation"),
         (1, ["rollout.max_refills=7"], "rollout.max_refills = 7",
          "nothing reads it without rollout.dynamic_sampling; allowed: 4"),
     ],
@@ -394,9 +398,8 @@ def test_other_metrics_are_left_to_the_run() -> None:
     cells = re.findall(r"^\| (`[^|]*) \|", page, re.MULTILINE)
     names = {name for name in re.findall(r"`([^`]+)`", " ".join(cells)) if "evaluation" not in name}
     assert len(names) > 40
-    names |= {"reward/format", "mine/figure", "evaluation/failed", "evaluation/aime/pass_at_6"}
+    names |= {"reward/format", "mine/figure", "evaluation/failed"}
     names |= {"evaluation/accuracy_low", "evaluation/accuracy_high", "evaluation/prompts"}
-    names |= {f"evaluation/aime/pass_at_{k}" for k in (1, 2, 4)} | {"evaluation/aime/maj_at_6"}
     for name in sorted(names):
         assert problems_of(1, *EVALUATED, f'checkpoint.best_metric="{name}"') == [], name
 

@@ -63,15 +63,6 @@ def test_with_staleness_a_step_is_the_slower_side_and_the_update(
     assert 0 < found.staleness_mean <= found.staleness_max <= max_staleness
 
 
-def test_one_server_with_one_slot_draws_token_after_token() -> None:
-    lengths = np.random.default_rng(1).integers(1, 50, (STEPS + 3, 4))
-    times, _ = simulate(lengths, ServerSpeed(10, 1000, 1), Setting(1, 3, 1e-3, 2), STEPS)
-    # The server never waits. So the time is the sum of the times of all tokens and updates so far,
-    # plus the training of this step.
-    expected = lengths[:STEPS].sum(1).cumsum() / 10 + 2 * np.arange(1, STEPS + 1) + 1e-3
-    assert times[:, 2] == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("max_staleness", range(5))
 def test_a_long_response_has_so_many_steps_as_the_bound_allows(max_staleness: int) -> None:
     """Request t starts with version t - 1 - max_staleness, and its training ends max_staleness + 1
@@ -82,15 +73,6 @@ def test_a_long_response_has_so_many_steps_as_the_bound_allows(max_staleness: in
     found = outcome(lengths, ServerSpeed(10, 1e6, 1000), Setting(1, max_staleness, 30, 2))
     steps = max_staleness + 1
     assert found.step_seconds == pytest.approx(max(30, (1200 / 10 + 30) / steps) + 2)
-
-
-def test_a_pass_takes_evenly_longer_with_more_responses() -> None:
-    """One response gets 10 tokens/s, and 13 responses share 40 tokens/s. So one pass takes 0.1 s or
-    0.325 s."""
-    server, setting = ServerSpeed(10, 40, 13), Setting(1, 0, 0, 0)
-    for responses, seconds in ((1, 0.1), (7, 0.2125), (13, 0.325), (26, 2 * 0.325)):
-        found = outcome(constant(100, responses), server, setting)
-        assert found.step_seconds == pytest.approx(100 * seconds)
 
 
 # --- a second simulation --------------------------------------------------------------------------

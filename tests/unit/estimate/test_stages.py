@@ -13,9 +13,10 @@ from gspo_megatron.config import check_config, parse_config, resolve_parallel
 from gspo_megatron.config.lora import LoraSection
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig, StageConfig
 from gspo_megatron.estimate.activations import SavedTensors, chunk_passes, micro_batch
+from gspo_megatron.estimate.cost import FLOPS, NODE_BYTES, Cost, step_cost
 from gspo_megatron.estimate.layout import estimate_layout
 from gspo_megatron.estimate.model import rank_model, with_values
-from gspo_megatron.estimate.traffic import FLOPS, NODE_BYTES, step_cost
+from gspo_megatron.estimate.traffic import AXES
 from gspo_megatron.estimate.workload import Workload, workload
 from gspo_megatron.models.policy import HeadInputs
 from gspo_megatron.supervised.pretraining import rows_of_samples
@@ -89,29 +90,38 @@ def test_examples_are_as_long_as_the_longest_and_learned_but_for_a_token() -> No
     assert work_of(padded, 2).lengths == ((1, 99), (1, 99))
 
 
-def test_a_step_is_three_passes_of_its_tokens() -> None:
-    """The backward pass costs as much as two forward passes. RL has a further forward pass for the
-    old policy's log-probs."""
-    config = stage_config(PretrainingConfig, "tp=1", micro_batch_tokens=LENGTH)
-    parallel = resolve_parallel(config, 1)
-    work, none = work_of(config, 1), dict.fromkeys(("tp", "ep", "etp", "cp", "dp", "edp", "pp"), 0)
-    seconds = step_cost(config, parallel, work, 10**6, none).compute
-    shape = config.resolved_model()
-    attention = 2 * 2 * shape.num_attention_heads * shape.kv_channels * LENGTH
-    assert seconds * FLOPS == pytest.approx(3 * 24 * LENGTH * (2 * 10**6 + attention))
+def cost_of(config: Any, sent_per_token: int = 0) -> Cost:
+    """The seconds of a step on one rank. Each token of each micro-batch sends bytes to experts."""
+    work, traffic = work_of(config, 1), dict.fromkeys(AXES, 0)
+    traffic["ep"] = sent_per_token * work.tokens * work.micro_batches
+    return step_cost(config, resolve_parallel(config, 1), work, 10**6, traffic)
 
 
-@pytest.mark.parametrize(("recompute", "passes"), [("none", 2), ("full", 3)])
-def test_frozen_weights_need_no_gradients(recompute: str, passes: int) -> None:
-    """With adapters, the backward pass costs as much as one forward pass."""
-    config = stage_config(FineTuningConfig, "tp=1", micro_batch_tokens=100, recompute=recompute)
-    config = with_values(config, "model", lora=LoraSection(rank=4))
-    parallel, work = resolve_parallel(config, 1), work_of(config, 1)
-    none = dict.fromkeys(("tp", "ep", "etp", "cp", "dp", "edp", "pp"), 0)
+def flops_of_tokens(config: Any, length: int) -> int:
+    """The FLOPs of a forward pass of 24 sequences through 10^6 parameters."""
     shape = config.resolved_model()
-    attention = 2 * 2 * shape.num_attention_heads * shape.kv_channels * 100
-    seconds = step_cost(config, parallel, work, 10**6, none).compute
-    assert seconds * FLOPS == pytest.approx(passes * 24 * 100 * (2 * 10**6 + attention))
+    attention = 2 * 2 * shape.num_attention_heads * shape.kv_channels * length
+    return 24 * length * (2 * 10**6 + attention)
+
+
+@pytest.mark.parametrize(
+    ("schema", "length", "rank", "recompute", "passes"),
+    [
+        (PretrainingConfig, LENGTH, 0, "none", 3),
+        # frozen weights need no gradients: the backward pass costs as much as one forward pass
+        (FineTuningConfig, 100, 4, "none", 2),
+        (FineTuningConfig, 100, 4, "full", 3),
+    ],
+)
+def test_a_step_is_the_passes_of_its_tokens(
+    schema: type[StageConfig], length: int, rank: int, recompute: str, passes: int
+) -> None:
+    """A backward pass costs as much as two forward passes."""
+    config = stage_config(schema, "tp=1", micro_batch_tokens=length, recompute=recompute)
+    config = with_values(config, "model", lora=LoraSection(rank=rank))
+    assert cost_of(config).compute * FLOPS == pytest.approx(
+        passes * flops_of_tokens(config, length)
+    )
 
 
 @pytest.mark.parametrize("budget", [100, 199, 250, 317, 5000])
@@ -119,14 +129,8 @@ def test_room_in_micro_batches_costs_no_time(budget: int) -> None:
     """The step takes the time of 24 examples of 100 tokens, however the examples are divided into
     micro-batches. Only the estimate of memory assumes that all micro-batches are full."""
     config = stage_config(FineTuningConfig, "tp=1", micro_batch_tokens=budget)
-    parallel, work = resolve_parallel(config, 1), work_of(config, 1)
-    traffic = dict.fromkeys(("tp", "ep", "etp", "cp", "dp", "edp", "pp"), 0)
-    # Every token of every micro-batch sends the same number of bytes.
-    traffic["ep"] = 10**6 * work.tokens * work.micro_batches
-    cost = step_cost(config, parallel, work, 10**6, traffic)
-    shape = config.resolved_model()
-    attention = 2 * 2 * shape.num_attention_heads * shape.kv_channels * 100
-    assert cost.compute * FLOPS == pytest.approx(3 * 24 * 100 * (2 * 10**6 + attention))
+    cost = cost_of(config, sent_per_token=10**6)
+    assert cost.compute * FLOPS == pytest.approx(3 * flops_of_tokens(config, 100))
     assert cost.exchange * NODE_BYTES == pytest.approx(10**6 * 24 * 100)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from gspo_megatron.config import Config, check_config, resolve_parallel
+from gspo_megatron.estimate.cost import NETWORK_BYTES, NODE_BYTES, axis_rates
 from gspo_megatron.estimate.layout import LayoutEstimate, estimate_layout
-from gspo_megatron.estimate.traffic import NETWORK_BYTES, NODE_BYTES, axis_rates
 from gspo_megatron.models.attention import KeyValueCache
 from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.megatron.engine import MegatronEngine

@@ -71,9 +71,11 @@ def test_a_micro_batch_is_filled_to_its_budget(
 def test_ranks_share_sequences_and_prompts(work_of: Any) -> None:
     work = work_of("dp=3", 3)
     assert work.micro_batches == 4  # a rank has 7 of 20 sequences, two in a micro-batch
-    assert (work.rollout_prompts, work.rollout_rows) == (4, 16)
+    assert (work.rollout_prompts, work.rollout_rows, work.rollout_rounds) == (4, 16, 1)
     work = work_of("dp=3", 3, batch_size=9)
-    assert (work.rollout_prompts, work.rollout_rows) == (3, 9)
+    assert (work.rollout_prompts, work.rollout_rows, work.rollout_rounds) == (3, 9, 2)
+    # context-parallel ranks have prompts of their own: 5 prompts in two rounds of 16 responses
+    assert work_of("cp=2", 2, batch_size=16).rollout_rounds == 2
     assert work_of("dp=3", 3, batch_size=99).rollout_rows == 16
     assert work_of("dp=3", 3, engine="vllm").rollout_rows == 0
 
