@@ -74,14 +74,14 @@ def last_box(value: Any) -> str:
     start = max(text.rfind(r"\boxed"), text.rfind(r"\fbox"))
     if start < 0:
         raise ValueError(r"has no \boxed{...} with the answer")
-    inside = text[start:].partition("box")[2].removeprefix("ed")
+    inside = text[start:].partition("box")[2].removeprefix("ed").lstrip()
     if not inside.startswith("{"):
         return inside.split("$")[0].strip()
     depth = 0
-    for place, character in enumerate(inside):
-        depth += {"{": 1, "}": -1}.get(character, 0)
+    for mark in re.finditer(r"\\.|[{}]", inside):  # an escaped brace is text
+        depth += {"{": 1, "}": -1}.get(mark[0], 0)
         if depth == 0:
-            return inside[1:place].strip()
+            return inside[1 : mark.start()].strip()
     raise ValueError(r"has a \boxed{ that is not closed")
 
 

@@ -60,7 +60,7 @@ class PreferenceData:
         """found: each preference with the name of its source."""
         tokens, lengths, values = [np.empty(0, np.int32)], [np.empty(0, np.int64)], [np.empty(0)]
         ends, branches, margins, numbers = [0], [0], [0], []
-        self.sources: list[str] = []
+        sources: dict[str, int] = {}
         for each, name in found:
             tokens.append(each.token_ids)
             lengths.append(each.lengths)
@@ -68,10 +68,8 @@ class PreferenceData:
             ends.append(ends[-1] + len(each.token_ids))
             branches.append(branches[-1] + len(each.lengths))
             margins.append(margins[-1] + len(each.values))
-            if name not in self.sources:
-                self.sources.append(name)
-            numbers.append(self.sources.index(name))
-        self.counts = counts
+            numbers.append(sources.setdefault(name, len(sources)))
+        self.counts, self.sources = counts, [*sources]
         self._tokens, self.lengths = np.concatenate(tokens), np.concatenate(lengths)
         self.values, self.source_numbers = np.concatenate(values), np.array(numbers, np.int64)
         self._ends, self.branch_ends = np.array(ends, np.int64), np.array(branches, np.int64)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_megatron.errors import DataError
+from gspo_megatron.files import parse_json
 
 PARQUET_MAGIC = b"PAR1"
 SHOWN_ROWS = 5  # few, because a file of the wrong kind has a problem on every line
@@ -106,12 +107,12 @@ def _parse_line(where: str, line: bytes, problems: Problems) -> dict[str, Any] |
         # The line feed is stripped: Python would report an error at the line feed as column 1 of
         # the next line.
         text = line.rstrip().decode("utf-8").removeprefix("\ufeff")  # a byte-order mark
-        row = _DECODER.decode(text) if text else None
+        row = parse_json(text, _unique_keys) if text else None
     except UnicodeDecodeError as error:
         problems.add(where, f"not valid UTF-8 at byte {error.start + 1} of the line")
     except json.JSONDecodeError as error:
         problems.add(where, f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}")
-    except (ValueError, RecursionError) as error:  # numbers or nesting may exceed Python's limits
+    except ValueError as error:
         problems.add(where, f"JSON that cannot be read: {error}")
     else:
         if not text or isinstance(row, dict):
@@ -139,9 +140,6 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return unique
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys)
-
-
 def _read_parquet(path: Path, columns: Sequence[Choice], problems: Problems) -> Iterator[Row]:
     import pyarrow
     from pyarrow.parquet import ParquetFile
@@ -163,7 +161,7 @@ def _read_parquet(path: Path, columns: Sequence[Choice], problems: Problems) -> 
                     yield f"{path}:{number}", row
     except UnicodeDecodeError:
         problems.add(f"{path}:{number + 1}", "not valid UTF-8 in this row or shortly after")
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, OverflowError) as error:  # a date that Python lacks
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(f"{path}: not a readable Parquet file: {reason}") from error
 

@@ -139,6 +139,9 @@ def test_special_tokens_of_folders(tmp_path: Path) -> None:
     assert tokenizer.bos_id == 1 and 1 not in tokenizer.encode("ab")
     assert load_tokenizer(build_folder(tmp_path / "pad", pad_token=None)).pad_id == 3
     assert "set eos_token" in refused(build_folder(tmp_path / "eos", eos_token=None))
+    # GPT-2 uses one token as the unknown token and as the end of a sequence.
+    assert load_tokenizer(build_folder(tmp_path / "unk", unk_token="<eos>")).unk_id is None
+    assert tokenizer.unk_id == 0
 
 
 def test_chat_template_opens_the_answer(tmp_path: Path, toy_model: Path) -> None:
