@@ -367,7 +367,9 @@ class Scorer:
         """Split the result for a batch or group into one value for each sample."""
         if returned is FAILED:
             return [FAILED] * len(samples)
-        is_list = isinstance(returned, (list, tuple, np.ndarray)) and np.ndim(returned) > 0
+        is_list = isinstance(returned, (list, tuple))
+        if isinstance(returned, np.ndarray):
+            is_list = returned.ndim > 0
         if is_list and len(returned) == len(samples):
             return list(returned)
         found = f"{len(returned)} rewards" if is_list else f"a {type(returned).__name__}"

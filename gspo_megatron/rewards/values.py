@@ -50,7 +50,7 @@ def checked(value: object, num_tokens: int, refuse: Refuse) -> Score:
     if number is None:
         refuse(f"{shorten(value)}; a finite number is wanted")
     figures = _checked_figures(value.figures, refuse) if isinstance(value, Reasoned) else {}
-    return Score(np.array([number]), reason=_reason_of(value), figures=figures)
+    return Score(np.array([number]), reason=_reason_of(value, refuse), figures=figures)
 
 
 def _checked_figures(figures: Mapping[str, object], refuse: Refuse) -> dict[str, float]:
@@ -68,9 +68,11 @@ def is_free_name(name: object) -> bool:
     return isinstance(name, str) and bool(_PART.fullmatch(name)) and name not in _TAKEN
 
 
-def _reason_of(value: object) -> str:
+def _reason_of(value: object, refuse: Refuse) -> str:
     """Return the reason in a reward, if it has one. The middle of a long reason is left out."""
     reason = value.reason if isinstance(value, Reasoned) else ""
+    if not isinstance(reason, str):
+        refuse(f"{shorten(reason)} as reason; a string is wanted")
     half = SHOWN_REASON // 2
     return reason if len(reason) <= SHOWN_REASON else f"{reason[:half]} … {reason[-half:]}"
 
@@ -142,5 +144,8 @@ def _numbers(name: str, values: object, kinds: str, refuse: Refuse) -> np.ndarra
 
 def shorten(value: object) -> str:
     """Return a value as short text for an error message."""
-    text = repr(value)  # escapes line breaks
+    try:
+        text = repr(value)  # escapes line breaks
+    except Exception:  # noqa: BLE001 (code of the value's class, or an integer with many digits)
+        text = f"({type(value).__name__})"
     return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…"

@@ -16,7 +16,7 @@ import pytest
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.process import sandbox
 from gspo_megatron.process.sandbox import Limits
-from gspo_megatron.rewards.code import judge, last_program, same_output
+from gspo_megatron.rewards.code import judge, last_program, row_fault, same_output
 from gspo_megatron.rewards.registry import check_answers, get_reward
 from gspo_megatron.rewards.scoring import Scorer
 from gspo_megatron.types import Prompt, Sample
@@ -207,6 +207,8 @@ def test_rows_without_tests_are_refused_at_the_start() -> None:
     assert [line.split(": ")[0] for line in lines] == ["rows:1", "rows:2", "rows:3", "rows:4"]
     assert "the row is an interactive problem" in lines[3]
     assert "the row has no tests; allowed: fields of published data sets" in lines[0]
+    deep = Prompt("p", '{"a":' * 100_000, "rows:5")
+    assert "has no tests" in str(row_fault(deep))
 
 
 @pytest.mark.parametrize(
@@ -219,9 +221,20 @@ def test_rows_without_tests_are_refused_at_the_start() -> None:
         {"public_tests": {"input": ["1"]}},
         {"public_test_cases": FUNCTIONAL},  # the row does not name the function
         {"public_test_cases": FUNCTIONAL, "metadata": "{}"},
+        {"private_test_cases": base64.b64encode(zlib.compress(b"no pickle")).decode()},
+        {"private_test_cases": base64.b64encode(zlib.compress(b"")).decode()},
+        {"input_output": "[" * 100_000},
+        {"inputs": [5], "outputs": ["5"]},
+        {"inputs": ["5"], "outputs": [5]},
+        {"inputs": ["\ud800"], "outputs": ["5"]},
+        {"inputs": [5], "outputs": [5], "fn_name": "f"},
+        {"inputs": [[5]], "outputs": [5], "fn_name": 5},
+        {"official_tests": [{"input": "1", "output": "2"}], "generated_checker": 5},
+        {"test_list": ["assert " + "not " * 2000 + "f(1)"]},
     ],
 )
 def test_tests_that_cannot_be_read_end_the_run(row: dict[str, Any]) -> None:
+    assert row_fault(Prompt("p", None, "rows:1", fields=row)) is None  # the run names it
     (line,) = refusal(reason, sample(DOUBLE, **row))
     assert line.startswith("reward 'code': rows:1: unreadable tests: ")
 

@@ -11,7 +11,7 @@ import pytest
 
 from gspo_megatron.errors import DataError, RewardError
 from gspo_megatron.rewards.registry import Reward, get_reward, register
-from gspo_megatron.types import Sample, TurnRewards
+from gspo_megatron.types import Reasoned, Sample, TurnRewards
 from tests.unit.data.corpora import refusal
 from tests.unit.rewards.scoring import score
 
@@ -238,6 +238,8 @@ def test_numbers_and_booleans_are_scores(value: object, expected: float) -> None
         (float("-inf"), "-inf; a finite number is wanted"),
         (np.float32("inf"), "a finite number is wanted"),
         (10**400, "a finite number is wanted"),
+        pytest.param(10**5000, "(int); a finite number is wanted", id="many digits"),
+        (Reasoned(0.5, None), "None as reason; a string is wanted"),
         (None, "None of type NoneType; a number is wanted"),
         ("1.0", "'1.0' of type str; a number is wanted"),
         ([1.0], "[1.0] of type list; a number is wanted"),
