@@ -129,6 +129,7 @@ class Silent:
         ({np.int64(1): (Decimal(2), None)}, '{"1": ["2", null]}'),
         ([{"type": "text", "text": "é"}], '[{"type": "text", "text": "é"}]'),
         (None, ""),
+        pytest.param(10**5000, "(int)", id="many digits"),
         (Silent(), "(Silent)"),
     ],
 )
