@@ -7,15 +7,18 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gspo_megatron.data.quoting import Controls, Span, trace
+from gspo_megatron.data.quoting import Controls, Span, syntax_tree, trace
 from gspo_megatron.data.rows import json_type, text_fault
 from gspo_megatron.errors import DataError, problem, suggest
 from gspo_megatron.files import parse_json
 from gspo_megatron.types import Message
+
+if TYPE_CHECKING:
+    from gspo_megatron.data.tokenizers import Tokenizer
 
 ASSISTANT, USER = "assistant", "user"
 TEMPLATE_FILE = "chat_template.jinja"
@@ -33,7 +36,6 @@ CHATML = (
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 )
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 # Variables that every template gets, so they are not options. (Special tokens, which come from the
 # tokenizer, are not options either.)
 _GIVEN = {"messages", "add_generation_prompt", "raise_exception", "strftime_now"}
@@ -70,25 +72,6 @@ class Encoded:
     ids: list[int]
     starts: list[int]
     ends: list[int]
-
-
-class ChatTokenizer(Protocol):
-    """The tokenizer interface that this module needs; data/tokenizers.py implements it."""
-
-    name: str
-    eos_id: int
-    chat_template: str | None
-    template_options: Mapping[str, Any]
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        open_answer: bool = False,
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> Rendered: ...
-    def encode_rendered(self, text: str, quoted: Sequence[tuple[int, int]] = ()) -> Encoded: ...
-    def symbol_id(self, symbol: str) -> int | None: ...
 
 
 def read_template(folder: Path) -> str | None:
@@ -175,7 +158,7 @@ def render(
     return Rendered(traced.text, traced.answers, traced.quoted)
 
 
-def check_template(tokenizer: ChatTokenizer, prompt: Sequence[Message] | None = None) -> None:
+def check_template(tokenizer: Tokenizer, prompt: Sequence[Message] | None = None) -> None:
     """Raise DataError if the tokenizer's chat template is missing or unusable.
 
     A template is unusable if it is not valid Jinja, writes a symbol that the tokenizer lacks, or
@@ -216,14 +199,11 @@ def check_template(tokenizer: ChatTokenizer, prompt: Sequence[Message] | None = 
         )
 
 
-def _option_faults(tokenizer: ChatTokenizer, template: str) -> list[str]:
+def _option_faults(tokenizer: Tokenizer, template: str) -> list[str]:
     """Return one line for each option that the template never reads."""
-    from jinja2 import Environment, meta
+    from jinja2 import meta
 
-    # The extensions are those of transformers, without {% generation %} marks, which read no
-    # variable.
-    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
-    read = meta.find_undeclared_variables(environment.parse(_MARKS.sub("", template))) - _GIVEN
+    read = meta.find_undeclared_variables(syntax_tree(template)) - _GIVEN
     legal = sorted(name for name in read if not name.endswith("_token"))
     lines = []
     for name, value in tokenizer.template_options.items():
@@ -258,7 +238,7 @@ def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def encode_conversation(
-    messages: Sequence[Message], tokenizer: ChatTokenizer
+    messages: Sequence[Message], tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return token ids [length] int32 and a mask [length] bool, True on the assistant's tokens.
 
@@ -293,7 +273,7 @@ def _mask_by_marks(encoded: Encoded, answers: Sequence[tuple[int, int]]) -> np.n
 
 
 def _mask_by_prefixes(
-    messages: Sequence[Message], tokenizer: ChatTokenizer, text: str, ids: list[int]
+    messages: Sequence[Message], tokenizer: Tokenizer, text: str, ids: list[int]
 ) -> np.ndarray:
     mask = np.zeros(len(ids), bool)
     for number, message in enumerate(messages):
@@ -311,7 +291,7 @@ def _mask_by_prefixes(
 
 
 def _prefix_tokens(
-    part: Rendered, text: str, ids: list[int], tokenizer: ChatTokenizer, number: int
+    part: Rendered, text: str, ids: list[int], tokenizer: Tokenizer, number: int
 ) -> int:
     """Return the number of tokens in `part`. Raises DataError if `ids` do not begin with these
     tokens."""

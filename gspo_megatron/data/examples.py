@@ -19,8 +19,7 @@ from gspo_megatron.data.chat import (
 from gspo_megatron.data.formats import FieldMap, with_system
 from gspo_megatron.data.prompts import (
     IDLE_OPTIONS,
-    QuotedControls,
-    UnknownCharacters,
+    OddTexts,
     encode_text,
     read_prompts,
 )
@@ -46,13 +45,12 @@ _Read = tuple[Example, str, bool]  # the example, its text, whether the chat tem
 
 @dataclass
 class Counts:
-    """The numbers of rows that are too long, of texts with unknown characters, and of texts with
-    quoted control tokens. Dropped rows count only as too long."""
+    """The numbers of rows that are too long, and the texts that need a warning. Dropped rows count
+    only as too long."""
 
     dropped: int = 0
     truncated: int = 0
-    unknown: UnknownCharacters = field(default_factory=UnknownCharacters)
-    quoted: QuotedControls = field(default_factory=QuotedControls)
+    odd: OddTexts = field(default_factory=OddTexts)
 
 
 class SupervisedData:
@@ -205,7 +203,6 @@ def _fitting(
                 continue
             counts.truncated += 1
             example = Example(example.token_ids[:most], example.loss_mask[:most], example.source)
-        counts.unknown.add(tokenizer, example.source, example.token_ids, text)
-        if not is_conversation:
-            counts.quoted.add(tokenizer, example.source, text)
+        ids = example.token_ids
+        counts.odd.add(tokenizer, example.source, ids, text, of_messages=is_conversation)
         yield example

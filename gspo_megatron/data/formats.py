@@ -106,23 +106,15 @@ FORMATS = {
 }
 
 
-def field_map(data: DataSection) -> FieldMap:
-    """Return the fields that the configuration chooses."""
+def field_map(data: DataSection | SuiteSection, section: str = "data") -> FieldMap:
+    """Return the fields that the configuration chooses. `section` is the place of the settings."""
     if data.format is None:
         chosen = FieldMap(data.prompt_field, data.answer_field, data.id_field)
     else:
         chosen = replace(FORMATS[data.format], id=data.id_field)
-    return replace(chosen, template=data.template, system=data.system_prompt)
-
-
-def suite_fields(section: str, suite: SuiteSection) -> FieldMap:
-    """Return the fields of a suite; `section` is the suite's place in the configuration."""
-    if suite.format is None:
-        chosen = FieldMap(suite.prompt_field, suite.answer_field, suite.id_field)
-    else:
-        chosen = replace(FORMATS[suite.format], id=suite.id_field)
-    chosen = replace(chosen, template=suite.template, system=suite.system_prompt)
-    return replace(chosen, window=suite.filter, section=section)
+    window = getattr(data, "filter", None)  # only suites have a filter
+    chosen = replace(chosen, template=data.template, system=data.system_prompt)
+    return replace(chosen, window=window, section=section)
 
 
 def with_system(messages: Sequence[Message], system: str | None) -> tuple[Message, ...]:

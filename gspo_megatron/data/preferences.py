@@ -20,8 +20,7 @@ from gspo_megatron.data.preference_rows import (
 )
 from gspo_megatron.data.prompts import (
     IDLE_OPTIONS,
-    QuotedControls,
-    UnknownCharacters,
+    OddTexts,
     encode_text,
 )
 from gspo_megatron.data.rows import Problems, read_rows
@@ -49,8 +48,7 @@ class PreferenceCounts:
     too_long: int = 0
     ties: int = 0
     ends_in_padding: int = 0  # sequences whose last token is the padding token
-    unknown: UnknownCharacters = field(default_factory=UnknownCharacters)
-    quoted: QuotedControls = field(default_factory=QuotedControls)
+    odd: OddTexts = field(default_factory=OddTexts)
 
 
 class PreferenceData:
@@ -194,19 +192,18 @@ class _Reader:
 
     def _encode(self, where: str, whole: Whole) -> np.ndarray:
         """Return the token ids of a prompt with a response."""
-        if not isinstance(whole, Texts):
+        if isinstance(whole, Texts):
+            ids = encode_text(whole.prompt or whole.response, self.tokenizer)
+            ids += self.tokenizer.encode(whole.response) if whole.prompt else []
+            ids, text = [*ids, self.tokenizer.eos_id], whole.prompt + whole.response
+        else:
             self._check_template()
             rendered = self.tokenizer.render(whole)
             ids = self.tokenizer.encode_rendered(rendered.text, rendered.quoted).ids
             text = "".join(message["content"] for message in whole)
-        else:
-            ids = encode_text(whole.prompt or whole.response, self.tokenizer)
-            ids += self.tokenizer.encode(whole.response) if whole.prompt else []
-            ids = [*ids, self.tokenizer.eos_id]
-            text = whole.prompt + whole.response
-            self.counts.quoted.add(self.tokenizer, where, text)
         found = np.array(ids, np.int32)
-        self.counts.unknown.add(self.tokenizer, where, found, text)
+        of_messages = not isinstance(whole, Texts)
+        self.counts.odd.add(self.tokenizer, where, found, text, of_messages=of_messages)
         return found
 
 

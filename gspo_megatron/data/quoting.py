@@ -16,9 +16,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.errors import DataError
+
+if TYPE_CHECKING:
+    from jinja2 import nodes
 
 Span = tuple[int, int]  # [start, end) of characters
 # Renders messages and tools. Returns the text, and the spans of the answers if the template marks
@@ -30,7 +33,7 @@ Shade = Callable[[str], str]
 _PRIVATE = range(0xF0000, 0x110000)
 _SHADED = re.compile("[\U000f0000-\U0010ffff]+")
 _HIDDEN = "\U000f0000"
-_GENERATION_MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+_GENERATION_MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # they read no variable
 # Characters that `tojson` changes (templates also trim spaces and control characters).
 _CHANGED = '"\\'
 
@@ -237,6 +240,14 @@ def _mixed(text: str, other: str, spans: Sequence[Span]) -> str:
     return "".join(letters)
 
 
+def syntax_tree(template: str) -> nodes.Template:
+    """Parse a valid template, with the extension of Jinja that transformers uses."""
+    from jinja2 import Environment
+
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    return environment.parse(_GENERATION_MARKS.sub("", template))
+
+
 @lru_cache(maxsize=16)
 def _looks(template: str) -> tuple[frozenset[str], re.Pattern[str]]:
     """Return what a template may look for in its data.
@@ -244,11 +255,10 @@ def _looks(template: str) -> tuple[frozenset[str], re.Pattern[str]]:
     Returns the words of the template, among them all keys that it reads, and a pattern that matches
     its string constants.
     """
-    from jinja2 import Environment, nodes
+    from jinja2 import nodes
 
-    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
-    tree = environment.parse(_GENERATION_MARKS.sub("", template))
-    named = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    constants = syntax_tree(template).find_all(nodes.Const)
+    named = {node.value for node in constants if isinstance(node.value, str)}
     longest_first = sorted(filter(None, named), key=len, reverse=True)
     looked_for = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
     return frozenset(re.findall(r"\w+", template)), looked_for

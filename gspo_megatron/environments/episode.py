@@ -312,7 +312,8 @@ class EpisodeRunner:
         except (RolloutError, UnplayableError):
             raise
         except Exception as found:  # noqa: BLE001 (the user's code may raise anything)
-            what = str(found) if isinstance(found, EpisodeError) else _named(found)
+            what = f"{type(found).__name__}: {found} ({origin(found)})"
+            what = str(found) if isinstance(found, EpisodeError) else what
             name = type(self.environment).__name__
             error = EpisodeError(f"environment {name}: {what}; {task.source}")
             error.__cause__ = found
@@ -372,7 +373,3 @@ async def within(seconds: float, client: Client, work: Awaitable[_T]) -> _T:
         return task.result()
     finally:
         task.cancel()
-
-
-def _named(error: Exception) -> str:
-    return f"{type(error).__name__}: {error} ({origin(error)})"

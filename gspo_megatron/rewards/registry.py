@@ -94,18 +94,13 @@ class Reward:
     @functools.cached_property
     def of_batch(self) -> bool:
         """Whether the function takes a batch: its first parameter is called `samples`."""
-        return self._input == "samples"
+        return getattr(_first_parameter(self.function), "name", "") == "samples"
 
     @functools.cached_property
     def of_group(self) -> bool:
         """Whether the function takes the responses to one prompt: its first parameter is called
         `group`."""
-        return self._input == "group"
-
-    @functools.cached_property
-    def _input(self) -> str:
-        first = _first_parameter(self.function)
-        return "" if first is None else first.name
+        return getattr(_first_parameter(self.function), "name", "") == "group"
 
     @functools.cached_property
     def is_async(self) -> bool:

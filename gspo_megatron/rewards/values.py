@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -46,21 +47,13 @@ def checked(value: object, num_tokens: int, refuse: Refuse) -> Score:
         return Score(np.empty(0), parts=_checked_parts(value, refuse))
     if not isinstance(value, (Real, np.bool_)):
         refuse(f"{shorten(value)} of type {type(value).__name__}; a number is wanted")
-    number = _finite(value)
-    if number is None:
-        refuse(f"{shorten(value)}; a finite number is wanted")
+    number = _finite(value, "", refuse)
     figures = _checked_figures(value.figures, refuse) if isinstance(value, Reasoned) else {}
     return Score(np.array([number]), reason=_reason_of(value, refuse), figures=figures)
 
 
 def _checked_figures(figures: Mapping[str, object], refuse: Refuse) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for name, value in figures.items():
-        number = _finite(value) if isinstance(value, (Real, np.bool_)) else None
-        if number is None:
-            refuse(f"{shorten(value)} as figure {shorten(name)}; a finite number is wanted")
-        found[name] = number
-    return found
+    return {n: _finite(each, f" as figure {shorten(n)}", refuse) for n, each in figures.items()}
 
 
 def is_free_name(name: object) -> bool:
@@ -77,13 +70,13 @@ def _reason_of(value: object, refuse: Refuse) -> str:
     return reason if len(reason) <= SHOWN_REASON else f"{reason[:half]} … {reason[-half:]}"
 
 
-def _finite(value: Real | np.bool_) -> float | None:
-    """Convert a value to float (a boolean to 0 or 1). Returns None if it is not finite."""
-    try:
-        number = float(value)
-    except OverflowError:  # an integer beyond the range of a float
-        return None
-    return number if math.isfinite(number) else None
+def _finite(value: object, place: str, refuse: Refuse) -> float:
+    """Convert a finite number to float (a boolean to 0 or 1), and refuse anything else."""
+    if isinstance(value, (Real, np.bool_)):
+        with contextlib.suppress(OverflowError):  # an integer beyond the range of a float
+            if math.isfinite(number := float(value)):
+                return number
+    return refuse(f"{shorten(value)}{place}; a finite number is wanted")
 
 
 def _checked_parts(parts: Mapping[object, object], refuse: Refuse) -> dict[str, float]:
@@ -98,10 +91,7 @@ def _checked_parts(parts: Mapping[object, object], refuse: Refuse) -> dict[str, 
             )
         if name in _TAKEN:
             refuse(f"a part named {name!r}; reward/{name} is another metric: choose another name")
-        number = _finite(value) if isinstance(value, (Real, np.bool_)) else None
-        if number is None:
-            refuse(f"{shorten(value)} as part {name!r}; a finite number is wanted")
-        found[name] = number
+        found[name] = _finite(value, f" as part {name!r}", refuse)
     return {name: found[name] for name in sorted(found)}
 
 

@@ -16,7 +16,7 @@ from gspo_megatron.config.stages import FineTuningConfig, FineTuningDataSection
 from gspo_megatron.data.chat import CHATML, encode_conversation
 from gspo_megatron.data.examples import Counts, load_supervised
 from gspo_megatron.data.inputs import read_fine_tuning
-from gspo_megatron.data.prompts import UnknownCharacters, load_prompts
+from gspo_megatron.data.prompts import Found, load_prompts
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.errors import ConfigError
 from tests.unit.data.corpora import (
@@ -297,9 +297,9 @@ def test_bad_rows_are_named(folder: Path, tmp_path: Path, row: object, expected:
 @pytest.mark.parametrize("byte_fallback", [False, True])
 def test_unknown_characters_are_counted(tmp_path: Path, byte_fallback: bool) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [{"messages": exchange("ka🙂", "lo")}])
-    expected = UnknownCharacters() if byte_fallback else UnknownCharacters(1, f"{path}:1", "🙂")
+    expected = Found() if byte_fallback else Found(1, f"{path}:1", ("🙂",))
     for tokenizer in both(make_tokenizer(tmp_path / "t", byte_fallback=byte_fallback)):
-        assert load_supervised(path, tokenizer, CHAT).counts.unknown == expected
+        assert load_supervised(path, tokenizer, CHAT).counts.odd.unknown == expected
 
 
 def test_the_examples_of_the_manual_can_be_read(folder: Path, tmp_path: Path) -> None:

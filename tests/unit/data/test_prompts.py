@@ -18,7 +18,7 @@ from gspo_megatron.data.chat import Rendered
 from gspo_megatron.data.formats import FORMATS, FieldMap, last_box
 from gspo_megatron.data.inputs import read_fine_tuning, read_inputs
 from gspo_megatron.data.prompts import (
-    UnknownCharacters,
+    OddTexts,
     encode_prompts,
     encode_text,
     load_prompts,
@@ -583,10 +583,10 @@ def test_unknown_characters_of_examples(tmp_path: Path, letters: Path) -> None:
 
 
 def test_many_characters_are_not_all_shown(letters: Path) -> None:
-    tokenizer, unknown = load_tokenizer(letters), UnknownCharacters()
+    tokenizer, odd = load_tokenizer(letters), OddTexts()
     for text in ("a", "ijklmnopqrstuvw", "z"):
-        unknown.add(tokenizer, "p.jsonl:7", tokenizer.encode(text), text)
-    (line,) = unknown.warnings("data.prompts", 1200)
+        odd.add(tokenizer, "p.jsonl:7", tokenizer.encode(text), text, of_messages=True)
+    (line,) = odd.warnings("data.prompts", 1200)
     expected = f"data.prompts: 2 of 1,200 {WARNING}; the first is p.jsonl:7: 'i', 'j', "
     assert line.startswith(expected) and line.endswith(", 'r' and 5 more")
 
