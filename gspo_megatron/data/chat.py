@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gspo_megatron.data.quoting import Controls, Span, syntax_tree, trace
+from gspo_megatron.data.quoting import Controls, Rendered, Span, syntax_tree, trace
 from gspo_megatron.data.rows import json_type, text_fault
 from gspo_megatron.errors import DataError, problem, suggest
 from gspo_megatron.files import parse_json
@@ -41,24 +41,6 @@ _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _GIVEN = {"messages", "add_generation_prompt", "raise_exception", "strftime_now"}
 _SYMBOL = re.compile(r"<\|[^|<>\s]+\|>")
 _WIDE_SYMBOL = re.compile(r"<｜[^｜<>\s]+｜>")  # DeepSeek's templates have such symbols
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """A conversation rendered by a chat template."""
-
-    text: str
-    # Character ranges [start, end) that the assistant writes; None if the template has no
-    # {% generation %} marks.
-    answers: list[tuple[int, int]] | None
-    # Character ranges [start, end) that come from the messages and could spell a control token.
-    quoted: Sequence[tuple[int, int]] = ()
-
-    def part(self, start: int, end: int | None = None) -> Rendered:
-        """Return the characters from `start` to `end`, without `answers`."""
-        end = len(self.text) if end is None else end
-        inside = ((max(a, start) - start, min(b, end) - start) for a, b in self.quoted)
-        return Rendered(self.text[start:end], None, [(a, b) for a, b in inside if a < b])
 
 
 @dataclass(frozen=True)
@@ -154,8 +136,7 @@ def render(
             raise DataError(f"{name}: the chat template failed: {error}") from error
         return texts[0], [(start, end) for start, end in spans[0]] if marked else None
 
-    traced = trace(apply, messages, symbols.get("tools") or (), template, controls)
-    return Rendered(traced.text, traced.answers, traced.quoted)
+    return trace(apply, messages, symbols.get("tools") or (), template, controls)
 
 
 def check_template(tokenizer: Tokenizer, prompt: Sequence[Message] | None = None) -> None:

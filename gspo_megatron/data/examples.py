@@ -53,32 +53,36 @@ class Counts:
     odd: OddTexts = field(default_factory=OddTexts)
 
 
+class FlatArrays:
+    """Arrays of different lengths by number, end to end in one array to save memory."""
+
+    def __init__(self, arrays: Sequence[np.ndarray], dtype: type) -> None:
+        self.values = np.concatenate([np.empty(0, dtype), *arrays])
+        self.ends = np.cumsum([0, *map(len, arrays)])  # [arrays + 1] int64, beginning with 0
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        return self.values[self.ends[number] : self.ends[number + 1]]
+
+
 class SupervisedData:
-    """All examples of a file by number, in flat arrays to save memory."""
+    """All examples of a file by number."""
 
     def __init__(self, examples: Iterator[Example], counts: Counts) -> None:
-        tokens, masks, ends, sources = [np.empty(0, np.int32)], [np.empty(0, bool)], [0], []
-        for example in examples:
-            tokens.append(example.token_ids)
-            masks.append(example.loss_mask)
-            ends.append(ends[-1] + len(example.token_ids))
-            sources.append(example.source)
+        found = list(examples)
         self.counts = counts
-        self._tokens = np.concatenate(tokens)
-        self._mask = np.concatenate(masks)
-        self._ends = np.array(ends, np.int64)
-        self._sources = sources
+        self._tokens = FlatArrays([each.token_ids for each in found], np.int32)
+        self._masks = FlatArrays([each.loss_mask for each in found], bool)
+        self._sources = [each.source for each in found]
 
     def __len__(self) -> int:
         return len(self._sources)
 
     def __getitem__(self, number: int) -> Example:
-        part = slice(self._ends[number], self._ends[number + 1])
-        return Example(self._tokens[part], self._mask[part], self._sources[number])
+        return Example(self._tokens[number], self._masks[number], self._sources[number])
 
     @property
     def lengths(self) -> np.ndarray:  # [examples] int64, in tokens
-        return np.diff(self._ends)
+        return np.diff(self._tokens.ends)
 
 
 def load_supervised(

@@ -39,12 +39,19 @@ _CHANGED = '"\\'
 
 
 @dataclass(frozen=True)
-class Traced:
+class Rendered:
     """A conversation rendered by a chat template."""
 
     text: str
+    # What the assistant writes; None if the template has no {% generation %} marks.
     answers: list[Span] | None
-    quoted: list[Span]  # spans of data in `text`: at least the spans that matter for control tokens
+    # What comes from the messages: at least the spans that matter for control tokens.
+    quoted: Sequence[Span] = ()
+
+    def part(self, start: int) -> Rendered:
+        """Return the characters from `start` on, without `answers`."""
+        inside = ((max(a, start) - start, b - start) for a, b in self.quoted)
+        return Rendered(self.text[start:], None, [(a, b) for a, b in inside if a < b])
 
 
 @dataclass(frozen=True)
@@ -90,9 +97,9 @@ class Controls:
             start = match.start() + 1
         return spans
 
-    def of(self, traced: Traced) -> list[str]:
+    def of(self, rendered: Rendered) -> list[str]:
         """Return the control tokens that the template writes."""
-        found = self.pieces(traced.text, traced.quoted)
+        found = self.pieces(rendered.text, rendered.quoted)
         return [self.names[number] for _, number in found if number is not None]
 
     def pieces(self, text: str, quoted: Sequence[Span]) -> Iterator[tuple[Span, int | None]]:
@@ -133,7 +140,7 @@ def trace(
     tools: Sequence[Mapping[str, Any]],
     template: str,
     controls: Controls,
-) -> Traced:
+) -> Rendered:
     """Render a conversation and find which characters of the text are data.
 
     Most templates only copy the data. For such a template, a rendering in which all characters of
@@ -163,15 +170,15 @@ def trace(
         shaded = _mixed(shaded, part, kept) if kept else shaded
         return _mixed(shaded, exchange.strange(part), spans) if spans else shaded
 
-    def traced_with(shade: Shade) -> Traced:
+    def traced_with(shade: Shade) -> Rendered:
         written, spans = render(
             [_shaded(message, shade, words, is_message=True) for message in messages],
             [_shaded(tool, shade, words) for tool in tools],
         )
         quoted = [match.span() for match in _SHADED.finditer(written)]
-        return Traced(exchange.plain(written), spans, quoted)
+        return Rendered(exchange.plain(written), spans, quoted)
 
-    safe: Traced | None = None
+    safe: Rendered | None = None
     for shade in (shade_all, shade_most):
         with contextlib.suppress(DataError):  # the template refuses the replaced text
             safe = traced_with(shade)

@@ -184,7 +184,8 @@ class Scorer:
         failures: list[BaseException] = []
         arguments = self._arguments(_not_given(samples, given))
         with self._clock(len(arguments)):
-            values = await self._gather(arguments, failures)
+            slots = asyncio.Semaphore(CONCURRENT_CALLS)
+            values = await gathered(self._call_async(each, slots, failures) for each in arguments)
         return self._checked(values, samples, given, failures)
 
     def given(self, ended: Sequence[Episode]) -> list[Any]:
@@ -331,10 +332,6 @@ class Scorer:
             self._named.add(kind)
             more = "more of this kind are only counted"
             print(f"{printable(text)}; {more}", file=sys.stderr, flush=True)
-
-    async def _gather(self, given: Sequence[Any], failures: list[BaseException]) -> list[Any]:
-        slots = asyncio.Semaphore(CONCURRENT_CALLS)
-        return await gathered(self._call_async(each, slots, failures) for each in given)
 
     # Results of the function
 
