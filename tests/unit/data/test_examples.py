@@ -24,7 +24,6 @@ from tests.unit.data.corpora import (
     both,
     make_tokenizer,
     refusal,
-    write_parquet,
     write_rows,
 )
 
@@ -220,19 +219,6 @@ def test_template_options_reach_the_examples(folder: Path, tmp_path: Path) -> No
     config = load_config(tmp_path / "config.yaml", words, FineTuningConfig)
     with pytest.raises(ConfigError, match="data.chat_template_options: nothing reads it: "):
         read_fine_tuning(config)
-
-
-def test_parquet_reads_like_json_lines(folder: Path, tmp_path: Path) -> None:
-    source = random.Random(5)
-    chats = [conversation(source) for _ in range(9)]
-    parquet = write_parquet(tmp_path / "rows.parquet", {"chat": chats})
-    path = write_rows(tmp_path / "rows.jsonl", [{"chat": chat} for chat in chats])
-    tokenizer, section = load_tokenizer(folder), form(10**6, messages_field="chat")
-    one, other = (load_supervised(p, tokenizer, section) for p in (path, parquet))
-    assert len(one) == len(other) == 9
-    for n in range(9):
-        assert np.array_equal(one[n].token_ids, other[n].token_ids)
-        assert np.array_equal(one[n].loss_mask, other[n].loss_mask)
 
 
 def test_too_long_examples(folder: Path, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from gspo_megatron.data.tokenizers import Encoded, load_tokenizer, train_sentenc
 from gspo_megatron.errors import ConfigError
 from gspo_megatron.types import Prompt
 from tests.unit.data.chat_templates import CHATML, byte_level
-from tests.unit.data.corpora import refusal, write_parquet, write_rows
+from tests.unit.data.corpora import load, refusal, write_parquet, write_rows
 
 
 def problems_of(path: Path, **fields: str | None) -> list[str]:
@@ -497,12 +497,6 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pairs(*texts: str) -> list[object]:
     return [dict(zip(("prompt", "answer"), text.split("|"), strict=True)) for text in texts]
-
-
-def load(tmp_path: Path, schema: type, **data: object) -> Any:
-    (tmp_path / "config.yaml").write_text("{}\n")
-    words = [f"data.{key}={value}" for key, value in data.items()]
-    return load_config(tmp_path / "config.yaml", words, schema)
 
 
 def test_unknown_characters_of_prompts(tmp_path: Path, letters: Path) -> None:

@@ -5,7 +5,6 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -183,32 +182,6 @@ def test_options_are_variables_of_the_template(tmp_path: Path) -> None:
             )
         }
     assert len(texts) == 3
-
-
-class ReadOnly(Mapping[str, bool]):
-    """A mapping without the operators of a dict."""
-
-    def __getitem__(self, name: str) -> bool:
-        return {"enable_thinking": False}[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(["enable_thinking"])
-
-    def __len__(self) -> int:
-        return 1
-
-
-def test_options_may_be_a_mapping_that_is_no_dict(tmp_path: Path) -> None:
-    folder, options = (
-        build_folder(tmp_path / "hf", chat_template=THINKS),
-        {"enable_thinking": False},
-    )
-    messages = [{"role": "user", "content": "2+3="}]
-    texts = [
-        load_tokenizer(folder, given).render(messages, open_answer=True).text
-        for given in (options, ReadOnly(), None)
-    ]
-    assert texts[0] == texts[1] != texts[2]
 
 
 def test_an_option_that_the_template_never_reads_is_refused_by_name(tmp_path: Path) -> None:

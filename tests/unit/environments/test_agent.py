@@ -23,6 +23,7 @@ from gspo_megatron.environments.episode import Episode, EpisodeLimits, EpisodeRu
 from gspo_megatron.environments.transcript import Written
 from gspo_megatron.types import Prompt
 from tests.tasksets import TEMPLATE, letters
+from tests.unit.environments.characters import shown
 
 FIELDS = {"level": 4, "day": datetime.date(2025, 1, 31)}
 CALL = '<tool_call>{"name": "add", "arguments": {"b": 2, "a": 1}}</tool_call>'
@@ -98,11 +99,6 @@ def play(tokenizer: Tokenizer, tmp_path: Path) -> Play:
         return asyncio.run(runner.run(task, write)), asked
 
     return run
-
-
-def shown(tokenizer: Tokenizer, ids: Any) -> str:
-    names = {number: name for name, number in tokenizer.special_tokens.items()}
-    return "".join(names.get(int(n)) or tokenizer.decode([int(n)]) for n in ids)
 
 
 def test_a_program_with_tools_is_captured_to_the_last_token(

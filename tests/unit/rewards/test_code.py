@@ -8,6 +8,7 @@ import pickle
 import sys
 import zlib
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -135,11 +136,8 @@ def test_the_score_is_all_or_a_share() -> None:
     for fraction in (False, True):
         options = {**section.options, "fraction": fraction}
         given = section.model_copy(update={"options": options})
-        scorer = Scorer(get_reward("code", None, options, 1), given)
-        try:
+        with closing(Scorer(get_reward("code", None, options, 1), given)) as scorer:
             found, failed = scorer.score([sample(DOUBLE, **row), sample("1 / 0", **row)])
-        finally:
-            scorer.close()
         assert not any(failed)
         scores[fraction] = [float(score.rewards.sum()) for score in found]
     assert scores == {False: [0.0, 0.0], True: [pytest.approx(2 / 3), 0.0]}
@@ -293,11 +291,8 @@ def test_a_runner_of_the_user_needs_no_sandbox(
     def scores(name: str, *given: Sample) -> list[float]:
         options = {"runner": f"my_runner:{name}", "memory_mb": 512, "fraction": True}
         section = RewardSection(name="code", options=options, workers=1)
-        scorer = Scorer(get_reward("code", None, options, 1), section)
-        try:
+        with closing(Scorer(get_reward("code", None, options, 1), section)) as scorer:
             return [float(each.rewards.sum()) for each in scorer.score(given)[0]]
-        finally:
-            scorer.close()
 
     wrong = {"input_output": {"inputs": ["1", "2"], "outputs": ["2", "5"]}}
     given = [sample(DOUBLE, **row), sample("1 / 0", **row), sample(DOUBLE, **wrong)]

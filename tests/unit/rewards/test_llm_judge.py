@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,12 @@ FIELDS = {"hint": "{response}", "day": datetime.date(2025, 1, 31)}
 def score(judge: Judge, *responses: str, section: dict[str, Any] | None = None, **options: Any):
     options = {"url": judge.url, "model": "judge", **options}
     wanted = RewardSection(name="llm_judge", options=options, **(section or {"retries": 0}))
-    scorer = Scorer(get_reward("llm_judge", None, options, wanted.workers), wanted)
     samples = [
         Sample("What?", ["a", 1], each, truncated=False, fields=FIELDS, row_id="1")
         for each in responses
     ]
-    try:
+    with closing(Scorer(get_reward("llm_judge", None, options, wanted.workers), wanted)) as scorer:
         found, failed = scorer.score(samples)
-    finally:
-        scorer.close()
     return [None if each is None else float(each.rewards.sum()) for each in found], failed
 
 
@@ -111,12 +109,6 @@ def test_a_question_is_asked_once(judges: Any, tmp_path: Path) -> None:
     # The same prompt with other parameters is another question.
     assert score(judge, "x", cache=cache, max_tokens=5)[0] == [0.7]
     assert len(judge.requests) == 9
-
-
-def test_a_worker_may_ask(judges: Any) -> None:
-    judge = judges("Score: 8")
-    rewards, failed = score(judge, *"abcdef", section={"workers": 2})
-    assert rewards == [0.8] * 6 and not any(failed) and len(judge.requests) == 6
 
 
 def test_options_are_checked_before_the_run() -> None:
