@@ -155,24 +155,19 @@ def prompt_forms(config: Config) -> dict[str, PromptForm]:
     forms = {}
     for key in config.input_files():
         with contextlib.suppress(UnknownValueError):
-            if key in names:
-                forms[key] = _form_of_suite(config, names[key], length)
-            else:
+            if key not in names:
                 data, setting = config.data, "data.max_prompt_tokens"
                 forms[key] = PromptForm(field_map(data), data.chat_template, longest, setting)
+                continue
+            suite, name = config.evaluation.suites[names[key]], names[key]
+            forms[key] = PromptForm(
+                field_map(suite, key),
+                config.data.chat_template if suite.chat_template is None else suite.chat_template,
+                length - config.suite_response_tokens(name),
+                f"model.max_sequence_length = {length}, less {key}.max_response_tokens",
+                suite.limit,
+            )
     return forms
-
-
-def _form_of_suite(config: Config, name: str, length: int) -> PromptForm:
-    """Return how to read a suite's files. length: the model's longest sequence."""
-    key, suite = suite_key(name), config.evaluation.suites[name]
-    return PromptForm(
-        field_map(suite, key),
-        config.data.chat_template if suite.chat_template is None else suite.chat_template,
-        length - config.suite_response_tokens(name),
-        f"model.max_sequence_length = {length}, less {key}.max_response_tokens",
-        suite.limit,
-    )
 
 
 def _first(files: list[list[Prompt]], limit: int | None) -> list[list[Prompt]]:

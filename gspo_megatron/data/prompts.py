@@ -284,7 +284,9 @@ class OddTexts:
         the control tokens come from the template."""
         unk_id, bos = tokenizer.unk_id, tokenizer.bos_text
         if unk_id is not None and unk_id in token_ids:
-            self.unknown.add(source, (c for c in text if unk_id in tokenizer.encode(c)))
+            self.unknown.add(
+                source, (c for c in dict.fromkeys(text) if unk_id in tokenizer.encode(c))
+            )
         if of_messages:
             return
         if bos and text.startswith(bos):

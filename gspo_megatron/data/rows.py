@@ -7,6 +7,7 @@ once.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -213,6 +214,8 @@ def json_fault(value: object) -> str | None:
         inner = value.values() if isinstance(value, dict) else value
         faults = filter(None, map(json_fault, inner))
         return next((f"holds a value that {fault}" for fault in faults), None)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"is {value}; a JSON value is wanted"  # pandas writes NaN for an absent value
     return None if type(value) in _JSON_TYPES else f"is {json_type(value)}; a JSON value is wanted"
 
 

@@ -35,6 +35,8 @@ def assistant_message(text: str, has_tools: bool, turn: int) -> dict[str, Any]:
         try:
             call = parse_json(found)
             function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
+            if not isinstance(call["name"], str):
+                raise TypeError("the name of a function is no text")
         except WRONG_VALUES:
             return {"role": "assistant", "content": text}
         identity = f"call_{turn}_{number}"

@@ -220,6 +220,8 @@ def test_an_answer_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "p.parquet", {"prompt": ["a"], "answer": days})
     wrong = "is of type date; a JSON value is wanted"
     assert problems_of(path) == [f"{path}:1: field 'answer' {wrong}"]
+    write_parquet(path, {"prompt": ["a"], "answer": [float("nan")]})
+    assert problems_of(path) == [f"{path}:1: field 'answer' is nan; a JSON value is wanted"]
     write_parquet(path, {"prompt": ["a"], "answer": [days]})
     assert problems_of(path) == [f"{path}:1: field 'answer' holds a value that {wrong}"]
 

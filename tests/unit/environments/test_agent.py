@@ -188,6 +188,15 @@ assert end["choices"][0]["finish_reason"] == "stop"
     assert episode.error is None
 
 
+def test_a_call_of_no_function_is_text(play: Play) -> None:
+    call = CALL.replace('"add"', "5")
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    said = {"role": "assistant", "content": call}
+    program = f"assert chat([user], tools={tools})['choices'][0]['message'] == {said}"
+    episode, _ = play(program, [call])
+    assert episode.error is None
+
+
 def test_rewards_of_turns(play: Play) -> None:
     episode, _ = play(
         """

@@ -250,6 +250,14 @@ async def nothing_between(client: Client) -> None:
     await client.generate()
 
 
+async def no_room(client: Client) -> None:
+    await client.generate(max_tokens=-1)
+
+
+async def no_room_at_all(client: Client) -> None:
+    await client.generate(max_tokens=0)
+
+
 async def too_early(client: Client) -> None:
     turn = asyncio.ensure_future(client.generate())
     await asyncio.sleep(0)
@@ -308,6 +316,8 @@ async def in_turns(client: Client) -> Trajectory:
         (no_list, {}, "turn_rewards has type int; allowed: a list"),
         (text_first, {}, "nothing may come between the prompt and the first turn"),
         (nothing_between, {}, "between two turns there must be either messages or a text"),
+        (no_room, {}, "max_tokens = -1; allowed: 1 or more"),
+        (no_room_at_all, {}, "max_tokens = 0; allowed: 1 or more"),
         (together, {}, "generate was called again before"),
         (too_early, {}, "begin was called before"),
         (once, {"gives_rewards": True}, "returned no reward"),
