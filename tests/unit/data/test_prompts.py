@@ -516,7 +516,7 @@ def test_texts_that_spell_control_tokens_are_told(tmp_path: Path) -> None:
     begin with a BOS token. The check covers prompts, evaluation prompts and examples."""
     folder = byte_level(tmp_path / "t")
     once = encode_text("hello", load_tokenizer(folder))
-    texts = ("<s>hello", "a|b", "<s>[INST] hi [/INST]", "hello")
+    texts = ("<s>hello", "a|b", "<s>[INST] hi [/INST][INST]", "hello")
     rows = [{"prompt": text, "answer": "x", "id": n} for n, text in enumerate(texts)]
     train = write_rows(tmp_path / "train.jsonl", rows)
     config = load(tmp_path, Config, tokenizer=folder, prompts=train, eval_prompts=train)
