@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,10 +135,13 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a JSON object. Raises ValueError for a duplicate key, which Python's parser accepts."""
     unique = dict(pairs)
     if len(unique) < len(pairs):
-        counts = Counter(key for key, _ in pairs)
-        twice = next(key for key, count in counts.items() if count > 1)
-        raise ValueError(f"key {twice!r:.60} is there twice; keep one of them")
+        raise ValueError(f"key {_twice(key for key, _ in pairs)} is there twice; keep one of them")
     return unique
+
+
+def _twice(names: Iterable[str]) -> str:
+    """Return the first of the names that occurs several times, for a message."""
+    return f"{next(name for name, count in Counter(names).items() if count > 1)!r:.60}"
 
 
 def _read_parquet(path: Path, columns: Sequence[Choice], problems: Problems) -> Iterator[Row]:
@@ -149,6 +152,10 @@ def _read_parquet(path: Path, columns: Sequence[Choice], problems: Problems) -> 
     try:
         with ParquetFile(path) as file:
             present = file.schema_arrow.names
+            if len({*present}) < len(present):
+                raise DataError(
+                    f"{path}: column {_twice(present)} is there twice; keep one of them"
+                )
             absent = [each for each in columns if not {each[1], _top(each[1])} & {*present}]
             for key, name in absent:
                 names = ", ".join(map(repr, present))

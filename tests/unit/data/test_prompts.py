@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow
+import pyarrow.parquet
 import pytest
 
 from gspo_megatron.config import Config, load_config
@@ -165,6 +165,10 @@ def test_faults_of_parquet_files_are_named(tmp_path: Path) -> None:
         f"{path}: no column '{name}'; the columns are: 'q', 'r' (data.{name}_field chooses one)"
         for name in ("prompt", "answer")
     ]
+    columns = [pyarrow.array([text]) for text in "abc"]
+    table = pyarrow.Table.from_arrays(columns, ["prompt", "answer", "answer"])
+    pyarrow.parquet.write_table(table, path)
+    assert problems_of(path) == [f"{path}: column 'answer' is there twice; keep one of them"]
     days = pyarrow.array([1 << 30], pyarrow.date32())  # Python has no such date
     write_parquet(path, {"prompt": ["a"], "answer": ["1"], "day": days})
     assert problems_of(path)[0].startswith(f"{path}: not a readable Parquet file: days=1073741824")
