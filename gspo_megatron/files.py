@@ -202,14 +202,18 @@ def _add(digest: hashlib._Hash, path: Path) -> None:
             digest.update(block)
 
 
-def parse_json(content: bytes | str) -> Any:
+def parse_json(
+    content: bytes | str, make_object: Callable[[list[tuple[str, Any]]], Any] | None = None
+) -> Any:
     """Return the value of a JSON text from a file or a request.
+
+    make_object: makes a JSON object from its keys and values; None: a dictionary.
 
     Raises only ValueError: if the text is not JSON or not UTF-8, or if it is nested so deep that
     recursive code would fail.
     """
     try:
-        value = json.loads(content)
+        value = json.loads(content, object_pairs_hook=make_object)
         level = [value]
         for _ in range(_MOST_NESTED + 1):
             inner = [each for each in level if isinstance(each, dict | list)]

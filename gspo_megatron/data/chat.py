@@ -7,15 +7,18 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gspo_megatron.data.quoting import Controls, Span, trace
+from gspo_megatron.data.quoting import Controls, Rendered, Span, syntax_tree, trace
 from gspo_megatron.data.rows import json_type, text_fault
 from gspo_megatron.errors import DataError, problem, suggest
 from gspo_megatron.files import parse_json
 from gspo_megatron.types import Message
+
+if TYPE_CHECKING:
+    from gspo_megatron.data.tokenizers import Tokenizer
 
 ASSISTANT, USER = "assistant", "user"
 TEMPLATE_FILE = "chat_template.jinja"
@@ -33,30 +36,11 @@ CHATML = (
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 )
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 # Variables that every template gets, so they are not options. (Special tokens, which come from the
 # tokenizer, are not options either.)
 _GIVEN = {"messages", "add_generation_prompt", "raise_exception", "strftime_now"}
 _SYMBOL = re.compile(r"<\|[^|<>\s]+\|>")
 _WIDE_SYMBOL = re.compile(r"<｜[^｜<>\s]+｜>")  # DeepSeek's templates have such symbols
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """A conversation rendered by a chat template."""
-
-    text: str
-    # Character ranges [start, end) that the assistant writes; None if the template has no
-    # {% generation %} marks.
-    answers: list[tuple[int, int]] | None
-    # Character ranges [start, end) that come from the messages and could spell a control token.
-    quoted: Sequence[tuple[int, int]] = ()
-
-    def part(self, start: int, end: int | None = None) -> Rendered:
-        """Return the characters from `start` to `end`, without `answers`."""
-        end = len(self.text) if end is None else end
-        inside = ((max(a, start) - start, min(b, end) - start) for a, b in self.quoted)
-        return Rendered(self.text[start:end], None, [(a, b) for a, b in inside if a < b])
 
 
 @dataclass(frozen=True)
@@ -70,25 +54,6 @@ class Encoded:
     ids: list[int]
     starts: list[int]
     ends: list[int]
-
-
-class ChatTokenizer(Protocol):
-    """The tokenizer interface that this module needs; data/tokenizers.py implements it."""
-
-    name: str
-    eos_id: int
-    chat_template: str | None
-    template_options: Mapping[str, Any]
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        open_answer: bool = False,
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> Rendered: ...
-    def encode_rendered(self, text: str, quoted: Sequence[tuple[int, int]] = ()) -> Encoded: ...
-    def symbol_id(self, symbol: str) -> int | None: ...
 
 
 def read_template(folder: Path) -> str | None:
@@ -171,11 +136,10 @@ def render(
             raise DataError(f"{name}: the chat template failed: {error}") from error
         return texts[0], [(start, end) for start, end in spans[0]] if marked else None
 
-    traced = trace(apply, messages, symbols.get("tools") or (), template, controls)
-    return Rendered(traced.text, traced.answers, traced.quoted)
+    return trace(apply, messages, symbols.get("tools") or (), template, controls)
 
 
-def check_template(tokenizer: ChatTokenizer, prompt: Sequence[Message] | None = None) -> None:
+def check_template(tokenizer: Tokenizer, prompt: Sequence[Message] | None = None) -> None:
     """Raise DataError if the tokenizer's chat template is missing or unusable.
 
     A template is unusable if it is not valid Jinja, writes a symbol that the tokenizer lacks, or
@@ -216,14 +180,11 @@ def check_template(tokenizer: ChatTokenizer, prompt: Sequence[Message] | None = 
         )
 
 
-def _option_faults(tokenizer: ChatTokenizer, template: str) -> list[str]:
+def _option_faults(tokenizer: Tokenizer, template: str) -> list[str]:
     """Return one line for each option that the template never reads."""
-    from jinja2 import Environment, meta
+    from jinja2 import meta
 
-    # The extensions are those of transformers, without {% generation %} marks, which read no
-    # variable.
-    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
-    read = meta.find_undeclared_variables(environment.parse(_MARKS.sub("", template))) - _GIVEN
+    read = meta.find_undeclared_variables(syntax_tree(template)) - _GIVEN
     legal = sorted(name for name in read if not name.endswith("_token"))
     lines = []
     for name, value in tokenizer.template_options.items():
@@ -258,7 +219,7 @@ def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def encode_conversation(
-    messages: Sequence[Message], tokenizer: ChatTokenizer
+    messages: Sequence[Message], tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return token ids [length] int32 and a mask [length] bool, True on the assistant's tokens.
 
@@ -293,7 +254,7 @@ def _mask_by_marks(encoded: Encoded, answers: Sequence[tuple[int, int]]) -> np.n
 
 
 def _mask_by_prefixes(
-    messages: Sequence[Message], tokenizer: ChatTokenizer, text: str, ids: list[int]
+    messages: Sequence[Message], tokenizer: Tokenizer, text: str, ids: list[int]
 ) -> np.ndarray:
     mask = np.zeros(len(ids), bool)
     for number, message in enumerate(messages):
@@ -311,7 +272,7 @@ def _mask_by_prefixes(
 
 
 def _prefix_tokens(
-    part: Rendered, text: str, ids: list[int], tokenizer: ChatTokenizer, number: int
+    part: Rendered, text: str, ids: list[int], tokenizer: Tokenizer, number: int
 ) -> int:
     """Return the number of tokens in `part`. Raises DataError if `ids` do not begin with these
     tokens."""

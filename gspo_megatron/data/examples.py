@@ -19,8 +19,7 @@ from gspo_megatron.data.chat import (
 from gspo_megatron.data.formats import FieldMap, with_system
 from gspo_megatron.data.prompts import (
     IDLE_OPTIONS,
-    QuotedControls,
-    UnknownCharacters,
+    OddTexts,
     encode_text,
     read_prompts,
 )
@@ -46,41 +45,44 @@ _Read = tuple[Example, str, bool]  # the example, its text, whether the chat tem
 
 @dataclass
 class Counts:
-    """The numbers of rows that are too long, of texts with unknown characters, and of texts with
-    quoted control tokens. Dropped rows count only as too long."""
+    """The numbers of rows that are too long, and the texts that need a warning. Dropped rows count
+    only as too long."""
 
     dropped: int = 0
     truncated: int = 0
-    unknown: UnknownCharacters = field(default_factory=UnknownCharacters)
-    quoted: QuotedControls = field(default_factory=QuotedControls)
+    odd: OddTexts = field(default_factory=OddTexts)
+
+
+class FlatArrays:
+    """Arrays of different lengths by number, end to end in one array to save memory."""
+
+    def __init__(self, arrays: Sequence[np.ndarray], dtype: type) -> None:
+        self.values = np.concatenate([np.empty(0, dtype), *arrays])
+        self.ends = np.cumsum([0, *map(len, arrays)])  # [arrays + 1] int64, beginning with 0
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        return self.values[self.ends[number] : self.ends[number + 1]]
 
 
 class SupervisedData:
-    """All examples of a file by number, in flat arrays to save memory."""
+    """All examples of a file by number."""
 
     def __init__(self, examples: Iterator[Example], counts: Counts) -> None:
-        tokens, masks, ends, sources = [np.empty(0, np.int32)], [np.empty(0, bool)], [0], []
-        for example in examples:
-            tokens.append(example.token_ids)
-            masks.append(example.loss_mask)
-            ends.append(ends[-1] + len(example.token_ids))
-            sources.append(example.source)
+        found = list(examples)
         self.counts = counts
-        self._tokens = np.concatenate(tokens)
-        self._mask = np.concatenate(masks)
-        self._ends = np.array(ends, np.int64)
-        self._sources = sources
+        self._tokens = FlatArrays([each.token_ids for each in found], np.int32)
+        self._masks = FlatArrays([each.loss_mask for each in found], bool)
+        self._sources = [each.source for each in found]
 
     def __len__(self) -> int:
         return len(self._sources)
 
     def __getitem__(self, number: int) -> Example:
-        part = slice(self._ends[number], self._ends[number + 1])
-        return Example(self._tokens[part], self._mask[part], self._sources[number])
+        return Example(self._tokens[number], self._masks[number], self._sources[number])
 
     @property
     def lengths(self) -> np.ndarray:  # [examples] int64, in tokens
-        return np.diff(self._ends)
+        return np.diff(self._tokens.ends)
 
 
 def load_supervised(
@@ -205,7 +207,6 @@ def _fitting(
                 continue
             counts.truncated += 1
             example = Example(example.token_ids[:most], example.loss_mask[:most], example.source)
-        counts.unknown.add(tokenizer, example.source, example.token_ids, text)
-        if not is_conversation:
-            counts.quoted.add(tokenizer, example.source, text)
+        ids = example.token_ids
+        counts.odd.add(tokenizer, example.source, ids, text, of_messages=is_conversation)
         yield example

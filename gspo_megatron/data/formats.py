@@ -74,14 +74,14 @@ def last_box(value: Any) -> str:
     start = max(text.rfind(r"\boxed"), text.rfind(r"\fbox"))
     if start < 0:
         raise ValueError(r"has no \boxed{...} with the answer")
-    inside = text[start:].partition("box")[2].removeprefix("ed")
+    inside = text[start:].partition("box")[2].removeprefix("ed").lstrip()
     if not inside.startswith("{"):
         return inside.split("$")[0].strip()
     depth = 0
-    for place, character in enumerate(inside):
-        depth += {"{": 1, "}": -1}.get(character, 0)
+    for mark in re.finditer(r"\\.|[{}]", inside):  # an escaped brace is text
+        depth += {"{": 1, "}": -1}.get(mark[0], 0)
         if depth == 0:
-            return inside[1:place].strip()
+            return inside[1 : mark.start()].strip()
     raise ValueError(r"has a \boxed{ that is not closed")
 
 
@@ -106,23 +106,15 @@ FORMATS = {
 }
 
 
-def field_map(data: DataSection) -> FieldMap:
-    """Return the fields that the configuration chooses."""
+def field_map(data: DataSection | SuiteSection, section: str = "data") -> FieldMap:
+    """Return the fields that the configuration chooses. `section` is the place of the settings."""
     if data.format is None:
         chosen = FieldMap(data.prompt_field, data.answer_field, data.id_field)
     else:
         chosen = replace(FORMATS[data.format], id=data.id_field)
-    return replace(chosen, template=data.template, system=data.system_prompt)
-
-
-def suite_fields(section: str, suite: SuiteSection) -> FieldMap:
-    """Return the fields of a suite; `section` is the suite's place in the configuration."""
-    if suite.format is None:
-        chosen = FieldMap(suite.prompt_field, suite.answer_field, suite.id_field)
-    else:
-        chosen = replace(FORMATS[suite.format], id=suite.id_field)
-    chosen = replace(chosen, template=suite.template, system=suite.system_prompt)
-    return replace(chosen, window=suite.filter, section=section)
+    window = getattr(data, "filter", None)  # only suites have a filter
+    chosen = replace(chosen, template=data.template, system=data.system_prompt)
+    return replace(chosen, window=window, section=section)
 
 
 def with_system(messages: Sequence[Message], system: str | None) -> tuple[Message, ...]:

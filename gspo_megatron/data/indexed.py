@@ -81,7 +81,10 @@ def read_manifest(prefix: str | Path) -> Manifest | None:
     try:
         content = parse_json(path.read_bytes())
         tokenizer = {key: content["tokenizer"][key] for key in ("name", "sha256")}
-        return Manifest(content["vocab_size"], content["eod_id"], tokenizer)
+        size, end = content["vocab_size"], content["eod_id"]
+        if not (type(size) is int and isinstance(end, int | None)):
+            raise ValueError("vocab_size and eod_id are no numbers")
+        return Manifest(size, end, tokenizer)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:

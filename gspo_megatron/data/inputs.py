@@ -22,14 +22,13 @@ from gspo_megatron.config.stages import (
 )
 from gspo_megatron.data.chat import check_template
 from gspo_megatron.data.examples import SupervisedData, load_supervised
-from gspo_megatron.data.formats import FieldMap, field_map, suite_fields
+from gspo_megatron.data.formats import FieldMap, field_map
 from gspo_megatron.data.indexed import check_dataset, read_index
 from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.data.preferences import PreferenceData, load_preferences
 from gspo_megatron.data.prompts import (
     IDLE_OPTIONS,
-    QuotedControls,
-    UnknownCharacters,
+    OddTexts,
     encode_prompts,
     load_prompts,
 )
@@ -156,24 +155,19 @@ def prompt_forms(config: Config) -> dict[str, PromptForm]:
     forms = {}
     for key in config.input_files():
         with contextlib.suppress(UnknownValueError):
-            if key in names:
-                forms[key] = _form_of_suite(config, names[key], length)
-            else:
+            if key not in names:
                 data, setting = config.data, "data.max_prompt_tokens"
                 forms[key] = PromptForm(field_map(data), data.chat_template, longest, setting)
+                continue
+            suite, name = config.evaluation.suites[names[key]], names[key]
+            forms[key] = PromptForm(
+                field_map(suite, key),
+                config.data.chat_template if suite.chat_template is None else suite.chat_template,
+                length - config.suite_response_tokens(name),
+                f"model.max_sequence_length = {length}, less {key}.max_response_tokens",
+                suite.limit,
+            )
     return forms
-
-
-def _form_of_suite(config: Config, name: str, length: int) -> PromptForm:
-    """Return how to read a suite's files. length: the model's longest sequence."""
-    key, suite = suite_key(name), config.evaluation.suites[name]
-    return PromptForm(
-        suite_fields(key, suite),
-        config.data.chat_template if suite.chat_template is None else suite.chat_template,
-        length - config.suite_response_tokens(name),
-        f"model.max_sequence_length = {length}, less {key}.max_response_tokens",
-        suite.limit,
-    )
 
 
 def _first(files: list[list[Prompt]], limit: int | None) -> list[list[Prompt]]:
@@ -209,13 +203,12 @@ def _encode(
 
 def _odd_texts(files: list[list[Prompt]], tokenizer: Tokenizer, key: str) -> list[str]:
     """Return warnings about characters unknown to the tokenizer and quoted control tokens."""
-    unknown, quoted, total = UnknownCharacters(), QuotedControls(), sum(map(len, files))
+    odd = OddTexts()
     for prompt in itertools.chain(*files):
         texts = [message["content"] for message in prompt.messages] or [prompt.text]
-        unknown.add(tokenizer, prompt.source, prompt.token_ids, "".join(texts))
-        if not prompt.messages:
-            quoted.add(tokenizer, prompt.source, prompt.text)
-    return unknown.warnings(key, total) + quoted.warnings(key, total)
+        ids, text, of_messages = prompt.token_ids, "".join(texts), bool(prompt.messages)
+        odd.add(tokenizer, prompt.source, ids, text, of_messages=of_messages)
+    return odd.warnings(key, sum(map(len, files)))
 
 
 def read_fine_tuning(config: FineTuningConfig) -> FineTuningInputs:
@@ -264,8 +257,7 @@ def _read_rows(
                 check_rows(Path(paths[0]), "file")  # raises if there is no such file
                 continue
             found[key] = data = load(paths[0], tokenizer, form)
-            counts, total = data.counts, len(data.lengths)
-            warnings += counts.unknown.warnings(key, total) + counts.quoted.warnings(key, total)
+            warnings += data.counts.odd.warnings(key, len(data.lengths))
     if problems:
         raise ConfigError(problems)
     if tokenizer is None or form is None:

@@ -49,19 +49,16 @@ class PreferenceFields:
 
     def settings(self) -> list[tuple[str, str]]:
         """Return (setting, field) for each field that is read."""
-        named = {"data.prompt_field": self.prompt}
+        named = [("data.prompt_field", self.prompt)]
         if self.rating is None:
-            named |= {"data.chosen_field": self.chosen, "data.rejected_field": self.rejected}
+            named += [("data.chosen_field", self.chosen), ("data.rejected_field", self.rejected)]
         else:
-            named |= {"data.response_field": self.response, "data.rating_field": self.rating}
+            named += [("data.response_field", self.response), ("data.rating_field", self.rating)]
         if self.format is not None:
-            others = [self.strength, *(self.scores or ())]
-            found = [each for each in (*named.values(), *others) if each is not None]
-            listed = [(f"data.format = {self.format}", each) for each in found]
-        else:
-            listed = [(key, each) for key, each in named.items() if each is not None]
-        further = {"data.margin_field": self.margin, "data.source_field": self.source}
-        return [*listed, *((key, each) for key, each in further.items() if each is not None)]
+            names = [*(name for _, name in named), self.strength, *(self.scores or ())]
+            named = [(f"data.format = {self.format}", name) for name in names]
+        named += [("data.margin_field", self.margin), ("data.source_field", self.source)]
+        return [(setting, name) for setting, name in named if name is not None]
 
     def setting_of(self, name: str) -> str:
         """Return the setting that chooses a field."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from gspo_megatron.config.stages import PreferenceDataSection
 from gspo_megatron.data.chat import check_template
+from gspo_megatron.data.examples import FlatArrays
 from gspo_megatron.data.preference_rows import (
     PreferenceFields,
     Texts,
@@ -20,8 +21,7 @@ from gspo_megatron.data.preference_rows import (
 )
 from gspo_megatron.data.prompts import (
     IDLE_OPTIONS,
-    QuotedControls,
-    UnknownCharacters,
+    OddTexts,
     encode_text,
 )
 from gspo_megatron.data.rows import Problems, read_rows
@@ -49,47 +49,33 @@ class PreferenceCounts:
     too_long: int = 0
     ties: int = 0
     ends_in_padding: int = 0  # sequences whose last token is the padding token
-    unknown: UnknownCharacters = field(default_factory=UnknownCharacters)
-    quoted: QuotedControls = field(default_factory=QuotedControls)
+    odd: OddTexts = field(default_factory=OddTexts)
 
 
 class PreferenceData:
-    """All preferences of a file by number, in flat arrays to save memory."""
+    """All preferences of a file by number."""
 
     def __init__(self, found: Iterator[tuple[Preference, str]], counts: PreferenceCounts) -> None:
         """found: each preference with the name of its source."""
-        tokens, lengths, values = [np.empty(0, np.int32)], [np.empty(0, np.int64)], [np.empty(0)]
-        ends, branches, margins, numbers = [0], [0], [0], []
-        self.sources: list[str] = []
+        sources: dict[str, int] = {}
+        preferences = []
         for each, name in found:
-            tokens.append(each.token_ids)
-            lengths.append(each.lengths)
-            values.append(each.values)
-            ends.append(ends[-1] + len(each.token_ids))
-            branches.append(branches[-1] + len(each.lengths))
-            margins.append(margins[-1] + len(each.values))
-            if name not in self.sources:
-                self.sources.append(name)
-            numbers.append(self.sources.index(name))
-        self.counts = counts
-        self._tokens, self.lengths = np.concatenate(tokens), np.concatenate(lengths)
-        self.values, self.source_numbers = np.concatenate(values), np.array(numbers, np.int64)
-        self._ends, self.branch_ends = np.array(ends, np.int64), np.array(branches, np.int64)
-        self._value_ends = np.array(margins, np.int64)
+            number = sources.setdefault(name, len(sources))
+            preferences.append(replace(each, source=number))
+        self.counts, self.sources = counts, [*sources]
+        self.source_numbers = np.array([each.source for each in preferences], np.int64)
+        self._tokens = FlatArrays([each.token_ids for each in preferences], np.int32)
+        self._lengths = FlatArrays([each.lengths for each in preferences], np.int64)
+        self._values = FlatArrays([each.values for each in preferences], float)
+        self.lengths, self.branch_ends = self._lengths.values, self._lengths.ends
+        self.values = self._values.values
 
     def __len__(self) -> int:
         return len(self.source_numbers)
 
     def __getitem__(self, number: int) -> Preference:
-        tokens, branches, values = (
-            array[ends[number] : ends[number + 1]]
-            for array, ends in (
-                (self._tokens, self._ends),
-                (self.lengths, self.branch_ends),
-                (self.values, self._value_ends),
-            )
-        )
-        return Preference(tokens, branches, values, int(self.source_numbers[number]))
+        source = int(self.source_numbers[number])
+        return Preference(self._tokens[number], self._lengths[number], self._values[number], source)
 
     @property
     def pairs(self) -> int:
@@ -196,19 +182,18 @@ class _Reader:
 
     def _encode(self, where: str, whole: Whole) -> np.ndarray:
         """Return the token ids of a prompt with a response."""
-        if not isinstance(whole, Texts):
+        if isinstance(whole, Texts):
+            ids = encode_text(whole.prompt or whole.response, self.tokenizer)
+            ids += self.tokenizer.encode(whole.response) if whole.prompt else []
+            ids, text = [*ids, self.tokenizer.eos_id], whole.prompt + whole.response
+        else:
             self._check_template()
             rendered = self.tokenizer.render(whole)
             ids = self.tokenizer.encode_rendered(rendered.text, rendered.quoted).ids
             text = "".join(message["content"] for message in whole)
-        else:
-            ids = encode_text(whole.prompt or whole.response, self.tokenizer)
-            ids += self.tokenizer.encode(whole.response) if whole.prompt else []
-            ids = [*ids, self.tokenizer.eos_id]
-            text = whole.prompt + whole.response
-            self.counts.quoted.add(self.tokenizer, where, text)
         found = np.array(ids, np.int32)
-        self.counts.unknown.add(self.tokenizer, where, found, text)
+        of_messages = not isinstance(whole, Texts)
+        self.counts.odd.add(self.tokenizer, where, found, text, of_messages=of_messages)
         return found
 
 

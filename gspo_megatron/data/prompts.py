@@ -5,8 +5,8 @@ from __future__ import annotations
 import datetime
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -244,82 +244,81 @@ def encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 @dataclass
-class QuotedControls:
-    """Counts the texts of a file that spell control tokens, such as already rendered prompts."""
+class Found:
+    """The texts of a file with something of one kind."""
 
     count: int = 0  # number of texts
     source: str = ""  # "file:line" of the first text
-    names: tuple[str, ...] = ()  # control tokens in the first text, each once
-    bos_count: int = 0  # number of prompts without messages that begin with the BOS text
-    bos_source: str = ""
-    bos_text: str = ""
+    shown: tuple[str, ...] = ()  # what was found in the first text, each once
 
-    def add(self, tokenizer: Tokenizer, source: str, text: str) -> None:
-        """Count a text that is not a message. Messages need no warning about quoted control tokens:
-        their control tokens come from the chat template."""
-        bos = tokenizer.bos_text
-        if bos and text.startswith(bos):
-            text, self.bos_count, self.bos_text = text[len(bos) :], self.bos_count + 1, bos
-            self.bos_source = self.bos_source or source
-        spans = tokenizer.controls.quotations(text)
-        if spans:
-            self.count += 1
-            self.source = self.source or source
-            self.names = self.names or tuple(dict.fromkeys(text[a:b] for a, b in spans))
-
-    def warnings(self, key: str, total: int) -> list[str]:
-        """Return the warnings. `total` is the number of texts, `key` the setting of their file."""
-        lines = []
-        if self.bos_count:
-            lines.append(
-                f"{key}: {self.bos_count:,} of {total:,} prompts begin with {self.bos_text!r}, "
-                "which the tokenizer puts before every prompt: each gets it once; leave it out of "
-                f"the prompts; the first is {self.bos_source}"
-            )
-        if self.count:
-            shown = ", ".join(self.names[:SHOWN_NAMES])
-            lines.append(
-                f"{key}: {self.count:,} of {total:,} texts spell control tokens of the tokenizer; "
-                "they are encoded as plain text, because only a chat template writes control "
-                "tokens: give conversations as messages, or use data.chat_template; the first is "
-                f"{self.source}: {shown}"
-            )
-        return lines
+    def add(self, source: str, shown: Iterable[str] = ()) -> None:
+        """Count a text. `shown` is read only for the first text."""
+        if not self.count:
+            self.source, self.shown = source, tuple(dict.fromkeys(shown))
+        self.count += 1
 
 
 @dataclass
-class UnknownCharacters:
-    """Counts the texts of a file with characters that the tokenizer does not know. The tokenizer
-    replaces all of them by the same token."""
+class OddTexts:
+    """Counts the texts of a file that are encoded in another way than their author may expect."""
 
-    count: int = 0  # number of texts
-    source: str = ""  # "file:line" of the first text
-    # The unknown characters of the first text. Empty if only longer pieces are unknown.
-    characters: str = ""
+    # Texts with characters that the tokenizer does not know. It replaces all of them by one token.
+    # If only longer pieces are unknown, no characters are shown.
+    unknown: Found = field(default_factory=Found)
+    # Texts that spell control tokens, such as already rendered prompts.
+    quoted: Found = field(default_factory=Found)
+    bos: Found = field(default_factory=Found)  # prompts that begin with the text of the BOS token
 
     def add(
-        self, tokenizer: Tokenizer, source: str, token_ids: Sequence[int] | np.ndarray, text: str
+        self,
+        tokenizer: Tokenizer,
+        source: str,
+        token_ids: Sequence[int] | np.ndarray,
+        text: str,
+        *,
+        of_messages: bool,
     ) -> None:
-        """Count `text` if its `token_ids` [length] contain the unknown token."""
-        if tokenizer.unk_id is None or tokenizer.unk_id not in token_ids:
-            return
-        self.count += 1
-        if self.count == 1:
-            self.source = source
-            different = dict.fromkeys(text)
-            self.characters = "".join(
-                c for c in different if tokenizer.unk_id in tokenizer.encode(c)
+        """Check a text with its `token_ids` [length].
+
+        of_messages: a chat template rendered the text. Then quoted control tokens need no warning:
+        the control tokens come from the template."""
+        unk_id, bos = tokenizer.unk_id, tokenizer.bos_text
+        if unk_id is not None and unk_id in token_ids:
+            self.unknown.add(
+                source, (c for c in dict.fromkeys(text) if unk_id in tokenizer.encode(c))
             )
+        if of_messages:
+            return
+        if bos and text.startswith(bos):
+            text = text.removeprefix(bos)
+            self.bos.add(source, [bos])
+        if spans := tokenizer.controls.quotations(text):
+            self.quoted.add(source, (text[a:b] for a, b in spans))
 
     def warnings(self, key: str, total: int) -> list[str]:
-        """Return one line if any text was counted. `total` is the number of texts, `key` the
-        setting of their file."""
-        if not self.count:
-            return []
-        shown = ", ".join(map(repr, self.characters[:SHOWN_CHARACTERS]))
-        more = len(self.characters) - SHOWN_CHARACTERS
-        characters = f": {shown}" + (f" and {more} more" if more > 0 else "") if shown else ""
-        return [
-            f"{key}: {self.count:,} of {total:,} texts hold characters that the tokenizer does not "
-            f"know; it replaces them all by the same token; the first is {self.source}{characters}"
-        ]
+        """Return one line for each kind. `total` is the number of texts, `key` the setting of their
+        file."""
+        unknown, quoted, bos, lines = self.unknown, self.quoted, self.bos, []
+        if unknown.count:
+            shown = ", ".join(map(repr, unknown.shown[:SHOWN_CHARACTERS]))
+            more = len(unknown.shown) - SHOWN_CHARACTERS
+            shown = f": {shown}" + (f" and {more} more" if more > 0 else "") if shown else ""
+            lines.append(
+                f"{key}: {unknown.count:,} of {total:,} texts hold characters that the tokenizer "
+                "does not know; it replaces them all by the same token; the first is "
+                f"{unknown.source}{shown}"
+            )
+        if bos.count:
+            lines.append(
+                f"{key}: {bos.count:,} of {total:,} prompts begin with {bos.shown[0]!r}, which the "
+                "tokenizer puts before every prompt: each gets it once; leave it out of the "
+                f"prompts; the first is {bos.source}"
+            )
+        if quoted.count:
+            lines.append(
+                f"{key}: {quoted.count:,} of {total:,} texts spell control tokens of the "
+                "tokenizer; they are encoded as plain text, because only a chat template writes "
+                "control tokens: give conversations as messages, or use data.chat_template; the "
+                f"first is {quoted.source}: {', '.join(quoted.shown[:SHOWN_NAMES])}"
+            )
+        return lines

@@ -16,9 +16,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.errors import DataError
+
+if TYPE_CHECKING:
+    from jinja2 import nodes
 
 Span = tuple[int, int]  # [start, end) of characters
 # Renders messages and tools. Returns the text, and the spans of the answers if the template marks
@@ -30,18 +33,25 @@ Shade = Callable[[str], str]
 _PRIVATE = range(0xF0000, 0x110000)
 _SHADED = re.compile("[\U000f0000-\U0010ffff]+")
 _HIDDEN = "\U000f0000"
-_GENERATION_MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+_GENERATION_MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # they read no variable
 # Characters that `tojson` changes (templates also trim spaces and control characters).
 _CHANGED = '"\\'
 
 
 @dataclass(frozen=True)
-class Traced:
+class Rendered:
     """A conversation rendered by a chat template."""
 
     text: str
+    # What the assistant writes; None if the template has no {% generation %} marks.
     answers: list[Span] | None
-    quoted: list[Span]  # spans of data in `text`: at least the spans that matter for control tokens
+    # What comes from the messages: at least the spans that matter for control tokens.
+    quoted: Sequence[Span] = ()
+
+    def part(self, start: int) -> Rendered:
+        """Return the characters from `start` on, without `answers`."""
+        inside = ((max(a, start) - start, b - start) for a, b in self.quoted)
+        return Rendered(self.text[start:], None, [(a, b) for a, b in inside if a < b])
 
 
 @dataclass(frozen=True)
@@ -87,9 +97,9 @@ class Controls:
             start = match.start() + 1
         return spans
 
-    def of(self, traced: Traced) -> list[str]:
+    def of(self, rendered: Rendered) -> list[str]:
         """Return the control tokens that the template writes."""
-        found = self.pieces(traced.text, traced.quoted)
+        found = self.pieces(rendered.text, rendered.quoted)
         return [self.names[number] for _, number in found if number is not None]
 
     def pieces(self, text: str, quoted: Sequence[Span]) -> Iterator[tuple[Span, int | None]]:
@@ -130,7 +140,7 @@ def trace(
     tools: Sequence[Mapping[str, Any]],
     template: str,
     controls: Controls,
-) -> Traced:
+) -> Rendered:
     """Render a conversation and find which characters of the text are data.
 
     Most templates only copy the data. For such a template, a rendering in which all characters of
@@ -160,15 +170,15 @@ def trace(
         shaded = _mixed(shaded, part, kept) if kept else shaded
         return _mixed(shaded, exchange.strange(part), spans) if spans else shaded
 
-    def traced_with(shade: Shade) -> Traced:
+    def traced_with(shade: Shade) -> Rendered:
         written, spans = render(
             [_shaded(message, shade, words, is_message=True) for message in messages],
             [_shaded(tool, shade, words) for tool in tools],
         )
         quoted = [match.span() for match in _SHADED.finditer(written)]
-        return Traced(exchange.plain(written), spans, quoted)
+        return Rendered(exchange.plain(written), spans, quoted)
 
-    safe: Traced | None = None
+    safe: Rendered | None = None
     for shade in (shade_all, shade_most):
         with contextlib.suppress(DataError):  # the template refuses the replaced text
             safe = traced_with(shade)
@@ -237,6 +247,14 @@ def _mixed(text: str, other: str, spans: Sequence[Span]) -> str:
     return "".join(letters)
 
 
+def syntax_tree(template: str) -> nodes.Template:
+    """Parse a valid template, with the extension of Jinja that transformers uses."""
+    from jinja2 import Environment
+
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    return environment.parse(_GENERATION_MARKS.sub("", template))
+
+
 @lru_cache(maxsize=16)
 def _looks(template: str) -> tuple[frozenset[str], re.Pattern[str]]:
     """Return what a template may look for in its data.
@@ -244,11 +262,10 @@ def _looks(template: str) -> tuple[frozenset[str], re.Pattern[str]]:
     Returns the words of the template, among them all keys that it reads, and a pattern that matches
     its string constants.
     """
-    from jinja2 import Environment, nodes
+    from jinja2 import nodes
 
-    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
-    tree = environment.parse(_GENERATION_MARKS.sub("", template))
-    named = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    constants = syntax_tree(template).find_all(nodes.Const)
+    named = {node.value for node in constants if isinstance(node.value, str)}
     longest_first = sorted(filter(None, named), key=len, reverse=True)
     looked_for = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
     return frozenset(re.findall(r"\w+", template)), looked_for

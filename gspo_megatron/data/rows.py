@@ -7,13 +7,15 @@ once.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gspo_megatron.errors import DataError
+from gspo_megatron.files import parse_json
 
 PARQUET_MAGIC = b"PAR1"
 SHOWN_ROWS = 5  # few, because a file of the wrong kind has a problem on every line
@@ -106,12 +108,12 @@ def _parse_line(where: str, line: bytes, problems: Problems) -> dict[str, Any] |
         # The line feed is stripped: Python would report an error at the line feed as column 1 of
         # the next line.
         text = line.rstrip().decode("utf-8").removeprefix("\ufeff")  # a byte-order mark
-        row = _DECODER.decode(text) if text else None
+        row = parse_json(text, _unique_keys) if text else None
     except UnicodeDecodeError as error:
         problems.add(where, f"not valid UTF-8 at byte {error.start + 1} of the line")
     except json.JSONDecodeError as error:
         problems.add(where, f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}")
-    except (ValueError, RecursionError) as error:  # numbers or nesting may exceed Python's limits
+    except ValueError as error:
         problems.add(where, f"JSON that cannot be read: {error}")
     else:
         if not text or isinstance(row, dict):
@@ -133,13 +135,13 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a JSON object. Raises ValueError for a duplicate key, which Python's parser accepts."""
     unique = dict(pairs)
     if len(unique) < len(pairs):
-        counts = Counter(key for key, _ in pairs)
-        twice = next(key for key, count in counts.items() if count > 1)
-        raise ValueError(f"key {twice!r:.60} is there twice; keep one of them")
+        raise ValueError(f"key {_twice(key for key, _ in pairs)} is there twice; keep one of them")
     return unique
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys)
+def _twice(names: Iterable[str]) -> str:
+    """Return the first of the names that occurs several times, for a message."""
+    return f"{next(name for name, count in Counter(names).items() if count > 1)!r:.60}"
 
 
 def _read_parquet(path: Path, columns: Sequence[Choice], problems: Problems) -> Iterator[Row]:
@@ -150,6 +152,10 @@ def _read_parquet(path: Path, columns: Sequence[Choice], problems: Problems) -> 
     try:
         with ParquetFile(path) as file:
             present = file.schema_arrow.names
+            if len({*present}) < len(present):
+                raise DataError(
+                    f"{path}: column {_twice(present)} is there twice; keep one of them"
+                )
             absent = [each for each in columns if not {each[1], _top(each[1])} & {*present}]
             for key, name in absent:
                 names = ", ".join(map(repr, present))
@@ -163,7 +169,7 @@ def _read_parquet(path: Path, columns: Sequence[Choice], problems: Problems) -> 
                     yield f"{path}:{number}", row
     except UnicodeDecodeError:
         problems.add(f"{path}:{number + 1}", "not valid UTF-8 in this row or shortly after")
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, OverflowError) as error:  # a date that Python lacks
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(f"{path}: not a readable Parquet file: {reason}") from error
 
@@ -215,6 +221,8 @@ def json_fault(value: object) -> str | None:
         inner = value.values() if isinstance(value, dict) else value
         faults = filter(None, map(json_fault, inner))
         return next((f"holds a value that {fault}" for fault in faults), None)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"is {value}; a JSON value is wanted"  # pandas writes NaN for an absent value
     return None if type(value) in _JSON_TYPES else f"is {json_type(value)}; a JSON value is wanted"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,7 @@ from gspo_megatron.data.chat import (
     render,
     written_marks,
 )
-from gspo_megatron.data.literal import encode_pieces, has_quoted, spelled
-from gspo_megatron.data.quoting import Controls, Span
+from gspo_megatron.data.quoting import Controls, Span, touches
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import parse_json, write_atomically
 
@@ -54,7 +53,95 @@ def load_tokenizer(
     return tokenizer
 
 
-class SentencePieceTokenizer:
+class Tokenizer:
+    """The interface to a tokenizer, whatever its kind."""
+
+    name: str  # its path
+    vocab_size: int  # the largest id + 1
+    eos_id: int
+    eos_ids: tuple[int, ...]  # each ends a response
+    pad_id: int
+    bos_id: int | None  # None if the tokenizer's models expect no BOS token before plain text
+    bos_text: str
+    unk_id: int | None  # None if no id is reserved for unknown characters
+    # Plain text is never encoded as one of these tokens; a chat template's output may be.
+    special_tokens: dict[str, int]
+    chat_template: str | None  # Jinja, as transformers uses it
+    template_options: Mapping[str, Any]  # variables of the template
+    _symbols: Mapping[str, Any]  # variables of the template for special tokens, such as eos_token
+    _no_template: str  # why there is no chat template, and what to do
+    _adds_space = False  # whether it puts a space before every text
+
+    @property
+    def controls(self) -> Controls:
+        """Tokens that a chat template may write. No other text may be encoded as such a token."""
+        return self._controls_with(self.chat_template)
+
+    def encode(self, text: str) -> list[int]:
+        """Return token ids without special tokens: text that spells one is encoded as text."""
+        return self._checked(text, self._ids(text))
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode several texts in one call of the library."""
+        found = self._ids(list(texts)) if texts else []  # transformers refuses an empty list
+        return [self._checked(text, ids) for text, ids in zip(texts, found, strict=True)]
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        open_answer: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Rendered:
+        """Render a conversation as text; with `open_answer`, also the beginning of the next answer.
+
+        `tools` replaces the tools in `template_options`. Raises DataError if the tokenizer has no
+        template or the template refuses the messages.
+        """
+        if self.chat_template is None:
+            raise DataError(f"{self.name}: {self._no_template}")
+        if self._adds_space:
+            raise DataError(
+                f"{self.name}: puts a space before every text, so it cannot encode what a chat "
+                "template writes between symbols; use a Hugging Face tokenizer folder"
+            )
+        variables = {**self._symbols, **self.template_options}
+        if tools:
+            variables["tools"] = list(tools)
+        return render(
+            self.name, self.chat_template, messages, open_answer, variables, self.controls
+        )
+
+    def encode_rendered(self, text: str, quoted: Sequence[Span] = ()) -> Encoded:
+        """Encode a chat template's output. Control symbols become their ids, except those with a
+        character inside the `quoted` spans, which are data."""
+        raise NotImplementedError
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text without special tokens."""
+        raise NotImplementedError
+
+    def symbol_id(self, symbol: str) -> int | None:
+        """Return the id of a piece or special token; None if the tokenizer lacks it."""
+        raise NotImplementedError
+
+    def _checked(self, text: str, ids: list[int]) -> list[int]:
+        """Return the ids of a text; encode it again if they contain a control token."""
+        return self._as_text(text).ids if self.controls.among(ids) else ids
+
+    def _controls_with(self, template: str | None) -> Controls:
+        raise NotImplementedError
+
+    def _ids(self, text: str | list[str]) -> Any:
+        """Return the ids of one text or of several texts. They may contain control tokens, such as
+        marks of the template that are no special tokens."""
+        raise NotImplementedError
+
+    def _as_text(self, text: str) -> Encoded:
+        """Encode text without control tokens."""
+        raise NotImplementedError
+
+
+class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece `.model` file. Without a padding token, it pads with end-of-sequence."""
 
     def __init__(self, path: Path) -> None:
@@ -74,34 +161,29 @@ class SentencePieceTokenizer:
         except RuntimeError as error:
             raise DataError(f"{path}: not a sentencepiece model, or damaged; {HELP}") from error
         self.name = str(path)
-        self.vocab_size: int = self._processor.get_piece_size()  # the largest id + 1
-        self.eos_id: int = self._processor.eos_id()
+        self.vocab_size = self._processor.get_piece_size()
+        self.eos_id = self._processor.eos_id()
         if self.eos_id < 0:
             raise DataError(f"{path}: has no end-of-sequence token; train it with an eos_id")
-        self.eos_ids = _eos_ids(path.parent, self.eos_id)  # each ends a response
+        self.eos_ids = _eos_ids(path.parent, self.eos_id)
         pad_id: int = self._processor.pad_id()
         self.pad_id = pad_id if pad_id >= 0 else self.eos_id
         bos_id: int = self._processor.bos_id()
-        # None if the tokenizer's models expect no BOS token before plain text.
         self.bos_id = bos_id if bos_id >= 0 else None
         self.bos_text = self._processor.id_to_piece(bos_id) if bos_id >= 0 else ""
-        # None if no id is reserved for unknown characters.
-        self.unk_id: int | None = self._processor.unk_id()
-        # Plain text is never encoded as one of these symbols; a chat template's output may be.
+        self.unk_id = self._processor.unk_id()
         self.special_tokens = {
             self._processor.id_to_piece(token_id): token_id
             for token_id in range(self.vocab_size)
             if self._processor.is_control(token_id) or self._processor.is_unknown(token_id)
         }
-        self._template_symbols = special_pieces(self._processor)
-        self.chat_template = read_template(path.parent)  # Jinja, as transformers uses it
-        self.template_options: Mapping[str, Any] = {}  # further variables of the template
+        self.chat_template = read_template(path.parent)
+        self._symbols = special_pieces(self._processor)
+        self._no_template = (
+            f"a sentencepiece model has no chat template, and there is no {TEMPLATE_FILE} beside "
+            f"it, {_NEEDS_TEMPLATE}; add that file or use a Hugging Face tokenizer folder"
+        )
         self._adds_space = self._processor.normalize("a") != "a"
-
-    @property
-    def controls(self) -> Controls:
-        """Tokens that a chat template may write. No other text may be encoded as such a token."""
-        return self._controls_with(self.chat_template)
 
     @functools.lru_cache(maxsize=4)  # noqa: B019 (a run has few tokenizers)
     def _controls_with(self, template: str | None) -> Controls:
@@ -109,77 +191,28 @@ class SentencePieceTokenizer:
         marks = {mark: number for mark, number in ids.items() if number is not None}
         return Controls({**self.special_tokens, **marks}, unknown=self.unk_id)
 
-    def encode(self, text: str) -> list[int]:
-        """Return token ids without special tokens: text that spells one is encoded as text."""
-        ids: list[int] = self._processor.encode(text)
-        return self._as_text(text).ids if self._has_marks(ids) else ids
-
-    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode several texts in one call of the library."""
-        found = self._processor.encode(list(texts), num_threads=1)
-        return [
-            self.encode(text) if self._has_marks(ids) else ids
-            for text, ids in zip(texts, found, strict=True)
-        ]
-
-    def _has_marks(self, ids: Sequence[int]) -> bool:
-        """Whether plain text was encoded as a control token of the template. The library prevents
-        this only for special tokens."""
-        controls = self.controls
-        return len(controls.ids) > len(self.special_tokens) and controls.among(ids)
+    def _ids(self, text: str | list[str]) -> Any:
+        return self._processor.encode(text, num_threads=1)
 
     def _as_text(self, text: str) -> Encoded:
         mapping = self._processor.encode(text, return_type="offset_mapping")
         starts, ends = zip(*mapping["offsets"]) if mapping["ids"] else ((), ())
         encoded = Encoded(list(mapping["ids"]), list(starts), list(ends))
-        return spelled(encoded, text, self.controls, self._letter)
+        return _spelled(encoded, text, self.controls, self._letter)
 
     def _letter(self, letter: str) -> list[int]:
         piece = self._processor.piece_to_id(letter)
         return [piece] if piece != self.unk_id else list(self._processor.encode(letter))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text without special tokens."""
         # A model may have more ids than its tokenizer and generate one of them.
         known = [int(token_id) for token_id in token_ids if token_id < self.vocab_size]
         return self._processor.decode(known)
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        open_answer: bool = False,
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> Rendered:
-        """Render a conversation as text; with `open_answer`, also the beginning of the next answer.
-
-        `tools` replaces the tools in `template_options`. Raises DataError if the tokenizer has no
-        template or the template refuses the messages.
-        """
-        if self.chat_template is None:
-            raise DataError(
-                f"{self.name}: a sentencepiece model has no chat template, and there is no "
-                f"{TEMPLATE_FILE} beside it, {_NEEDS_TEMPLATE}; add that file or use a Hugging "
-                "Face tokenizer folder"
-            )
-        if self._adds_space:
-            raise DataError(
-                f"{self.name}: puts a space before every text, so it cannot encode what a chat "
-                "template writes between symbols; use a Hugging Face tokenizer folder"
-            )
-        variables = {**self._template_symbols, **self.template_options}
-        if tools:
-            variables = {**variables, "tools": list(tools)}
-        return render(
-            self.name, self.chat_template, messages, open_answer, variables, self.controls
-        )
-
     def encode_rendered(self, text: str, quoted: Sequence[Span] = ()) -> Encoded:
-        """Encode a chat template's output. Control symbols become their ids, except those with a
-        character inside the `quoted` spans, which are data."""
-        return encode_pieces(text, quoted, self.controls, lambda part, _: self._as_text(part))
+        return _encode_pieces(text, quoted, self.controls, lambda part, _: self._as_text(part))
 
     def symbol_id(self, symbol: str) -> int | None:
-        """Return the id of a piece or special token; None if the tokenizer lacks it."""
         token_id: int = self._processor.piece_to_id(symbol)  # <unk> if it lacks the symbol
         return token_id if self._processor.id_to_piece(token_id) == symbol else None
 
@@ -195,8 +228,8 @@ def special_pieces(processor: SentencePieceProcessor) -> dict[str, str]:
     return {name: processor.id_to_piece(n) for name, n in ids.items() if n >= 0}
 
 
-class HuggingFaceTokenizer:
-    """A folder written by `save_pretrained`, with the interface of `SentencePieceTokenizer`."""
+class HuggingFaceTokenizer(Tokenizer):
+    """A folder written by `save_pretrained`."""
 
     def __init__(self, path: Path) -> None:
         self._tokenizer = _load_hugging_face(path)
@@ -212,31 +245,30 @@ class HuggingFaceTokenizer:
             raise DataError(
                 f"{path}: has no end-of-sequence token; set eos_token in tokenizer_config.json"
             )
-        self.eos_id: int = self._tokenizer.eos_token_id
+        self.eos_id = self._tokenizer.eos_token_id
         self.eos_ids = _eos_ids(path, self.eos_id)
         added = self._tokenizer.added_tokens_decoder.items()
         self.special_tokens = {token.content: number for number, token in added if token.special}
         self._added = {token.content: (number, token) for number, token in added}
         pad_id = self._tokenizer.pad_token_id
-        self.pad_id: int = self.eos_id if pad_id is None else pad_id
+        self.pad_id = self.eos_id if pad_id is None else pad_id
         # Many folders name a BOS token that their models do not expect before a text (GPT-2), so
         # check whether the tokenizer adds it.
         bos_id = self._tokenizer.bos_token_id
         first = self._tokenizer("", verbose=False)["input_ids"][:1]
-        self.bos_id: int | None = bos_id if bos_id is not None and first == [bos_id] else None
-        self.bos_text: str = "" if self.bos_id is None else self._tokenizer.bos_token
+        self.bos_id = bos_id if bos_id is not None and first == [bos_id] else None
+        self.bos_text = "" if self.bos_id is None else self._tokenizer.bos_token
         # GPT-2 uses its end-of-text token as the unknown token, although it knows all characters.
         unk_id = self._tokenizer.unk_token_id
-        self.unk_id: int | None = None if unk_id in (self.eos_id, bos_id) else unk_id
+        self.unk_id = None if unk_id in (self.eos_id, bos_id) else unk_id
         template = self._tokenizer.chat_template
         if isinstance(template, dict):  # the tokenizer has several templates, by name
             template = template.get("default")
-        self.chat_template: str | None = template or None
-        self.template_options: Mapping[str, Any] = {}
-
-    @property
-    def controls(self) -> Controls:
-        return self._controls_with(self.chat_template)
+        self.chat_template = template or None
+        self._symbols = self._tokenizer.special_tokens_map
+        self._no_template = (
+            f"the tokenizer has no chat template, {_NEEDS_TEMPLATE}; use the folder of a chat model"
+        )
 
     @functools.lru_cache(maxsize=4)  # noqa: B019 (a run has few tokenizers)
     def _controls_with(self, template: str | None) -> Controls:
@@ -253,28 +285,12 @@ class HuggingFaceTokenizer:
             self._tokenizer.unk_token_id,
         )
 
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._ids(text)
-        return self._as_text(text).ids if self._has_controls(ids) else ids
-
-    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        if not texts:  # transformers refuses an empty list
-            return []
-        return [
-            self._as_text(text).ids if self._has_controls(ids) else ids
-            for text, ids in zip(texts, self._ids(list(texts)), strict=True)
-        ]
-
     def _ids(self, text: str | list[str]) -> Any:
-        """Return the ids of one text or of several texts. Special tokens can appear only if they
-        are also pieces of the tokenizer's model."""
+        # Special tokens can appear only if they are also pieces of the tokenizer's model.
         with self._switch:
             return self._tokenizer(
                 text, add_special_tokens=False, split_special_tokens=True, verbose=False
             )["input_ids"]
-
-    def _has_controls(self, ids: Sequence[int]) -> bool:
-        return self.controls.among(ids)
 
     def _encoded(self, text: str, as_text: bool) -> Encoded:
         with self._switch:
@@ -289,10 +305,8 @@ class HuggingFaceTokenizer:
         return Encoded(encoding["input_ids"], list(starts), list(ends))
 
     def _as_text(self, text: str, is_first: bool = True) -> Encoded:
-        """Encode text without control tokens.
-
-        Some tokenizers put a space only before the first text. For other texts, a line feed before
-        the text prevents this; the tokens of the line feed are then removed."""
+        # Some tokenizers put a space only before the first text. For other texts, a line feed
+        # before the text prevents this; the tokens of the line feed are then removed.
         before = "" if is_first or not self._is_first_marked else "\n"
         encoded, gone = self._encoded(before + text, as_text=True), len(before)
         extra = self._ids(before) if before else []
@@ -301,7 +315,7 @@ class HuggingFaceTokenizer:
         columns = (encoded.ids, encoded.starts, encoded.ends)
         ids, starts, ends = (column[len(extra) :] for column in columns)
         encoded = Encoded(ids, [n - gone for n in starts], [n - gone for n in ends])
-        return spelled(encoded, text, self.controls, self._letter)
+        return _spelled(encoded, text, self.controls, self._letter)
 
     def _letter(self, letter: str) -> list[int]:
         piece = self._tokenizer.get_vocab().get(letter)
@@ -320,35 +334,64 @@ class HuggingFaceTokenizer:
             clean_up_tokenization_spaces=False,  # True would change the model's text
         )
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        open_answer: bool = False,
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> Rendered:
-        if self.chat_template is None:
-            raise DataError(
-                f"{self.name}: the tokenizer has no chat template, {_NEEDS_TEMPLATE}; use the "
-                "folder of a chat model"
-            )
-        variables = {**self._tokenizer.special_tokens_map, **self.template_options}
-        if tools:
-            variables = {**variables, "tools": list(tools)}
-        return render(
-            self.name, self.chat_template, messages, open_answer, variables, self.controls
-        )
-
     def encode_rendered(self, text: str, quoted: Sequence[Span] = ()) -> Encoded:
         encoded, controls = self._encoded(text, as_text=False), self.controls
-        if not has_quoted(encoded, text, quoted, controls):
+        if not _has_quoted(encoded, text, quoted, controls):
             return encoded
-        return encode_pieces(text, quoted, controls, self._as_text)
+        return _encode_pieces(text, quoted, controls, self._as_text)
 
     def symbol_id(self, symbol: str) -> int | None:
         return self._tokenizer.get_vocab().get(symbol)
 
 
-Tokenizer = SentencePieceTokenizer | HuggingFaceTokenizer
+def _has_quoted(encoded: Encoded, text: str, quoted: Sequence[Span], controls: Controls) -> bool:
+    """Whether a control token of `encoded` contains a character from the `quoted` data."""
+    if not quoted:
+        return False
+    names, columns = controls.names, zip(encoded.ids, encoded.starts, encoded.ends, strict=True)
+    # Check names first, which is fast: most tokens are no control tokens.
+    places = (controls.place(n, text, (a, b)) for n, a, b in columns if n in names)
+    return any(place is not None and touches(place, quoted) for place in places)
+
+
+def _spelled(
+    encoded: Encoded, text: str, controls: Controls, letter: Callable[[str], list[int]]
+) -> Encoded:
+    """Replace each control token of `encoded` by the tokens of its single letters.
+
+    `letter` returns the ids of one letter."""
+    found = Encoded([], [], [])
+    for number, start, end in zip(encoded.ids, encoded.starts, encoded.ends, strict=True):
+        if controls.place(number, text, (start, end)) is None:
+            parts = [(number, start, end)]
+        else:
+            parts = [(n, at, at + 1) for at in range(start, end) for n in letter(text[at])]
+        for n, first, last in parts:
+            found.ids.append(n)
+            found.starts.append(first)
+            found.ends.append(last)
+    return found
+
+
+def _encode_pieces(
+    text: str,
+    quoted: Sequence[Span],
+    controls: Controls,
+    as_text: Callable[[str, bool], Encoded],
+) -> Encoded:
+    """Encode a chat template's output; the `quoted` spans are data, not template text.
+
+    `as_text(part, is_first)` encodes a part that contains no control tokens."""
+    found = Encoded([], [], [])
+    for (start, end), number in controls.pieces(text, quoted):
+        if number is None:
+            part = as_text(text[start:end], start == 0)
+        else:
+            part = Encoded([number], [0], [end - start])
+        found.ids.extend(part.ids)
+        found.starts.extend(start + each for each in part.starts)
+        found.ends.extend(start + each for each in part.ends)
+    return found
 
 
 def _eos_ids(folder: Path, eos_id: int) -> tuple[int, ...]:

@@ -83,7 +83,7 @@ class Agent:
         """Run the program; return its exit code and the end of its output."""
         row = {**task.fields, "prompt": task.text, "answer": task.answer, "row_id": task.row_id}
         row["messages"] = list(task.messages)
-        given = json.dumps(row).encode()
+        given = json.dumps(row, default=str).encode()  # a Parquet file may have dates
         lifeline, ours = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
@@ -95,6 +95,9 @@ class Agent:
                 start_new_session=True,
                 env={**os.environ, **place},
             )
+        except BaseException:
+            os.close(ours)
+            raise
         finally:
             os.close(lifeline)
         output = asyncio.ensure_future(_end_of_output(process, given))

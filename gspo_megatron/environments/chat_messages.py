@@ -11,8 +11,18 @@ from gspo_megatron.errors import EpisodeError
 from gspo_megatron.files import WRONG_VALUES, parse_json
 
 # A tool call in the format of Qwen's chat templates (github.com/QwenLM/Qwen-Agent, "hermes").
-CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_CALL, _CALL_END = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL), "</tool_call>"
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def calls_in(text: str) -> tuple[list[str], str]:
+    """Return the contents of the tool calls in a text, and the text without the calls.
+
+    Only the text up to the last end of a call is searched. In text without an end, each beginning
+    would be searched to the end of the text, which takes minutes if a policy writes nothing else.
+    """
+    before, end, after = text.rpartition(_CALL_END)
+    return _CALL.findall(before + end), _CALL.sub("", before + end) + after
 
 
 def assistant_message(text: str, has_tools: bool, turn: int) -> dict[str, Any]:
@@ -20,19 +30,20 @@ def assistant_message(text: str, has_tools: bool, turn: int) -> dict[str, Any]:
 
     With tools, calls in Qwen's format become `tool_calls`. If a call is malformed, the message
     contains the whole text instead. The number `turn` makes the ids of calls unique."""
-    calls = []
-    for number, found in enumerate(CALL.findall(text) if has_tools else ()):
+    calls, (found_calls, rest) = [], calls_in(text)
+    for number, found in enumerate(found_calls if has_tools else ()):
         try:
             call = parse_json(found)
             function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
+            if not isinstance(call["name"], str):
+                raise TypeError("the name of a function is no text")
         except WRONG_VALUES:
             return {"role": "assistant", "content": text}
         identity = f"call_{turn}_{number}"
         calls.append({"id": identity, "type": "function", "function": function})
     if not calls:
         return {"role": "assistant", "content": text}
-    content = CALL.sub("", text).strip()
-    return {"role": "assistant", "content": content or None, "tool_calls": calls}
+    return {"role": "assistant", "content": rest.strip() or None, "tool_calls": calls}
 
 
 def plain_messages(given: Any) -> list[dict[str, Any]]:

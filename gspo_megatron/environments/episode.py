@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from gspo_megatron.environments.conversation import Conversation
 from gspo_megatron.environments.transcript import Transcript, Written
 from gspo_megatron.errors import EpisodeError, RolloutError, UnplayableError
 from gspo_megatron.plugins import origin, own_copy, own_record
-from gspo_megatron.rewards.values import checked
+from gspo_megatron.rewards.values import NoRewardError, checked
 from gspo_megatron.types import Message, Prompt, TurnRewards
 
 if TYPE_CHECKING:
@@ -188,6 +188,8 @@ class Client:
         """
         if self._asked is not None:
             raise EpisodeError("generate was called again before its last turn was there")
+        if max_tokens is not None and max_tokens < 1:
+            raise EpisodeError(f"generate: max_tokens = {max_tokens}; allowed: 1 or more")
         messages = own_copy([*messages])  # the environment may change its own list later
         transcript, number = self.transcript, len(self.transcript.turns)
         following = self.conversation.next(messages, text, transcript)
@@ -280,12 +282,11 @@ def given_reward(
             raise EpisodeError(f"{len(rewards)} turn_rewards for {count} turns")
         given = TurnRewards(rewards, transcript.turn_ends())
     if given is not None and count:
-        checked(given, transcript.num_response_tokens, _refuse)
+        try:
+            checked(given, transcript.num_response_tokens)
+        except NoRewardError as error:
+            raise EpisodeError(f"rollout gave as reward {error}") from error
     return given
-
-
-def _refuse(returned: str) -> NoReturn:
-    raise EpisodeError(f"rollout gave as reward {returned}")
 
 
 @dataclass(frozen=True)
@@ -312,7 +313,8 @@ class EpisodeRunner:
         except (RolloutError, UnplayableError):
             raise
         except Exception as found:  # noqa: BLE001 (the user's code may raise anything)
-            what = str(found) if isinstance(found, EpisodeError) else _named(found)
+            what = f"{type(found).__name__}: {found} ({origin(found)})"
+            what = str(found) if isinstance(found, EpisodeError) else what
             name = type(self.environment).__name__
             error = EpisodeError(f"environment {name}: {what}; {task.source}")
             error.__cause__ = found
@@ -372,7 +374,3 @@ async def within(seconds: float, client: Client, work: Awaitable[_T]) -> _T:
         return task.result()
     finally:
         task.cancel()
-
-
-def _named(error: Exception) -> str:
-    return f"{type(error).__name__}: {error} ({origin(error)})"

@@ -105,7 +105,9 @@ def _field(message: Any, key: str) -> Any:
 def _shown(value: Any) -> Any:
     """Convert a value to JSON; to the name of its type if the conversion fails."""
     try:
-        return _plain(value)
+        plain = _plain(value)
+        json.dumps(plain)  # fails for an integer with too many digits
+        return plain
     except Exception:  # noqa: BLE001 (code of the value's own class, or a list that holds itself)
         return f"({type(value).__name__})"
 

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gspo_megatron.environments.chat_messages import CALL
+from gspo_megatron.environments.chat_messages import calls_in
 from gspo_megatron.environments.episode import Client
 from gspo_megatron.environments.registry import register
 from gspo_megatron.errors import EpisodeError
@@ -68,7 +68,7 @@ class ToolUse:
 
     async def rollout(self, client: Client, task: Prompt) -> None:
         turn = await client.generate()
-        while (calls := CALL.findall(turn.text)) and client.turns_left:
+        while (calls := calls_in(turn.text)[0]) and client.turns_left:
             answers = [await self._answer(call) for call in calls]
             turn = await client.generate([{"role": "tool", "content": a} for a in answers])
 

@@ -153,6 +153,7 @@ class Verifiers:
         ours, theirs = socket.socketpair()
         lifeline, life = os.pipe()
         command = [self._python, "-P", str(_BRIDGE), "play", str(theirs.fileno())]
+        end = weakref.finalize(self, os.close, life)  # ends the process and all that it started
         try:
             running = subprocess.Popen(
                 kept(lifeline, command),
@@ -162,10 +163,13 @@ class Verifiers:
                 start_new_session=True,
                 env=_environment(),
             )
+        except BaseException:
+            end()
+            ours.close()
+            raise
         finally:
             os.close(lifeline)
             theirs.close()
-        end = weakref.finalize(self, os.close, life)  # ends the process and all that it started
         reader, writer = await asyncio.open_connection(sock=ours, limit=_LONGEST_LINE)
         process = _VerifiersProcess(running, writer, end)
         process.tell(settings)

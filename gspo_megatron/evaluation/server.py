@@ -15,7 +15,7 @@ import aiohttp
 
 from gspo_megatron.config.load import dump_yaml, parse_suites
 from gspo_megatron.config.schema import SuiteSection, suite_key
-from gspo_megatron.data.formats import suite_fields
+from gspo_megatron.data.formats import field_map
 from gspo_megatron.data.prompts import load_prompts
 from gspo_megatron.errors import ConfigError, DataError, RolloutError, gathered_in
 from gspo_megatron.evaluation.scores import figures_of_records, response_record
@@ -242,7 +242,7 @@ def _load(name: str, suite: SuiteSection) -> list[Prompt]:
     problems: list[str] = []
     for path in suite.prompts:
         with gathered_in(problems):
-            found += load_prompts(path, suite_fields(suite_key(name), suite), chat_template=True)
+            found += load_prompts(path, field_map(suite, suite_key(name)), chat_template=True)
     if problems:
         raise DataError("\n".join(problems))
     return found[: suite.limit]

@@ -21,6 +21,7 @@ _MODULES = (
     *("math", "cmath", "collections", "itertools", "functools", "operator", "heapq", "bisect"),
     *("typing", "datetime", "decimal", "fractions", "copy", "re", "string", "statistics", "random"),
 )
+_ACTIVE = ("antigravity", "this", "idlelib")  # they open a browser, print, or start a program
 _ALIASES = {"np": "import numpy as np", "numpy": "import numpy", "pd": "import pandas as pd"}
 
 
@@ -150,11 +151,16 @@ def _free(trees: Sequence[ast.AST]) -> dict[str, list[ast.AST | None]]:
 
 @functools.cache
 def _public(module: str) -> frozenset[str]:
-    """Return the public names of a module of Python's library. Modules outside of the library are
-    not imported. For them the result is empty."""
-    if module.partition(".")[0] not in sys.stdlib_module_names:
+    """Return the public names of a module of Python's library. Other modules are not imported, and
+    neither are those that do something on import. For them the result is empty."""
+    top, *parts = module.split(".")
+    is_active = top in _ACTIVE or any(part.startswith("_") for part in parts)  # __main__
+    if top not in sys.stdlib_module_names or is_active:
         return frozenset()
-    names = vars(importlib.import_module(module))
+    try:
+        names = vars(importlib.import_module(module))
+    except ImportError:  # there is no such module, or not on this machine
+        return frozenset()
     return frozenset(name for name in names if not name.startswith("_"))
 
 

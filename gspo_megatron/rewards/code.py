@@ -18,6 +18,7 @@ from typing import Any
 
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.errors import RewardError
+from gspo_megatron.files import WRONG_VALUES, parse_json
 from gspo_megatron.plugins import load_function
 from gspo_megatron.process import sandbox
 from gspo_megatron.process.sandbox import Limits, Outcome
@@ -27,6 +28,8 @@ from gspo_megatron.rewards.results import UnreadableError, read_result
 from gspo_megatron.types import Prompt, Reasoned, Sample
 
 TOTAL_SECONDS = 45.0  # default limit for all tests of a response
+# Exceptions that the readers of a row raise if its tests have another form than they expect.
+_UNREADABLE = (*WRONG_VALUES, zlib.error, pickle.UnpicklingError, EOFError)
 
 _BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _KINDS = {  # kind of tests -> the fields that rows of this kind have
@@ -85,7 +88,7 @@ def row_fault(prompt: Prompt) -> str | None:
                 pass
         except assert_names.NamesError as error:
             return f"cannot be judged: {error}"
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except _UNREADABLE:
             return None  # unreadable tests; `read_tests` will report them
         return None
     names = [name for of_kind in _KINDS.values() for name in of_kind]
@@ -209,7 +212,7 @@ def read_tests(sample: Sample) -> Iterator[Test]:
                 yield _prints(case["input"], case["output"], in_files=in_files, checker=checker)
         elif kind in _READERS:
             yield from _READERS[kind](row, sample.prompt)
-    except (KeyError, TypeError, ValueError, AttributeError, zlib.error) as error:
+    except _UNREADABLE as error:
         what = f"{type(error).__name__}: {error}"
         raise RewardError(f"reward 'code': {sample.row_id}: unreadable tests: {what}") from error
 
@@ -243,7 +246,7 @@ def _row(fields: Mapping[str, Any], answer: Any) -> dict[str, Any]:
     them."""
     if isinstance(answer, str) and answer.lstrip().startswith("{"):
         try:
-            answer = json.loads(answer)
+            answer = parse_json(answer)
         except ValueError:
             answer = None
     return {**fields, **(answer if isinstance(answer, dict) else {})}
@@ -305,21 +308,22 @@ def _input_output(tests: Mapping[str, Any]) -> Iterator[Test]:
 def _prints(given: str, wanted: str, *, in_files: bool = False, checker: str | None = None) -> Test:
     """Return a test of an output. in_files: the program reads input.txt and writes output.txt.
     checker: a program that prints 1 for a right output, if several outputs are right."""
+    stdin, right, judging = given.encode(), wanted.encode(), (checker or "").encode()
 
     def test(runner: Runner, program: bytes, limits: Limits) -> str | None:
         if in_files:
             whole = _WITH_INPUT + _with_files({"solution.py": program}) + _PRINT_OUTPUT
             program = whole.encode()
-        outcome = _outcome(runner, "run", program, given.encode(), limits)
+        outcome = _outcome(runner, "run", program, stdin, limits)
         if outcome.failure is not None:
             return outcome.failure
-        if not checker:
+        if not judging:
             found = outcome.stdout.decode(errors="replace")
             return None if same_output(found, wanted) else "wrong output"
         files = {
-            "checker.py": checker.encode(),
-            "input.txt": given.encode(),
-            "correct_output.txt": wanted.encode(),
+            "checker.py": judging,
+            "input.txt": stdin,
+            "correct_output.txt": right,
             "solution_output.txt": outcome.stdout,
         }
         checked = _outcome(runner, "run", _with_files(files).encode(), b"", limits)
@@ -389,6 +393,8 @@ def _close(found: str, wanted: str) -> bool:
 
 def _returns(name: str, arguments: list[Any], wanted: list[Any]) -> Test:
     """Return a test of a function's result. Any of the values in `wanted` counts as right."""
+    if not (isinstance(name, str) and isinstance(arguments, list)):
+        raise TypeError("a call wants the name of a function and a list of arguments")
 
     def test(runner: Runner, program: bytes, limits: Limits) -> str | None:
         outcome = _outcome(runner, "call", program, name, arguments, limits)

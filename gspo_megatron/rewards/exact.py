@@ -9,8 +9,7 @@ from gspo_megatron.types import Sample
 def read_answer(sample: Sample, strip: bool = True, ignore_case: bool = False) -> str:
     """Return the response. `strip` removes white space around it; `ignore_case` turns it into lower
     case."""
-    response = sample.response.strip() if strip else sample.response
-    return response.casefold() if ignore_case else response
+    return _normal(sample.response, strip, ignore_case)
 
 
 @register("exact_match", read_answer=read_answer)
@@ -20,12 +19,13 @@ def exact_match(sample: Sample, strip: bool = True, ignore_case: bool = False) -
     `strip` ignores white space around the response and the answer; `ignore_case` ignores upper and
     lower case.
     """
-    response, answer = sample.response, sample.answer
-    if strip:
-        response, answer = response.strip(), answer.strip()
-    if ignore_case:
-        response, answer = response.casefold(), answer.casefold()
+    response, answer = (_normal(t, strip, ignore_case) for t in (sample.response, sample.answer))
     return float(response == answer)
+
+
+def _normal(text: str, strip: bool, ignore_case: bool) -> str:
+    text = text.strip() if strip else text
+    return text.casefold() if ignore_case else text
 
 
 @register("none", answers=None)

@@ -145,7 +145,9 @@ def filled(template: str, sample: Sample, texts: Mapping[str, str]) -> str:
             legal = ", ".join(sorted(known))
             raise RewardError(f"reward.options.template: no {{{name}}}; allowed: {legal}")
         value = known[name]
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        # A Parquet file may have dates, which JSON lacks.
+        as_json = json.dumps(value, ensure_ascii=False, default=str)
+        text = value if isinstance(value, str) else as_json
         return _CONTROL.sub(lambda mark: mark[0] + _BREAK, text)
 
     return _PLACE.sub(text_of, template)

@@ -94,18 +94,13 @@ class Reward:
     @functools.cached_property
     def of_batch(self) -> bool:
         """Whether the function takes a batch: its first parameter is called `samples`."""
-        return self._input == "samples"
+        return getattr(_first_parameter(self.function), "name", "") == "samples"
 
     @functools.cached_property
     def of_group(self) -> bool:
         """Whether the function takes the responses to one prompt: its first parameter is called
         `group`."""
-        return self._input == "group"
-
-    @functools.cached_property
-    def _input(self) -> str:
-        first = _first_parameter(self.function)
-        return "" if first is None else first.name
+        return getattr(_first_parameter(self.function), "name", "") == "group"
 
     @functools.cached_property
     def is_async(self) -> bool:
@@ -244,11 +239,9 @@ def check_answers(reward: Reward, prompts: Iterable[Prompt]) -> None:
         fault = text_fault(str(prompt.answer)) if is_type else wrong
         return None if fault is None else f"the answer {shorten(prompt.answer)} {fault}"
 
-    bad = [prompt for prompt in prompts if fault_of(prompt) is not None]
-    lines = [
-        f"{prompt.source}: {fault_of(prompt)} (reward {reward.name!r})"
-        for prompt in bad[:SHOWN_ANSWERS]
-    ]
+    faults = ((prompt.source, fault_of(prompt)) for prompt in prompts)
+    bad = [f"{where}: {fault} (reward {reward.name!r})" for where, fault in faults if fault]
+    lines = bad[:SHOWN_ANSWERS]
     if len(bad) > len(lines):
         what = "answers" if reward.answers is not None else "rows"
         lines.append(f"… and {len(bad) - len(lines)} more {what}")

@@ -26,11 +26,7 @@ class UnreadableError(Exception):
     """Raised if the bytes are not a result; the text says why."""
 
 
-@dataclass(frozen=True)
-class _Odd:
-    """A value that JSON lacks, such as a set or bytes. Such a value equals no expected value."""
-
-    text: str
+_ODD = object()  # a value that JSON lacks, such as a set or bytes; it equals no expected value
 
 
 @dataclass(frozen=True)
@@ -101,7 +97,7 @@ def _value(told: Any, deadline: float) -> Any:
     if kind == "float":
         return float.fromhex(content)
     if kind in ("complex", "bytes"):
-        return _Odd(kind)
+        return _ODD
     if not isinstance(content, list):
         raise ValueError("no list of items")
     if kind == "dict":
@@ -112,7 +108,7 @@ def _value(told: Any, deadline: float) -> Any:
             found.append((_key(_value(pair[0], deadline)), _value(pair[1], deadline)))
         return _sorted(found)
     items = [_value(item, deadline) for item in content]
-    return items if kind in ("list", "tuple") else _Odd(kind)
+    return items if kind in ("list", "tuple") else _ODD
 
 
 def _key(value: Any) -> str:

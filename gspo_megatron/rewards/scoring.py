@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from gspo_megatron.process.coroutines import BusySeconds, OwnLoop, gathered
 from gspo_megatron.process.heartbeat import heartbeat
 from gspo_megatron.process.workers import WorkerError
 from gspo_megatron.rewards.registry import Reward
-from gspo_megatron.rewards.values import Refuse, Score, checked, shorten
+from gspo_megatron.rewards.values import NoRewardError, Score, checked, shorten
 from gspo_megatron.rewards.workers import reward_workers
 from gspo_megatron.types import Sample
 
@@ -177,14 +177,15 @@ class Scorer:
     async def score_async(
         self, samples: Sequence[Sample], given: Sequence[Any] = ()
     ) -> tuple[list[Score | None], FailedCalls]:
-        """Do the same as `score` in an event loop.
+        """Do the same as `score` in an event loop; a plain function needs workers for this.
 
-        Call it always in the same loop, because workers and HTTP clients belong to this loop. A
-        plain function without workers blocks the loop."""
+        Call it always in the same loop, because workers and HTTP clients belong to this loop."""
+        assert self.workers is not None or self.reward.is_async, "a plain function without workers"
         failures: list[BaseException] = []
         arguments = self._arguments(_not_given(samples, given))
         with self._clock(len(arguments)):
-            values = await self._gather(arguments, failures)
+            slots = asyncio.Semaphore(CONCURRENT_CALLS)
+            values = await gathered(self._call_async(each, slots, failures) for each in arguments)
         return self._checked(values, samples, given, failures)
 
     def given(self, ended: Sequence[Episode]) -> list[Any]:
@@ -332,10 +333,6 @@ class Scorer:
             more = "more of this kind are only counted"
             print(f"{printable(text)}; {more}", file=sys.stderr, flush=True)
 
-    async def _gather(self, given: Sequence[Any], failures: list[BaseException]) -> list[Any]:
-        slots = asyncio.Semaphore(CONCURRENT_CALLS)
-        return await gathered(self._call_async(each, slots, failures) for each in given)
-
     # Results of the function
 
     def _checked(
@@ -367,7 +364,9 @@ class Scorer:
         """Split the result for a batch or group into one value for each sample."""
         if returned is FAILED:
             return [FAILED] * len(samples)
-        is_list = isinstance(returned, (list, tuple, np.ndarray)) and np.ndim(returned) > 0
+        is_list = isinstance(returned, (list, tuple))
+        if isinstance(returned, np.ndarray):
+            is_list = returned.ndim > 0
         if is_list and len(returned) == len(samples):
             return list(returned)
         found = f"{len(returned)} rewards" if is_list else f"a {type(returned).__name__}"
@@ -378,22 +377,28 @@ class Scorer:
         )
 
     def _score(self, value: object, sample: Sample) -> Score:
-        def refuse(returned: str) -> NoReturn:
-            raise RewardError(f"reward {self.reward.name!r} returned {returned}; {_show(sample)}")
+        try:
+            return self._weighted(checked(value, sample.num_tokens))
+        except NoRewardError as error:
+            text = f"reward {self.reward.name!r} returned {error}; {_show(sample)}"
+            raise RewardError(text) from error
 
-        score = checked(value, sample.num_tokens, refuse)
+    def _weighted(self, score: Score) -> Score:
+        """Check the names of figures and parts, and add the parts up. Raises NoRewardError."""
         if unknown := [name for name in score.figures if name not in self.reward.figures]:
             known = ", ".join(self.reward.figures) or "none"
-            refuse(f"the figure {unknown[0]!r}; its attribute `figures` names only: {known}")
+            raise NoRewardError(
+                f"the figure {unknown[0]!r}; its attribute `figures` names only: {known}"
+            )
         if self.section.model.is_on:
-            score = self._beside_model(score, refuse)
+            score = self._beside_model(score)
             names = tuple(sorted([*score.parts, PART]))
         else:
             names = tuple(score.parts)
         if self.part_names is None:
             self.adopt(names)
         elif names != self.part_names:
-            refuse(
+            raise NoRewardError(
                 f"{describe(names)}, and {describe(self.part_names)} for an earlier response; "
                 "the same names are wanted in every call"
             )
@@ -402,22 +407,26 @@ class Scorer:
         weights = self.section.weights
         total = sum(weights.get(name, 1.0) * value for name, value in score.parts.items())
         if not math.isfinite(total):
-            refuse(f"parts that add up to {total}; a finite sum is wanted")
+            raise NoRewardError(f"parts that add up to {total}; a finite sum is wanted")
         return replace(score, rewards=np.array([total]))
 
-    def _beside_model(self, score: Score, refuse: Refuse) -> Score:
+    def _beside_model(self, score: Score) -> Score:
         """Return a function's score as parts of a reward. The reward model's score is added later,
         as one more part."""
         if score.ends is not None:
-            refuse("rewards of turns; a reward model wants one number or named parts beside it")
+            raise NoRewardError(
+                "rewards of turns; a reward model wants one number or named parts beside it"
+            )
         if PART in score.parts:
-            refuse(f"a part named {PART!r}, as the part of reward.model; choose another name")
+            raise NoRewardError(
+                f"a part named {PART!r}, as the part of reward.model; choose another name"
+            )
         if score.parts:
             return score
         alone = self.section.name == REWARD_MODEL and self.section.import_path is None
         if alone:
             return replace(score, rewards=np.empty(0))
-        parts = checked({own_part(self.section): float(score.rewards[0])}, 0, refuse).parts
+        parts = checked({own_part(self.section): float(score.rewards[0])}, 0).parts
         return replace(score, rewards=np.empty(0), parts=parts)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import NoReturn
 
 import numpy as np
 
@@ -20,7 +20,9 @@ SHOWN_CHARACTERS = 200  # a value, prompt or response in an error message is cut
 _TAKEN = ("mean", "std", "shaped_mean", "zero_spread_groups", "errors", "failed_groups", "timeouts")
 _PART = re.compile(r"[A-Za-z0-9_.-]+")
 
-Refuse = Callable[[str], NoReturn]  # raises an error; the text says what was returned and wanted
+
+class NoRewardError(ValueError):
+    """Raised if a result is no reward; the text says what was returned and what is wanted."""
 
 
 @dataclass(frozen=True)
@@ -35,32 +37,24 @@ class Score:
     figures: Mapping[str, float] = field(default_factory=dict)  # figures for metrics, by name
 
 
-def checked(value: object, num_tokens: int, refuse: Refuse) -> Score:
+def checked(value: object, num_tokens: int) -> Score:
     """Check a function's result for a response of `num_tokens` tokens.
 
     If the function returned parts, `rewards` is empty. Scorer later adds the parts up with their
-    weights. Calls `refuse` for an invalid result."""
+    weights. Raises NoRewardError."""
     if isinstance(value, TurnRewards):
-        return _checked_turns(value, num_tokens, refuse)
+        return _checked_turns(value, num_tokens)
     if isinstance(value, Mapping):
-        return Score(np.empty(0), parts=_checked_parts(value, refuse))
+        return Score(np.empty(0), parts=_checked_parts(value))
     if not isinstance(value, (Real, np.bool_)):
-        refuse(f"{shorten(value)} of type {type(value).__name__}; a number is wanted")
-    number = _finite(value)
-    if number is None:
-        refuse(f"{shorten(value)}; a finite number is wanted")
-    figures = _checked_figures(value.figures, refuse) if isinstance(value, Reasoned) else {}
+        raise NoRewardError(f"{shorten(value)} of type {type(value).__name__}; a number is wanted")
+    number = _finite(value, "")
+    figures = _checked_figures(value.figures) if isinstance(value, Reasoned) else {}
     return Score(np.array([number]), reason=_reason_of(value), figures=figures)
 
 
-def _checked_figures(figures: Mapping[str, object], refuse: Refuse) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for name, value in figures.items():
-        number = _finite(value) if isinstance(value, (Real, np.bool_)) else None
-        if number is None:
-            refuse(f"{shorten(value)} as figure {shorten(name)}; a finite number is wanted")
-        found[name] = number
-    return found
+def _checked_figures(figures: Mapping[str, object]) -> dict[str, float]:
+    return {n: _finite(each, f" as figure {shorten(n)}") for n, each in figures.items()}
 
 
 def is_free_name(name: object) -> bool:
@@ -71,64 +65,67 @@ def is_free_name(name: object) -> bool:
 def _reason_of(value: object) -> str:
     """Return the reason in a reward, if it has one. The middle of a long reason is left out."""
     reason = value.reason if isinstance(value, Reasoned) else ""
+    if not isinstance(reason, str):
+        raise NoRewardError(f"{shorten(reason)} as reason; a string is wanted")
     half = SHOWN_REASON // 2
     return reason if len(reason) <= SHOWN_REASON else f"{reason[:half]} … {reason[-half:]}"
 
 
-def _finite(value: Real | np.bool_) -> float | None:
-    """Convert a value to float (a boolean to 0 or 1). Returns None if it is not finite."""
-    try:
-        number = float(value)
-    except OverflowError:  # an integer beyond the range of a float
-        return None
-    return number if math.isfinite(number) else None
+def _finite(value: object, place: str) -> float:
+    """Convert a finite number to float (a boolean to 0 or 1), and refuse anything else."""
+    if isinstance(value, (Real, np.bool_)):
+        with contextlib.suppress(OverflowError):  # an integer beyond the range of a float
+            if math.isfinite(number := float(value)):
+                return number
+    raise NoRewardError(f"{shorten(value)}{place}; a finite number is wanted")
 
 
-def _checked_parts(parts: Mapping[object, object], refuse: Refuse) -> dict[str, float]:
+def _checked_parts(parts: Mapping[object, object]) -> dict[str, float]:
     if not parts:
-        refuse("no parts; at least one is wanted")
+        raise NoRewardError("no parts; at least one is wanted")
     found: dict[str, float] = {}
     for name, value in parts.items():
         if not isinstance(name, str) or not _PART.fullmatch(name):
-            refuse(
+            raise NoRewardError(
                 f"a part named {shorten(name)}; it is logged as reward/NAME: letters, digits and "
                 "_ . - are wanted"
             )
         if name in _TAKEN:
-            refuse(f"a part named {name!r}; reward/{name} is another metric: choose another name")
-        number = _finite(value) if isinstance(value, (Real, np.bool_)) else None
-        if number is None:
-            refuse(f"{shorten(value)} as part {name!r}; a finite number is wanted")
-        found[name] = number
+            raise NoRewardError(
+                f"a part named {name!r}; reward/{name} is another metric: choose another name"
+            )
+        found[name] = _finite(value, f" as part {name!r}")
     return {name: found[name] for name in sorted(found)}
 
 
-def _checked_turns(turns: TurnRewards, num_tokens: int, refuse: Refuse) -> Score:
-    rewards = _numbers("rewards", turns.rewards, "biuf", refuse).astype(np.float64)
-    ends = _numbers("ends", turns.ends, "iu", refuse).astype(np.int64)
+def _checked_turns(turns: TurnRewards, num_tokens: int) -> Score:
+    rewards = _numbers("rewards", turns.rewards, "biuf").astype(np.float64)
+    ends = _numbers("ends", turns.ends, "iu").astype(np.int64)
     if len(rewards) != len(ends):
         counts = f"{len(rewards)} rewards and {len(ends)} ends of turns"
-        refuse(f"{counts}; each turn needs one reward and one end")
+        raise NoRewardError(f"{counts}; each turn needs one reward and one end")
     bad = ~np.isfinite(rewards)
     if bad.any():
         place = int(bad.argmax())
-        refuse(f"{rewards[place]} for turn {place}; finite numbers are wanted")
+        raise NoRewardError(f"{rewards[place]} for turn {place}; finite numbers are wanted")
     with np.errstate(over="ignore"):
         total = rewards.sum()
     if not math.isfinite(total):
-        refuse(f"turns whose rewards add up to {total}; a finite sum is wanted")
+        raise NoRewardError(f"turns whose rewards add up to {total}; a finite sum is wanted")
     rises = np.diff(ends, prepend=0)
     if (rises <= 0).any():
         place = int((rises <= 0).argmax())
         before = ends[place - 1] if place else 0
-        refuse(f"end {ends[place]} for turn {place}; it must be above its start, {before}")
+        raise NoRewardError(
+            f"end {ends[place]} for turn {place}; it must be above its start, {before}"
+        )
     if len(ends) == 0 or ends[-1] != num_tokens:
         last = f"{ends[-1]} as the last end" if len(ends) else "no turns"
-        refuse(f"{last}; the last turn must end at the response's {num_tokens} tokens")
+        raise NoRewardError(f"{last}; the last turn must end at the response's {num_tokens} tokens")
     return Score(rewards, ends)
 
 
-def _numbers(name: str, values: object, kinds: str, refuse: Refuse) -> np.ndarray:
+def _numbers(name: str, values: object, kinds: str) -> np.ndarray:
     """Convert `values` to an array [turns]. `kinds` are the allowed kinds of numpy types."""
     try:
         array = np.asarray(values)
@@ -136,11 +133,14 @@ def _numbers(name: str, values: object, kinds: str, refuse: Refuse) -> np.ndarra
         array = np.empty((), dtype=object)
     if array.ndim != 1 or (len(array) and array.dtype.kind not in kinds):
         wanted = "integers" if kinds == "iu" else "numbers"
-        refuse(f"{shorten(values)} as {name} of turns; a list of {wanted} is wanted")
+        raise NoRewardError(f"{shorten(values)} as {name} of turns; a list of {wanted} is wanted")
     return array
 
 
 def shorten(value: object) -> str:
     """Return a value as short text for an error message."""
-    text = repr(value)  # escapes line breaks
+    try:
+        text = repr(value)  # escapes line breaks
+    except Exception:  # noqa: BLE001 (code of the value's class, or an integer with many digits)
+        text = f"({type(value).__name__})"
     return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…"

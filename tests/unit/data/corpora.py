@@ -14,6 +14,7 @@ import sentencepiece
 from pyarrow import parquet
 from tokenizers import models
 
+from gspo_megatron.config import load_config
 from gspo_megatron.data.character_tokenizer import (
     CHATML_SYMBOLS,
     for_transformers,
@@ -35,6 +36,13 @@ def make_texts(count: int, seed: int, words: int = 40) -> list[str]:
         gaps = source.choices((" ", " ", " ", ", ", "\n", "  ", "\t"), k=len(chosen))
         texts.append("".join(word + gap for word, gap in zip(chosen, gaps, strict=True)))
     return texts
+
+
+def load(tmp_path: Path, schema: type, **data: object) -> Any:
+    """Load a configuration of this kind with these keys of its section data."""
+    (tmp_path / "config.yaml").write_text("{}\n")
+    words = [f"data.{key}={value}" for key, value in data.items()]
+    return load_config(tmp_path / "config.yaml", words, schema)
 
 
 def write_jsonl(path: Path, texts: Sequence[str], field: str = "text") -> Path:

@@ -16,7 +16,7 @@ from gspo_megatron.config.stages import FineTuningConfig, FineTuningDataSection
 from gspo_megatron.data.chat import CHATML, encode_conversation
 from gspo_megatron.data.examples import Counts, load_supervised
 from gspo_megatron.data.inputs import read_fine_tuning
-from gspo_megatron.data.prompts import UnknownCharacters, load_prompts
+from gspo_megatron.data.prompts import Found, load_prompts
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.errors import ConfigError
 from tests.unit.data.corpora import (
@@ -24,7 +24,6 @@ from tests.unit.data.corpora import (
     both,
     make_tokenizer,
     refusal,
-    write_parquet,
     write_rows,
 )
 
@@ -222,19 +221,6 @@ def test_template_options_reach_the_examples(folder: Path, tmp_path: Path) -> No
         read_fine_tuning(config)
 
 
-def test_parquet_reads_like_json_lines(folder: Path, tmp_path: Path) -> None:
-    source = random.Random(5)
-    chats = [conversation(source) for _ in range(9)]
-    parquet = write_parquet(tmp_path / "rows.parquet", {"chat": chats})
-    path = write_rows(tmp_path / "rows.jsonl", [{"chat": chat} for chat in chats])
-    tokenizer, section = load_tokenizer(folder), form(10**6, messages_field="chat")
-    one, other = (load_supervised(p, tokenizer, section) for p in (path, parquet))
-    assert len(one) == len(other) == 9
-    for n in range(9):
-        assert np.array_equal(one[n].token_ids, other[n].token_ids)
-        assert np.array_equal(one[n].loss_mask, other[n].loss_mask)
-
-
 def test_too_long_examples(folder: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(folder)
     rows = [
@@ -297,9 +283,9 @@ def test_bad_rows_are_named(folder: Path, tmp_path: Path, row: object, expected:
 @pytest.mark.parametrize("byte_fallback", [False, True])
 def test_unknown_characters_are_counted(tmp_path: Path, byte_fallback: bool) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [{"messages": exchange("ka🙂", "lo")}])
-    expected = UnknownCharacters() if byte_fallback else UnknownCharacters(1, f"{path}:1", "🙂")
+    expected = Found() if byte_fallback else Found(1, f"{path}:1", ("🙂",))
     for tokenizer in both(make_tokenizer(tmp_path / "t", byte_fallback=byte_fallback)):
-        assert load_supervised(path, tokenizer, CHAT).counts.unknown == expected
+        assert load_supervised(path, tokenizer, CHAT).counts.odd.unknown == expected
 
 
 def test_the_examples_of_the_manual_can_be_read(folder: Path, tmp_path: Path) -> None:

@@ -57,8 +57,14 @@ def test_the_description_of_an_earlier_release_is_read(dataset: Path) -> None:
         f"{dataset}.bin: made with a tokenizer of 600 ids, but the model's vocabulary has 599; "
         "allowed: model.vocab_size = 600 or more"
     )
-    for wrong in ({}, {**content, "tokenizer": {"name": "t"}}, {**content, "tokenizer": "t"}):
-        path.write_text(json.dumps(wrong))
+    wrong = (
+        {"tokenizer": {"name": "t"}},
+        {"tokenizer": "t"},
+        {"vocab_size": "600"},
+        {"eod_id": []},
+    )
+    for each in ({}, *({**content, **keys} for keys in wrong)):
+        path.write_text(json.dumps(each))
         assert faults(dataset).startswith(f"{path}: not the description of a dataset")
 
 

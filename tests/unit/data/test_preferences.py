@@ -240,6 +240,8 @@ def test_a_number_that_is_none(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
 def test_too_many_sources(tmp_path: Path, tokenizer: Tokenizer) -> None:
     rows = [{"chosen": "ka", "rejected": "lo", "s": f"{n}"} for n in range(65)]
+    data = load(tmp_path, tokenizer, [rows[5], rows[3], rows[5]], source_field="s")
+    assert data.sources == ["5", "3"] and data.source_numbers.tolist() == [0, 1, 0]
     (line,) = faults(tmp_path, tokenizer, rows, source_field="s")
     assert line.endswith("field 's' has 65 values; allowed: at most 64 (data.source_field chooses "
                          "one)")  # fmt: skip

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 from transformers import PreTrainedTokenizerFast
 
-from gspo_megatron.config import Config, load_config
+from gspo_megatron.config import Config
 from gspo_megatron.config.stages import FineTuningConfig
 from gspo_megatron.data.chat import encode_conversation
 from gspo_megatron.data.inputs import read_fine_tuning, read_inputs
@@ -25,7 +25,7 @@ from gspo_megatron.data.tokenizers import HuggingFaceTokenizer, Tokenizer, load_
 from gspo_megatron.rollout.vllm.checks import tokenized
 from gspo_megatron.types import Message, Prompt
 from tests.unit.data.chat_templates import QWEN3, SPECIAL, TEMPLATES, WIDE, byte_level
-from tests.unit.data.corpora import make_tokenizer, refusal, write_rows
+from tests.unit.data.corpora import load, make_tokenizer, refusal, write_rows
 
 ORDINARY = [
     ("x", "y", "z"),
@@ -246,12 +246,6 @@ def test_long_texts_are_exchanged_by_codecs() -> None:
 
     both = seconds(lambda: (exchange.strange(text), exchange.plain(strange)))
     assert both < seconds(lambda: text.translate(table))
-
-
-def load(folder: Path, schema: type, **data: object) -> Any:
-    (folder / "config.yaml").write_text("{}\n")
-    words = [f"data.{key}={value}" for key, value in data.items()]
-    return load_config(folder / "config.yaml", words, schema)
 
 
 def test_messages_that_spell_control_tokens_need_no_advice(tmp_path: Path) -> None:

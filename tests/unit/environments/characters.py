@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from gspo_megatron.data.chat import CHATML
 from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer, train_sentencepiece
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 \n!"
+
+
+def shown(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
+    """The text with special tokens."""
+    names = {number: name for name, number in tokenizer.special_tokens.items()}
+    return "".join(names.get(int(n)) or tokenizer.decode([int(n)]) for n in ids)
 
 
 def character_tokenizer(folder: Path, *symbols: str, template: str = CHATML) -> Tokenizer:

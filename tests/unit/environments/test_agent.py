@@ -4,6 +4,8 @@ answers their requests."""
 from __future__ import annotations
 
 import asyncio
+import datetime
+import gc
 import json
 import os
 import sys
@@ -15,12 +17,15 @@ import psutil
 import pytest
 
 from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
+from gspo_megatron.environments import agent
 from gspo_megatron.environments.agent import Agent
 from gspo_megatron.environments.episode import Episode, EpisodeLimits, EpisodeRunner, TurnRequest
 from gspo_megatron.environments.transcript import Written
 from gspo_megatron.types import Prompt
 from tests.tasksets import TEMPLATE, letters
+from tests.unit.environments.characters import shown
 
+FIELDS = {"level": 4, "day": datetime.date(2025, 1, 31)}
 CALL = '<tool_call>{"name": "add", "arguments": {"b": 2, "a": 1}}</tool_call>'
 # Every program of these tests begins with this code. It sends the same requests as the package
 # openai, but needs only the standard library.
@@ -90,15 +95,10 @@ def play(tokenizer: Tokenizer, tmp_path: Path) -> Play:
 
         environment = Agent(f"{sys.executable} {path}", **options)
         runner = EpisodeRunner(environment, tokenizer, limits or EpisodeLimits(5, 400, 400))
-        task = Prompt("1+2?", "3", "f:7", {"level": 4}, token_ids=(9, 9), row_id="seven")
+        task = Prompt("1+2?", "3", "f:7", FIELDS, token_ids=(9, 9), row_id="seven")
         return asyncio.run(runner.run(task, write)), asked
 
     return run
-
-
-def shown(tokenizer: Tokenizer, ids: Any) -> str:
-    names = {number: name for name, number in tokenizer.special_tokens.items()}
-    return "".join(names.get(int(n)) or tokenizer.decode([int(n)]) for n in ids)
 
 
 def test_a_program_with_tools_is_captured_to_the_last_token(
@@ -130,6 +130,24 @@ print(second["usage"])
     assert shown(tokenizer, episode.client.transcript.prompt) == before[0]
     assert before[0] + shown(tokenizer, episode.transcript.response) == before[1] + "3</s>"
     assert shown(tokenizer, episode.transcript.response[episode.mask]) == f"so {CALL}</s>3</s>"
+
+
+def test_a_row_of_a_parquet_file_may_have_dates(play: Play) -> None:
+    episode, _ = play("assert row['day'] == '2025-01-31'; chat([user])", ["a"])
+    assert episode.error is None
+
+
+def test_a_program_that_cannot_be_started_leaves_no_file_open(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "kept", lambda *_: ["/no/such/program"])
+    counts = []
+    for _ in range(3):
+        episode, _ = play("", [])
+        assert "FileNotFoundError" in str(episode.error)
+        gc.collect()  # closes the server of this episode
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts[1] == counts[2]
 
 
 def test_the_reward_function_scores_where_the_program_gives_none(play: Play) -> None:
@@ -167,6 +185,15 @@ assert end["choices"][0]["finish_reason"] == "stop"
         [f"so {CALL}", "3"],
     )
     assert shown(tokenizer, episode.transcript.response[episode.mask]) == f"so {CALL}</s>3</s>"
+    assert episode.error is None
+
+
+def test_a_call_of_no_function_is_text(play: Play) -> None:
+    call = CALL.replace('"add"', "5")
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    said = {"role": "assistant", "content": call}
+    program = f"assert chat([user], tools={tools})['choices'][0]['message'] == {said}"
+    episode, _ = play(program, [call])
     assert episode.error is None
 
 

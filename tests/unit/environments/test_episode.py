@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from gspo_megatron.data.chat import CHATML
@@ -28,7 +27,7 @@ from gspo_megatron.environments.registry import get_environment
 from gspo_megatron.environments.transcript import Written
 from gspo_megatron.errors import EpisodeError, RolloutError
 from gspo_megatron.types import Message, Prompt, TurnRewards
-from tests.unit.environments.characters import character_tokenizer
+from tests.unit.environments.characters import character_tokenizer, shown
 
 # This template drops the text before "!" in all responses except the last, as Qwen3's template
 # drops thoughts.
@@ -75,12 +74,6 @@ def client_of(
     return Client(task, limits or EpisodeLimits(9, 200), tokenizer, write), asked
 
 
-def shown(tokenizer: Tokenizer, ids: Any) -> str:
-    """The text with special tokens."""
-    names = {number: name for name, number in tokenizer.special_tokens.items()}
-    return "".join(names.get(n) or tokenizer.decode([n]) for n in ids)
-
-
 def test_a_turn_begins_with_all_that_stands_before_it(tokenizer: Tokenizer) -> None:
     client, asked = client_of(tokenizer, [("one", False), ("two", True), ("three", False)])
     opened = "<|im_start|>user\nhi</s>\n<|im_start|>assistant\n"
@@ -114,14 +107,6 @@ def test_a_turn_begins_with_all_that_stands_before_it(tokenizer: Tokenizer) -> N
         {"role": "assistant", "content": "one"},
         {"role": "user", "content": "more"},
     ]
-    column = episode.transcript.column(
-        lambda turn: np.arange(len(turn.token_ids)) + 1.0, filler=0.0
-    )
-    assert (column > 0).tolist() == episode.mask.tolist()
-    follows = episode.transcript.column(
-        lambda turn: np.full(len(turn.token_ids), len(turn.token_ids))
-    )
-    assert follows[ends[0]] == 3 and follows[ends[1]] == 6 and follows[0] == 4
 
 
 def test_a_template_that_drops_earlier_words_begins_a_branch(folder: Path) -> None:
@@ -265,6 +250,14 @@ async def nothing_between(client: Client) -> None:
     await client.generate()
 
 
+async def no_room(client: Client) -> None:
+    await client.generate(max_tokens=-1)
+
+
+async def no_room_at_all(client: Client) -> None:
+    await client.generate(max_tokens=0)
+
+
 async def too_early(client: Client) -> None:
     turn = asyncio.ensure_future(client.generate())
     await asyncio.sleep(0)
@@ -323,6 +316,8 @@ async def in_turns(client: Client) -> Trajectory:
         (no_list, {}, "turn_rewards has type int; allowed: a list"),
         (text_first, {}, "nothing may come between the prompt and the first turn"),
         (nothing_between, {}, "between two turns there must be either messages or a text"),
+        (no_room, {}, "max_tokens = -1; allowed: 1 or more"),
+        (no_room_at_all, {}, "max_tokens = 0; allowed: 1 or more"),
         (together, {}, "generate was called again before"),
         (too_early, {}, "begin was called before"),
         (once, {"gives_rewards": True}, "returned no reward"),

@@ -65,13 +65,6 @@ class Guessing:
         return Trajectory(turn_rewards=[0.1, -0.5, 1.0])
 
 
-def score_of(episode: Episode) -> Score:
-    def refuse(what: str) -> Any:
-        raise AssertionError(what)
-
-    return checked(episode.given, len(episode.transcript.response), refuse)
-
-
 def test_turns_have_their_roles_texts_and_rewards(tokenizer: Tokenizer) -> None:
     """The policy writes text that looks like a user's turn. The record still shows it as the
     policy's."""
@@ -79,7 +72,7 @@ def test_turns_have_their_roles_texts_and_rewards(tokenizer: Tokenizer) -> None:
     pretends = [*tokenizer.encode("4 user lower"), start, *tokenizer.encode("user"), eos]
     turns = [pretends, [*tokenizer.encode("7"), eos], [*tokenizer.encode("3"), eos]]
     episode = played(tokenizer, Guessing(), turns)
-    record = record_of(episode, score_of(episode))
+    record = record_of(episode, checked(episode.given, len(episode.transcript.response)))
     assert record["error"] is None
     told = [(turn["role"], turn["text"], turn["branch"]) for turn in record["turns"]]
     assert told == [
@@ -129,6 +122,7 @@ class Silent:
         ({np.int64(1): (Decimal(2), None)}, '{"1": ["2", null]}'),
         ([{"type": "text", "text": "é"}], '[{"type": "text", "text": "é"}]'),
         (None, ""),
+        pytest.param(10**5000, "(int)", id="many digits"),
         (Silent(), "(Silent)"),
     ],
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gspo_megatron.environments.chat_messages import calls_in
 from gspo_megatron.environments.registry import get_environment
 from gspo_megatron.environments.tool_use import ToolError, ToolUse, calculate
 from gspo_megatron.errors import EpisodeError
@@ -56,6 +57,14 @@ def test_expressions_have_the_value_that_python_gives_them() -> None:
 def test_other_expressions_are_refused(expression: str) -> None:
     with pytest.raises(ToolError):
         asyncio.run(calculate(expression))
+
+
+@pytest.mark.timeout(60)
+def test_calls_without_an_end_cost_no_time() -> None:
+    """A policy that has learnt nothing else may repeat one token."""
+    text = "so <tool_call>a</tool_call> and <tool_call>b</tool_call>" + "<tool_call>" * 60_000
+    calls, rest = calls_in(text)
+    assert calls == ["a", "b"] and rest == "so  and " + "<tool_call>" * 60_000
 
 
 def test_a_call_is_answered() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import psutil
 import pytest
 
 from gspo_megatron.data.tokenizers import Tokenizer
-from gspo_megatron.environments import verifiers_bridge
+from gspo_megatron.environments import verifiers, verifiers_bridge
 from gspo_megatron.environments.episode import Episode, EpisodeLimits, EpisodeRunner, TurnRequest
 from gspo_megatron.environments.transcript import Written
 from gspo_megatron.environments.verifiers import Verifiers
@@ -203,6 +204,18 @@ def test_an_answer_that_cannot_be_read_ends_the_episode(table: Table, tmp_path: 
         assert (
             "its process sent what cannot be read: " in str(episode.error) and bridges() == others
         )
+
+
+def test_a_process_that_cannot_be_started_leaves_no_file_open(
+    table: Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = Verifiers("any", speaker(tmp_path, "''"))
+    table.loop.run_until_complete(environment._gateway.url())
+    monkeypatch.setattr(verifiers, "kept", lambda *_: ["/no/such/program"])
+    before = len(os.listdir("/proc/self/fd"))
+    (episode,), _ = table.play(environment, {}, ["x"])
+    assert "FileNotFoundError" in str(episode.error)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_process_that_is_never_ready_is_named(table: Table, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ for it. A solution gains nothing if it defines names for which the row does not 
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -25,6 +26,10 @@ def volume(r):
 """
 
 
+# Modules that are not there, or do something when they are imported.
+NOT_IMPORTED = ("os.nothing", "msvcrt", "venv.__main__", "antigravity", "no_such_module")
+
+
 @pytest.mark.parametrize(
     ("test", "imports", "asked"),
     [
@@ -42,11 +47,13 @@ def volume(r):
         ("from math import *\nassert isclose(f(1), sqrt(2))", [], ["f"]),
         ("def near(a, b): return a == b\nassert near(f(1), 2)", [], ["f"]),
         ("try:\n f(1)\nexcept KeyError as error: assert error", [], ["f"]),
+        *((f"from {name} import *\nassert f(1) == 2", [], ["f"]) for name in NOT_IMPORTED),
         ("assert (", [], []),  # the tests will fail and report the error
     ],
 )
 def test_what_the_tester_knows_is_his(test: str, imports: list[str], asked: list[str]) -> None:
     assert resolve([], [test]) == Names(tuple(imports), tuple(asked))
+    assert "antigravity" not in sys.modules
 
 
 def test_the_rows_own_code_tells_more() -> None:

@@ -8,6 +8,7 @@ import pickle
 import sys
 import zlib
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.process import sandbox
 from gspo_megatron.process.sandbox import Limits
-from gspo_megatron.rewards.code import judge, last_program, same_output
+from gspo_megatron.rewards.code import judge, last_program, row_fault, same_output
 from gspo_megatron.rewards.registry import check_answers, get_reward
 from gspo_megatron.rewards.scoring import Scorer
 from gspo_megatron.types import Prompt, Sample
@@ -135,11 +136,8 @@ def test_the_score_is_all_or_a_share() -> None:
     for fraction in (False, True):
         options = {**section.options, "fraction": fraction}
         given = section.model_copy(update={"options": options})
-        scorer = Scorer(get_reward("code", None, options, 1), given)
-        try:
+        with closing(Scorer(get_reward("code", None, options, 1), given)) as scorer:
             found, failed = scorer.score([sample(DOUBLE, **row), sample("1 / 0", **row)])
-        finally:
-            scorer.close()
         assert not any(failed)
         scores[fraction] = [float(score.rewards.sum()) for score in found]
     assert scores == {False: [0.0, 0.0], True: [pytest.approx(2 / 3), 0.0]}
@@ -207,6 +205,8 @@ def test_rows_without_tests_are_refused_at_the_start() -> None:
     assert [line.split(": ")[0] for line in lines] == ["rows:1", "rows:2", "rows:3", "rows:4"]
     assert "the row is an interactive problem" in lines[3]
     assert "the row has no tests; allowed: fields of published data sets" in lines[0]
+    deep = Prompt("p", '{"a":' * 100_000, "rows:5")
+    assert "has no tests" in str(row_fault(deep))
 
 
 @pytest.mark.parametrize(
@@ -219,9 +219,20 @@ def test_rows_without_tests_are_refused_at_the_start() -> None:
         {"public_tests": {"input": ["1"]}},
         {"public_test_cases": FUNCTIONAL},  # the row does not name the function
         {"public_test_cases": FUNCTIONAL, "metadata": "{}"},
+        {"private_test_cases": base64.b64encode(zlib.compress(b"no pickle")).decode()},
+        {"private_test_cases": base64.b64encode(zlib.compress(b"")).decode()},
+        {"input_output": "[" * 100_000},
+        {"inputs": [5], "outputs": ["5"]},
+        {"inputs": ["5"], "outputs": [5]},
+        {"inputs": ["\ud800"], "outputs": ["5"]},
+        {"inputs": [5], "outputs": [5], "fn_name": "f"},
+        {"inputs": [[5]], "outputs": [5], "fn_name": 5},
+        {"official_tests": [{"input": "1", "output": "2"}], "generated_checker": 5},
+        {"test_list": ["assert " + "not " * 2000 + "f(1)"]},
     ],
 )
 def test_tests_that_cannot_be_read_end_the_run(row: dict[str, Any]) -> None:
+    assert row_fault(Prompt("p", None, "rows:1", fields=row)) is None  # the run names it
     (line,) = refusal(reason, sample(DOUBLE, **row))
     assert line.startswith("reward 'code': rows:1: unreadable tests: ")
 
@@ -280,11 +291,8 @@ def test_a_runner_of_the_user_needs_no_sandbox(
     def scores(name: str, *given: Sample) -> list[float]:
         options = {"runner": f"my_runner:{name}", "memory_mb": 512, "fraction": True}
         section = RewardSection(name="code", options=options, workers=1)
-        scorer = Scorer(get_reward("code", None, options, 1), section)
-        try:
+        with closing(Scorer(get_reward("code", None, options, 1), section)) as scorer:
             return [float(each.rewards.sum()) for each in scorer.score(given)[0]]
-        finally:
-            scorer.close()
 
     wrong = {"input_output": {"inputs": ["1", "2"], "outputs": ["2", "5"]}}
     given = [sample(DOUBLE, **row), sample("1 / 0", **row), sample(DOUBLE, **wrong)]

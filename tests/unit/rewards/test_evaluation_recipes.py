@@ -12,7 +12,7 @@ import pytest
 
 from gspo_megatron.config.load import parse_suites, suites_of_file
 from gspo_megatron.config.schema import SuiteSection, suite_key
-from gspo_megatron.data.formats import suite_fields
+from gspo_megatron.data.formats import field_map
 from gspo_megatron.data.prompts import load_prompts
 from gspo_megatron.rewards.registry import check_answers, suite_rewards
 from gspo_megatron.types import Prompt, Sample
@@ -30,7 +30,7 @@ def read(name: str, *overrides: str) -> tuple[SuiteSection, list[Prompt]]:
     rows = FOLDER / "rows" / f"{name}.jsonl"
     words = [f"evaluation.suites.{name}.prompts={rows}", *overrides]
     suite = parse_suites(suites, words).suites[name]
-    return suite, load_prompts(rows, suite_fields(suite_key(name), suite), chat_template=True)
+    return suite, load_prompts(rows, field_map(suite, suite_key(name)), chat_template=True)
 
 
 def test_there_is_a_recipe_for_each_file_of_rows() -> None:
@@ -72,7 +72,7 @@ def test_the_window_of_livecodebench_has_both_its_days() -> None:
 
 def test_rows_outside_of_every_window_and_without_dates_are_told(tmp_path: Path) -> None:
     suite, _ = read("livecodebench")
-    fields = suite_fields("evaluation.suites.x", suite)
+    fields = field_map(suite, "evaluation.suites.x")
     path = tmp_path / "rows.jsonl"
     path.write_text('{"question_content": "a", "starter_code": "", "contest_date": 7}\n')
     with pytest.raises(ValueError, match=r"rows.jsonl:1: field 'contest_date' is a number; a date"):
@@ -88,7 +88,7 @@ def test_problems_of_codeforces_are_judged_by_their_checkers(tmp_path: Path) -> 
         sys.executable, CODEFORCES, "problems", FOLDER / "rows" / f"{name}.jsonl", "-o", path
     )
     suite = parse_suites(suites_of_file(str(FOLDER / f"{name}.yaml")), []).suites[name]
-    prompts = load_prompts(path, suite_fields(suite_key(name), suite), chat_template=True)
+    prompts = load_prompts(path, field_map(suite, suite_key(name)), chat_template=True)
     assert [prompt.row_id for prompt in prompts] == ["9001/A", "9001/B"]
     assert "Example input\n6\n\nExample output\n2" in prompts[1].text
     reward = suite_rewards({name: suite})[name]

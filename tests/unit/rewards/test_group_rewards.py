@@ -4,7 +4,6 @@ functions return."""
 from __future__ import annotations
 
 import asyncio
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.errors import RewardError
-from gspo_megatron.rewards.registry import Reward, get_reward
+from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rewards.scoring import FAILED, Scorer
 from gspo_megatron.types import Reasoned, Sample
 from tests.unit.data.corpora import refusal
@@ -56,17 +55,6 @@ def test_a_group_is_one_call(function: Callable[..., Any]) -> None:
     assert score(function, [1.0] * 6) == [1.0] * 6
 
 
-def test_workers_score_groups_at_the_same_time() -> None:
-    section = RewardSection(import_path=f"{__name__}:place", workers=2)
-    scorer = Scorer(get_reward("", section.import_path, {}, 2), section)
-    try:
-        found, failed = scorer.score(samples(GROUPS))
-    finally:
-        scorer.close()
-    assert [float(each.rewards.sum()) for each in found if each] == [0.0, 0.0, 1.0, 0.5, 1.0, 0.0]
-    assert not any(failed)
-
-
 def test_a_failed_call_costs_its_group_alone() -> None:
     def broken(group: list[Sample]) -> list[float]:
         if group[0].group == 2:
@@ -85,27 +73,6 @@ def test_one_reward_for_each_response_of_a_group() -> None:
     )
 
 
-def test_the_form_is_checked_before_the_run() -> None:
-    (line,) = refusal(get_reward, "", f"{__name__}:wrong", {}, 0)
-    assert line == (
-        f"reward {__name__}:wrong: its first parameter 'group' is one sample; allowed: another "
-        "name, such as `sample`, or list[Sample]"
-    )
-    (line,) = refusal(get_reward, "", f"{__name__}:measured", {}, 0)
-    assert "its figure 'mean' is no name of a metric" in line
-
-
-def wrong(group: Sample) -> float:
-    return 0.0
-
-
-def measured(sample: Sample) -> Reasoned:
-    return Reasoned(0.5, "half", {"mean": 0.25})
-
-
-measured.figures = ("mean",)  # ty: ignore[unresolved-attribute]
-
-
 def test_figures_are_named_and_finite() -> None:
     def reward(**figures: Any) -> Callable[[Sample], Reasoned]:
         return lambda sample: Reasoned(0.5, "half", figures)
@@ -116,8 +83,3 @@ def test_figures_are_named_and_finite() -> None:
     for value in (float("nan"), "x", None):
         with pytest.raises(RewardError, match="as figure 'seen'; a finite number is wanted"):
             score(reward(seen=value), figures=("seen",))
-
-
-def test_figures_leave_a_worker() -> None:
-    found = pickle.loads(pickle.dumps(Reasoned(0.5, "half", {"seen": 1})))
-    assert (found, found.reason, found.figures) == (0.5, "half", {"seen": 1})

@@ -8,6 +8,7 @@ import random
 import re
 import time
 from collections.abc import Callable
+from contextlib import closing
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -59,11 +60,8 @@ def score(
     url = judge if isinstance(judge, str) else judge.url
     options = {"mode": "pairs", "url": url, "model": "judge", "template": TEMPLATE, **settings}
     wanted = RewardSection(name="llm_judge", options=options, **({"retries": 0} | section))
-    scorer = Scorer(get_reward("llm_judge", None, options, wanted.workers), wanted)
-    try:
+    with closing(Scorer(get_reward("llm_judge", None, options, wanted.workers), wanted)) as scorer:
         return scorer.score(samples, given)
-    finally:
-        scorer.close()
 
 
 def rates(scores: list[Score | None]) -> list[float | None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +17,30 @@ from gspo_megatron.types import Sample
 from tests.unit.data.corpora import refusal
 from tests.unit.rewards.judges import Judge
 
+FIELDS = {"hint": "{response}", "day": datetime.date(2025, 1, 31)}
+
 
 def score(judge: Judge, *responses: str, section: dict[str, Any] | None = None, **options: Any):
     options = {"url": judge.url, "model": "judge", **options}
     wanted = RewardSection(name="llm_judge", options=options, **(section or {"retries": 0}))
-    scorer = Scorer(get_reward("llm_judge", None, options, wanted.workers), wanted)
     samples = [
-        Sample("What?", ["a", 1], each, truncated=False, fields={"hint": "{response}"}, row_id="1")
+        Sample("What?", ["a", 1], each, truncated=False, fields=FIELDS, row_id="1")
         for each in responses
     ]
-    try:
+    with closing(Scorer(get_reward("llm_judge", None, options, wanted.workers), wanted)) as scorer:
         found, failed = scorer.score(samples)
-    finally:
-        scorer.close()
     return [None if each is None else float(each.rewards.sum()) for each in found], failed
 
 
 def test_the_last_score_counts(judges: Any) -> None:
     judge = judges("Not score: 2.\nScore: 7.5")
-    template = "{prompt} | {answer} | {hint} | {response} | {}"
+    template = "{prompt} | {answer} | {hint} | {response} | {day} | {}"
     rewards, failed = score(judge, "{answer} {nothing}", template=template)
     assert rewards == [0.75] and not any(failed)
     ((path, key, request),) = judge.requests
     assert (path, key) == ("/v1/chat/completions", "Bearer secret")
     # Placeholders are filled in once, so placeholders inside the values stay.
-    content = 'What? | ["a", 1] | {response} | {answer} {nothing} | {}'
+    content = 'What? | ["a", 1] | {response} | {answer} {nothing} | "2025-01-31" | {}'
     assert request["messages"] == [{"role": "user", "content": content}]
     assert (request["model"], request["temperature"]) == ("judge", 0.0)
     assert score(judges("**Score:** 3"), "x", best=4.0)[0] == [0.75]
@@ -79,7 +80,9 @@ def test_mistakes_of_the_user_end_the_run_at_once(judges: Any, status: int) -> N
     (line,) = refusal(score, judge, "x", section=section)
     assert f"says {status}" in line and len(judge.requests) == 1
     (line,) = refusal(score, judge, "x", template="{task}")
-    assert line == ("reward.options.template: no {task}; allowed: answer, hint, prompt, response")
+    assert line == (
+        "reward.options.template: no {task}; allowed: answer, day, hint, prompt, response"
+    )
     assert len(judge.requests) == 1
 
 
@@ -106,12 +109,6 @@ def test_a_question_is_asked_once(judges: Any, tmp_path: Path) -> None:
     # The same prompt with other parameters is another question.
     assert score(judge, "x", cache=cache, max_tokens=5)[0] == [0.7]
     assert len(judge.requests) == 9
-
-
-def test_a_worker_may_ask(judges: Any) -> None:
-    judge = judges("Score: 8")
-    rewards, failed = score(judge, *"abcdef", section={"workers": 2})
-    assert rewards == [0.8] * 6 and not any(failed) and len(judge.requests) == 6
 
 
 def test_options_are_checked_before_the_run() -> None:

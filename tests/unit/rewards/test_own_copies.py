@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,12 +43,9 @@ def test_what_a_reward_changes_is_its_own(
     reward = get_reward("", section.import_path, options, workers)
     prompt = {"role": "user", "content": "p"}
     row = Sample("p", {"value": 0}, "r", False, {"tests": []}, 1, (prompt,))
-    scorer = Scorer(reward, section)
-    try:
+    with closing(Scorer(reward, section)) as scorer:
         for _ in range(2):
             found, _ = scorer.score([row, replace(row, response="s")])
             assert [float(each.rewards.sum()) for each in found if each] == [12.0, 12.0]
-    finally:
-        scorer.close()
     assert row.fields == {"tests": []} and row.answer == {"value": 0} and options == {"seen": []}
     assert prompt == {"role": "user", "content": "p"}

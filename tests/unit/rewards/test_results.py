@@ -146,15 +146,6 @@ def f(x):
         ("def f(x): return '\\ud800'", "wrong result"),
         ("def f(x): return {10 ** 9999: 1}", "no result"),
         (FORGE.format(told='b\'{"float":"0x1p99999"}\''), "no result"),
-        (FORGE.format(told="b'1' * 9999"), "no result"),
-        (FORGE.format(told="b'{\"list\":[' * 99999"), "no result"),
-        (
-            FORGE.format(
-                told='(\'{"set":[\' + ",".join(\'{"int":"%x"}\' % (i * (2**61 - 1)) '
-                'for i in range(1, 50000)) + "]}").encode()'
-            ),
-            "wrong result",
-        ),
     ],
 )
 def test_no_solution_raises(program: str, reason: str) -> None:

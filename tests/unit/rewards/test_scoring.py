@@ -129,6 +129,7 @@ def test_coroutines_have_one_event_loop_in_the_whole_run() -> None:
         (None, "a NoneType for a batch of 3 samples"),
         ({"a": 1.0}, "a dict for a batch of 3 samples"),
         (np.array(1.0), "a ndarray for a batch of 3 samples"),
+        ([[1.0], [1.0, 2.0], 1.0], "[1.0] of type list; a number is wanted; prompt 'p0'"),
         ([1.0, float("nan"), 1.0], "nan; a finite number is wanted; prompt 'p1', response 'r1'"),
     ],
 )

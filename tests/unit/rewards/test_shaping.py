@@ -97,12 +97,6 @@ def test_the_penalty_is_that_of_trl(size: int) -> None:
         assert found == [pytest.approx(expected, abs=1e-15)]
 
 
-def test_a_share_counted_by_hand() -> None:
-    """LOOPS has 10 sequences of three words. Only four of them are different: "to be or", "be or
-    not", "or not to" and "not to be"."""
-    assert shaped([1.0], text=LOOPS, repetition_penalty=1.0) == [pytest.approx(1 - 6 / 10)]
-
-
 KEYS = [{"scale": 0.5}, {"clip": 1.0}, {"overlong_buffer": 4}, {"repetition_penalty": 0.5}]
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -200,12 +201,9 @@ def test_groups_are_scored_at_the_same_time(scorer: Callable[..., Scorer]) -> No
 def test_math_is_called_by_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time limits of `math` are signals, which only main threads can use."""
     pytest.importorskip("math_verify")
-    found = Scorer(get_reward("math"), RewardSection(name="math"))
     given = [Sample("", "1/2", r"so \boxed{\frac{1}{2}}", truncated=False)]
-    try:
+    with closing(Scorer(get_reward("math"), RewardSection(name="math"))) as found:
         (score,), _ = found.score(given)
-    finally:
-        found.close()
     assert found.workers is not None and score.rewards.tolist() == [1.0]
 
 
