@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -134,7 +135,7 @@ def test_the_scores_are_those_of_transformers(
         *(Sample("1" * n, None, "2", False) for n in range(1, 30, 7)),
     ]
     monkeypatch.setenv(KEY_VARIABLE, scorer.key)
-    found = ModelServer(section_of(scorer.folder, scorer.url)).score(samples)
+    found = asyncio.run(ModelServer(section_of(scorer.folder, scorer.url)).score(samples))
     assert found.failures == 0 and not found.cut.any()
     expected = by_transformers(scorer.folder, samples)
     assert len({round(each, 2) for each in expected}) > 5
@@ -147,12 +148,12 @@ def test_a_wrong_key_and_another_tokenizer_are_told_in_one_line(
     samples = [Sample("1", None, "2", False)]
     monkeypatch.setenv(KEY_VARIABLE, "another")
     with pytest.raises(RewardError) as raised:
-        ModelServer(section_of(scorer.folder, scorer.url)).score(samples)
+        asyncio.run(ModelServer(section_of(scorer.folder, scorer.url)).score(samples))
     assert str(raised.value).startswith(f"reward.model.url = {scorer.url}: ")
     assert "says 401" in str(raised.value)
     monkeypatch.setenv(KEY_VARIABLE, scorer.key)
     with pytest.raises(RewardError, match="makes other tokens of a text than reward.model.token"):
-        ModelServer(section_of(toy / "tokenizer.model", scorer.url)).score(samples)
+        asyncio.run(ModelServer(section_of(toy / "tokenizer.model", scorer.url)).score(samples))
 
 
 def test_the_server_wants_its_key_and_has_no_routes_for_weights(scorer: Scorer) -> None:

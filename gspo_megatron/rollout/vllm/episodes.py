@@ -23,9 +23,7 @@ from gspo_megatron.rewards.scoring import FailedCalls
 from gspo_megatron.rewards.values import Score
 from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 from gspo_megatron.rollout.episodes import GroupScorer, Played, assemble, players
-from gspo_megatron.rollout.reward_model import ModelScores
 from gspo_megatron.rollout.store import SUFFIX, RequestFile
-from gspo_megatron.rollout.teacher import Judged
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.rollout.vllm.scheduler import Scheduler, all_of
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response, no_routes
@@ -97,8 +95,7 @@ class Scorers:
         episodes of the responses, if there is an environment.
         """
         scoring = self._of_suites.get(request.key, self._scorer)
-        scorer, teachers = scoring.scorer, scoring.teachers if request.is_learnt else None
-        given = scorer.given(episodes)
+        scorer, given = scoring.scorer, scoring.scorer.given(episodes)
 
         def begin() -> tuple[RolloutGroup, list[Sample]]:
             group = make()
@@ -108,18 +105,18 @@ class Scorers:
             group: RolloutGroup,
             samples: Sequence[Sample],
             found: tuple[list[Score | None], FailedCalls],
-            judged: Judged | None = None,
-            scored: ModelScores | None = None,
+            failures: int = 0,
         ) -> None:
-            seconds = scorer.take_seconds()
-            scoring.fill_in(group, samples, *found, seconds, episodes, judged, scored)
+            scores, failed = found
+            failed = failed._replace(errors=failed.errors + failures)
+            scoring.fill_in(group, samples, scores, failed, scorer.take_seconds(), episodes)
             then(group)
 
         def whole() -> None:
             group, samples = begin()
             finish(group, samples, scorer.score(samples, given))
 
-        if scorer.workers is None and teachers is None and scoring.model is None:
+        if scorer.workers is None and scoring.teachers is None and scoring.model is None:
             await self.in_main(whole)
             return
         group, samples = await self.in_main(begin)
@@ -127,12 +124,10 @@ class Scorers:
             found = await self.in_main(lambda: scorer.score(samples, given))
         else:
             found = await scorer.score_async(samples, given)
-        judged = scored = None
-        if teachers is not None:
-            judged = await teachers.judge_async(group, {group.number: prompt})
-        if scoring.model is not None:
-            scored = await scoring.model.score_async(samples)
-        await self.in_main(lambda: finish(group, samples, found, judged, scored))
+        failures = await scoring.ask_servers(
+            group, samples, {group.number: prompt}, is_learnt=request.is_learnt
+        )
+        await self.in_main(lambda: finish(group, samples, found, failures))
 
     async def close(self) -> None:
         """End the workers."""

@@ -79,7 +79,7 @@ def ask(
 ) -> ModelScores:
     theirs = load_tokenizer(tokenizer).encode(PROBE) if tokens is None else tokens
     with served(answer, theirs, keys, longest) as url:
-        return ModelServer(section(tokenizer, url, **more)).score(samples)
+        return asyncio.run(ModelServer(section(tokenizer, url, **more)).score(samples))
 
 
 def test_the_models_own_template_renders_the_conversation(chat: Path, plain: Path) -> None:
@@ -278,7 +278,7 @@ def test_groups_at_the_same_time_are_counted_once_in_the_seconds(chat: Path) -> 
     theirs = load_tokenizer(chat).encode(PROBE)
 
     async def both(server: ModelServer) -> list[ModelScores]:
-        return await asyncio.gather(*(server.score_async(SAMPLES) for _ in range(4)))
+        return await asyncio.gather(*(server.score(SAMPLES) for _ in range(4)))
 
     with served(right, theirs) as url:
         loop = asyncio.new_event_loop()
