@@ -9,6 +9,7 @@ it has started end, too.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import gc
 import hmac
@@ -122,7 +123,8 @@ class Service:
     def end(self) -> None:
         """End the service. Other threads may call this."""
         if self.loop is not None:
-            self.loop.call_soon_threadsafe(self.ended.set)
+            with contextlib.suppress(RuntimeError):  # raised if `run` has ended with an error
+                self.loop.call_soon_threadsafe(self.ended.set)
 
     # The servers and their settings
 

@@ -162,14 +162,16 @@ def test_a_service_that_lives_and_does_not_answer_is_started_again(
         assert told.index("in work") < told.index("the rollout service did not answer, and was end")
 
 
-def test_a_service_that_ends_by_itself_is_not_started_again(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("missing", ["nodes", "dtype"])  # needed in the main thread; in the other
+def test_a_service_that_ends_by_itself_is_not_started_again_and_tells_why(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], missing: str
 ) -> None:
     broken = settings(tmp_path)
-    del broken["nodes"]
+    del broken[missing]
     with pytest.raises(RolloutError, match="the rollout service ended with 1"):
         ServiceClient(broken, restarts=3)
-    assert "starting it again" not in capfd.readouterr().err
+    told = capfd.readouterr().err
+    assert f"KeyError: '{missing}'" in told and "starting it again" not in told
 
 
 def test_what_an_earlier_start_drew_for_later_steps_is_not_forgotten(
