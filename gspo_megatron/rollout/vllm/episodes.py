@@ -7,6 +7,7 @@ import contextlib
 import queue
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from gspo_megatron.errors import RewardError, RolloutError, UserError
 from gspo_megatron.rewards.registry import get_reward, suite_rewards
 from gspo_megatron.rewards.scoring import FailedCalls
 from gspo_megatron.rewards.values import Score
-from gspo_megatron.rollout.engine import RolloutRequest, Sampling
+from gspo_megatron.rollout.engine import RolloutRequest
 from gspo_megatron.rollout.episodes import GroupScorer, Played, assemble, players
 from gspo_megatron.rollout.store import SUFFIX, RequestFile
 from gspo_megatron.rollout.types import RolloutGroup
@@ -30,20 +31,6 @@ from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response, no_rou
 from gspo_megatron.types import Prompt, Sample
 
 _T = TypeVar("_T")
-
-
-def request_from_json(given: Mapping[str, Any]) -> RolloutRequest:
-    """Make a request from the value of `request_to_json`."""
-    sampling: dict[str, Any] = {**given["sampling"], "stop": tuple(given["sampling"]["stop"])}
-    request: dict[str, Any] = {**given, "sampling": Sampling(**sampling)}
-    return RolloutRequest(**request)
-
-
-def request_to_json(request: RolloutRequest) -> dict[str, Any]:
-    return {
-        **vars(request),
-        "sampling": {**vars(request.sampling), "stop": list(request.sampling.stop)},
-    }
 
 
 class Scorers:
@@ -252,7 +239,7 @@ class ServedRequests:
 
     async def _request(self, running: RunningRequest) -> None:
         request = running.request
-        content = {**request_to_json(request), "origin": self.origin}
+        content = {**asdict(request), "origin": self.origin}
         # in a thread, because the file may be large and is read completely
         running.file = await asyncio.to_thread(RequestFile, self.path(request.name), content)
         numbers = [request.first + n for n in range(len(request.rows))]

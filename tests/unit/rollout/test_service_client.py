@@ -23,7 +23,6 @@ from gspo_megatron.config import parse_config
 from gspo_megatron.data.toy import write_toy_dataset
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout.engine import RolloutRequest, Sampling
-from gspo_megatron.rollout.vllm.episodes import request_to_json
 from gspo_megatron.rollout.vllm.service_client import ServiceClient
 from tests.programs import command_environment, wait_until
 
@@ -257,7 +256,7 @@ def test_a_service_that_ends_within_a_draw_says_nothing_of_it(
         told += capfd.readouterr().err
         return told.count("an episode has begun") == 4
 
-    client.begin_request(request_to_json(draw))
+    client.begin_request(draw)
     assert wait_until(all_have_begun, client._process, seconds=60)
     client.close()
     lines = (told + capfd.readouterr().err).splitlines()
