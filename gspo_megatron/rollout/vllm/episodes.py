@@ -19,6 +19,7 @@ from gspo_megatron.config.schema import suite_key
 from gspo_megatron.data.inputs import Inputs
 from gspo_megatron.environments.episode import Episode, EpisodeRunner, TurnRequest
 from gspo_megatron.errors import RewardError, RolloutError, UserError
+from gspo_megatron.process.coroutines import gathered
 from gspo_megatron.rewards.registry import get_reward, suite_rewards
 from gspo_megatron.rewards.scoring import FailedCalls
 from gspo_megatron.rewards.values import Score
@@ -26,7 +27,7 @@ from gspo_megatron.rollout.engine import RolloutRequest
 from gspo_megatron.rollout.episodes import GroupScorer, Played, assemble, players
 from gspo_megatron.rollout.store import SUFFIX, RequestFile
 from gspo_megatron.rollout.types import RolloutGroup
-from gspo_megatron.rollout.vllm.scheduler import Scheduler, all_of
+from gspo_megatron.rollout.vllm.scheduler import Scheduler
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response, no_routes
 from gspo_megatron.types import Prompt, Sample
 
@@ -183,7 +184,7 @@ class ServedRequests:
 
     def __init__(
         self,
-        pool: Scheduler,
+        scheduler: Scheduler,
         scorers: Scorers,
         prompts: Mapping[str, Sequence[Prompt]],
         stops: Mapping[str, Any],
@@ -194,7 +195,7 @@ class ServedRequests:
         """prompts: by the key of their files; stops: vLLM's SamplingParams that end a response;
         folder: the folder of the store; origin: fingerprint of all that decides responses and
         rewards; groups with another origin are not used; episodes: None for single turns."""
-        self.pool, self.scorers, self.prompts = pool, scorers, prompts
+        self.scheduler, self.scorers, self.prompts = scheduler, scorers, prompts
         self.stops, self.folder, self.origin = stops, folder, origin
         self.episodes = episodes
         self.running: dict[str, RunningRequest] = {}
@@ -287,12 +288,12 @@ class ServedRequests:
             partial(self._turns, running),
             partial(self._no_turn, request),
         )
-        return [each for played in await all_of(works.values()) for each in played]
+        return [each for played in await gathered(works.values()) for each in played]
 
     def _no_turn(self, request: RolloutRequest, prompt_tokens: int) -> Response:
         """Make the placeholder turn of a failed episode: see `players`."""
         assert self.episodes is not None
-        settings, routes = self.pool.settings, None
+        settings, routes = self.scheduler.settings, None
         if settings.needs.with_routes and request.sampling.temperature > 0:
             routes = no_routes(prompt_tokens + 1, settings.facts)
         return Response(
@@ -311,7 +312,7 @@ class ServedRequests:
         request, turn = running.request, (asked.turn,) if asked.turn else ()
         seeds = [(request.seed, sample, *turn) for sample in samples]
         sampling = self._sampling(request, asked)
-        responses = await self.pool.generate_all(
+        responses = await self.scheduler.generate_all(
             asked.token_ids, sampling, seeds, request.version, request.name
         )
         running.tokens += sum(len(each.token_ids) for each in responses)
@@ -319,7 +320,7 @@ class ServedRequests:
 
     def _sampling(self, request: RolloutRequest, asked: TurnRequest) -> dict[str, Any]:
         """Return vLLM's SamplingParams of a turn, without the seed."""
-        room = self.pool.settings.needs.max_model_len - len(asked.token_ids)
+        room = self.scheduler.settings.needs.max_model_len - len(asked.token_ids)
         return {
             "temperature": request.sampling.temperature,
             "max_tokens": min(asked.max_tokens, room),

@@ -10,12 +10,13 @@ import asyncio
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from gspo_megatron.errors import RolloutError
+from gspo_megatron.process.coroutines import gathered
 from gspo_megatron.rollout.vllm.client import ServerGone, ServerRefused
 from gspo_megatron.rollout.vllm.fleet import Fleet
 from gspo_megatron.rollout.vllm.group_request import GroupRequest, GroupSpec, Seed
@@ -24,7 +25,6 @@ from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
 
 _WORTH = 16  # a server gets a part of a group only if 1 / _WORTH of its places are free
 
-_T = TypeVar("_T")
 Chosen = TypeVar("Chosen")
 
 
@@ -159,7 +159,7 @@ class Scheduler:
             works = [self._whole_group(request) for request in requests]
             if rest:
                 works.append(self._generate(spec, rest, first=True))
-            return list(itertools.chain(*await all_of(works)))
+            return list(itertools.chain(*await gathered(works)))
         finally:
             for request in requests:
                 request.cancel()
@@ -285,19 +285,3 @@ class Scheduler:
             count = min(places, room, max(1, self._level - chosen_load))
         chosen.expected += count
         return chosen, count
-
-
-async def all_of(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """Run coroutines concurrently; returns their results.
-
-    If one fails, or this call is cancelled, the others are cancelled.
-    """
-    works = list(works)
-    if len(works) == 1:
-        return [await works[0]]
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()

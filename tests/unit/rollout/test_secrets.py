@@ -246,7 +246,7 @@ def test_a_server_proves_itself_before_it_is_sent_the_token(
             client.begin("the token of an earlier start")
             assert "another program" in str(await client.why_not_proven(seconds=5))
             client.begin(TOKEN)
-            assert await client.why_not_healthy(seconds=5) is None
+            assert await client._call("GET", "/health", seconds=5) == {}
             with pytest.raises(ServerGone, match="before the server has proven who it is"):
                 await client.weight_version(seconds=5)
             assert await client.why_not_proven(seconds=5) is None
@@ -292,7 +292,7 @@ def test_health_is_asked_for_without_a_token() -> None:
     async def run() -> None:
         async with site(note) as url, connected_session() as session:
             client = ServerClient(url, session, TOKEN)  # a server at a URL from the configuration
-            assert await client.why_not_healthy(seconds=5) is None
+            assert await client.why_not_ready(seconds=5) is None
             assert await client.weight_version(seconds=5) == "1"
 
     asyncio.run(run())
