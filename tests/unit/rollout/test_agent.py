@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import psutil
@@ -24,6 +24,7 @@ from gspo_megatron.rollout.vllm import agent as agent_module
 from gspo_megatron.rollout.vllm import remote
 from gspo_megatron.rollout.vllm.remote import HeartbeatFile, Node, RemoteProcess, exchange_files
 from tests.programs import command_environment
+from tests.unit.rollout.double import until
 
 # The program of a server that answers every request at its address.
 _SERVER = """
@@ -105,13 +106,6 @@ async def service(run: Run) -> AsyncIterator[Node]:
     finally:
         task.cancel()
         await asyncio.wait([task])
-
-
-async def until(condition: Callable[[], object], seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        await asyncio.sleep(0.05)
 
 
 def answer_of(url: str) -> str | None:

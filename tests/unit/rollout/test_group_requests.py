@@ -16,8 +16,7 @@ from aiohttp import web
 from safetensors.numpy import save
 
 from gspo_megatron.errors import RolloutError
-from gspo_megatron.rollout.vllm.checks import Needs
-from gspo_megatron.rollout.vllm.server import FleetSettings, RequestWindow, Server
+from gspo_megatron.rollout.vllm.server import RequestWindow, Server
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import (
     LENGTH,
     MALFORMED,
@@ -38,8 +37,10 @@ from tests.unit.rollout.double import (
     Double,
     Fault,
     fails,
+    fleet_settings,
     greedy,
     plain,
+    until,
     weights,
 )
 from tests.unit.rollout.test_faulty_servers import (
@@ -223,14 +224,6 @@ class Held:
         return await plain(request, answer)
 
 
-async def until(condition: Any) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError("it has not come to that")
-
-
 def test_of_a_part_whose_server_dies_what_is_missing_is_drawn_again_once(tmp_path: Path) -> None:
     async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
         await fleet.update(weights(tmp_path, 0))
@@ -390,9 +383,7 @@ def fleet_of(*sizes: int, gives_parts: bool = True) -> tuple[ScheduledFleet, lis
     for server, size in zip(servers, sizes, strict=True):
         server.window = RequestWindow(size)
         server.abilities = replace(server.abilities, gives_parts=gives_parts)
-    needs = Needs(64, "float32", False)
-    settings = FleetSettings(FACTS, needs, restarts=0, update_seconds=30, silence_seconds=30)
-    return ScheduledFleet(servers, settings), servers
+    return ScheduledFleet(servers, fleet_settings()), servers
 
 
 def admitted(fleet: ScheduledFleet, *turns: int) -> list[list[tuple[str, int]] | None]:
