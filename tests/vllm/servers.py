@@ -8,6 +8,8 @@ import contextlib
 import http.client
 import io
 import json
+import subprocess
+import sys
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,9 +27,11 @@ from gspo_megatron.rollout.vllm.process import (
     common_environment,
     cpu_arguments,
     cpu_environment,
+    end_with_parent,
     needed_arguments,
     option_words,
 )
+from tests.programs import command_environment, wait_until
 
 START_SECONDS = 300  # 9 s on an idle machine
 _REQUEST_SECONDS = 120
@@ -131,6 +135,31 @@ def serve(python: Path, folder: Path, options: Mapping[str, Any]) -> Iterator[Se
         yield server
     finally:
         asyncio.run(process.end())
+
+
+@contextlib.contextmanager
+def served_by_command(
+    folder: Path, *words: str, said: str
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """Run `gspo-megatron serve` with these words, and wait until its output contains `said`. Yields
+    the process and its output. The output goes to `folder`. The server ends when this process
+    ends."""
+    output, errors = folder / "output", folder / "errors"
+    with output.open("wb") as stdout, errors.open("wb") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gspo_megatron", "serve", *words],
+            env=command_environment(),
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+            preexec_fn=end_with_parent,
+        )
+        try:
+            is_ready = wait_until(lambda: said in output.read_text(), process, START_SECONDS)
+            assert is_ready, errors.read_text()[-_TAIL:]
+            yield process, output.read_text()
+        finally:
+            process.kill()
 
 
 def wait_until_healthy(server: Server, process: ServerProcess) -> None:

@@ -8,8 +8,6 @@ import contextlib
 import http.client
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,11 +20,10 @@ from gspo_megatron.data.character_tokenizer import write_character_tokenizer
 from gspo_megatron.data.toy import write_toy_dataset
 from gspo_megatron.errors import RewardError
 from gspo_megatron.rollout.reward_model import KEY_VARIABLE, ModelServer, ModelTexts
-from gspo_megatron.rollout.vllm.process import end_with_parent
 from gspo_megatron.types import Sample
 from tests.e2e.resuming import all_records, train
-from tests.programs import command_environment, wait_until
 from tests.unit.hf.preference_folder import scores_by_transformers, write_score_model
+from tests.vllm.servers import served_by_command
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -74,33 +71,19 @@ def scorer(
     texts = [*(toy / "train.jsonl").read_text().splitlines(), "user: assistant: "]
     write_character_tokenizer(folder, texts, 128, byte_fallback=False)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    place = tmp_path_factory.mktemp("server")
-    environ = command_environment()
-    environ.pop(KEY_VARIABLE, None)
-    words = ["serve", str(folder), "--python", str(vllm_python), "max_num_seqs=32"]
-    with (place / "log").open("w") as log, (place / "errors").open("w") as errors:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "gspo_megatron", *words],
-            env=environ,
-            stdout=log,
-            stderr=errors,
-            start_new_session=True,
-            preexec_fn=end_with_parent,  # the server ends when the test process ends
-        )
-        try:
-            told = lambda: (place / "log").read_text()  # noqa: E731
-            wait_until(lambda: "KEY=" in told() or server.poll() is not None, seconds=300)
-            assert server.poll() is None, (place / "errors").read_text()[-3000:]
+    words = (str(folder), "--python", str(vllm_python), "max_num_seqs=32")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delenv(KEY_VARIABLE, raising=False)
+        place = tmp_path_factory.mktemp("server")
+        with served_by_command(place, *words, said="KEY=") as (server, told):
             url = re.search(
-                r"ready: reward\.model\.url=(http://127\.0\.0\.1:\d+)$", told(), re.MULTILINE
+                r"ready: reward\.model\.url=(http://127\.0\.0\.1:\d+)$", told, re.MULTILINE
             )
-            key = re.search(rf"{KEY_VARIABLE}=(\S{{32,}})", told())
+            key = re.search(rf"{KEY_VARIABLE}=(\S{{32,}})", told)
             assert url and key
             yield Scorer(folder, url[1], key[1])
             server.terminate()
             assert server.wait(60) == 0
-        finally:
-            server.kill()
 
 
 def samples_of(run: Path, toy: Path) -> list[tuple[Sample, float]]:

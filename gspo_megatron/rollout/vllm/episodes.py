@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import queue
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -124,33 +124,24 @@ class Scorers:
                 await scoring.scorer.workers.close()
 
     async def in_main(self, call: Callable[[], _T]) -> _T:
-        """Run a call in the main thread; returns its result."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[_T] = loop.create_future()
+        """Run a call in the main thread; returns its result. A caller that is cancelled before the
+        call begins takes it back."""
+        future: Future[_T] = Future()
 
         def job() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
-                told = partial(_settle, future, call())
+                future.set_result(call())
             except Exception as error:  # noqa: BLE001 (raised where it is awaited)
-                told = partial(_settle, future, None, error)
+                future.set_exception(error)
             except BaseException as error:  # noqa: BLE001 (a reward may call sys.exit)
                 ended = RewardError(f"the reward function ended with {error!r}")
                 ended.__cause__ = error
-                told = partial(_settle, future, None, ended)
-            with contextlib.suppress(RuntimeError):  # raised if the service has ended meanwhile
-                loop.call_soon_threadsafe(told)
+                future.set_exception(ended)
 
         self._jobs.put(job)
-        return await future
-
-
-def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None = None) -> None:
-    if future.done():  # the caller was cancelled and waits no more
-        return
-    if error is None:
-        future.set_result(result)
-    else:
-        future.set_exception(error)
+        return await asyncio.wrap_future(future)
 
 
 _END_SECONDS = 5.0  # time for requests in progress to end when the service ends

@@ -28,7 +28,7 @@ from gspo_megatron.rollout.vllm.weight_check import WeightCheck
 from gspo_megatron.rollout.vllm.weights import Weights
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response, _Part, part_request
 from tests.fleets import ScheduledFleet
-from tests.unit.rollout.double import FACTS, fleet_settings
+from tests.unit.rollout.double import FACTS, Started, fleet_settings
 
 sys.path.append(str(WORKER_FOLDER))
 import gspo_vllm_worker as worker
@@ -65,7 +65,9 @@ class Recorded:
 
 def a_server(client: Recorded) -> tuple[ScheduledFleet, Server]:
     recorded: Any = client
-    server = Server("server", recorded, abilities=Abilities(is_extended=True, workers=1))
+    abilities = Abilities(is_extended=True, workers=1)
+    # the run has started the server, which begins with the base
+    server = Server("server", recorded, start=Started, abilities=abilities)
     return ScheduledFleet([server], SETTINGS), server
 
 

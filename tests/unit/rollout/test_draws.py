@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 from aiohttp import web
 
@@ -102,6 +103,19 @@ def test_a_teacher_is_not_asked_about_responses_of_an_evaluation(
     name = "evaluation_00000001"
     _, groups = draw(config, tmp_path, replace(DRAW, name=name, key="data.eval_prompts", rows=[0]))
     assert groups[0].rewards.tolist() == [0.25, 0.25] and groups[0].teacher_logprobs is None
+
+
+def test_groups_whose_teacher_is_away_are_dropped(
+    configured: Callable[..., Config], tmp_path: Path
+) -> None:
+    config = configured(
+        "objective.distillation.url=http://127.0.0.1:1/v1",  # nobody answers there
+        "reward.retries=0",
+        "reward.on_failure=drop_group",
+    )
+    _, groups = draw(config, tmp_path / "run", replace(DRAW, rows=[0]))
+    assert groups[0].rewards.tolist() == [0.25, 0.25] and groups[0].failed == (1, 0, 0)
+    assert np.isnan(groups[0].shaped).all() and np.isnan(groups[0].teacher_logprobs).all()
 
 
 async def listen(asked: list[Any], request: web.Request, answer: Any) -> web.StreamResponse:

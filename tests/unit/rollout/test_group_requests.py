@@ -15,7 +15,6 @@ import pytest
 from aiohttp import web
 from safetensors.numpy import save
 
-from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout.vllm.server import RequestWindow, Server
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import (
     LENGTH,
@@ -248,22 +247,6 @@ def test_of_a_part_whose_server_dies_what_is_missing_is_drawn_again_once(tmp_pat
         assert fleet.servers[1].busy.seconds < 5
 
     pooled(work)
-
-
-def test_one_that_refuses_ends_the_draw(tmp_path: Path) -> None:
-    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
-        async def refuses(request: web.Request, answer: Any) -> web.StreamResponse:
-            is_third = await by_seed(await request.json()) == 2
-            return await (fails(400) if is_third else plain)(request, answer)
-
-        await fleet.update(weights(tmp_path, 0))
-        doubles[0].faults[GENERATE] = refuses
-        with pytest.raises(RolloutError) as caught:
-            await fleet.scheduler.generate_all(PROMPT, SAMPLING, GROUP, 0)
-        told = f"server 0 refuses a request: {GENERATE}: HTTP 400: it is broken"
-        assert str(caught.value) == told and fleet.servers[0].load == 0
-
-    pooled(work, count=1)
 
 
 def test_a_draw_that_is_given_up_leaves_nothing_behind(tmp_path: Path) -> None:

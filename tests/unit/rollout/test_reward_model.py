@@ -272,18 +272,3 @@ def test_a_batch_that_fails_for_good_loses_only_its_own_scores(chat: Path) -> No
 
     found = ask(answer, chat, on_failure="drop_group")
     assert np.isnan(found.scores).tolist() == [False] * 6 + [True] and found.failures == 1
-
-
-def test_groups_at_the_same_time_are_counted_once_in_the_seconds(chat: Path) -> None:
-    theirs = load_tokenizer(chat).encode(PROBE)
-
-    async def both(server: ModelServer) -> list[ModelScores]:
-        return await asyncio.gather(*(server.score(SAMPLES) for _ in range(4)))
-
-    with served(right, theirs) as url:
-        loop = asyncio.new_event_loop()
-        before = loop.time()
-        found = loop.run_until_complete(both(ModelServer(section(chat, url))))
-        assert 0 < sum(each.seconds for each in found) <= loop.time() - before
-        loop.close()
-    assert all(each.scores.tolist() == found[0].scores.tolist() for each in found)

@@ -192,40 +192,40 @@ def services_of(pid: int) -> list[psutil.Process]:
     return [each for each in psutil.Process(pid).children() if _is_service(each)]
 
 
+@contextmanager
+def rank_0(folder: Path, *before: str) -> Iterator[tuple[subprocess.Popen[bytes], psutil.Process]]:
+    """Start a rank 0 and its service. before: words before its command."""
+    words = [*before, sys.executable, "-c", _RANK_0, str(folder)]
+    process = subprocess.Popen(words, env=command_environment())
+    try:
+        assert wait_until((folder / "ready").exists, process, seconds=60)
+        [service] = services_of(process.pid)
+        yield process, service
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_sigterm_ends_the_service_only_with_rank_0(tmp_path: Path) -> None:
     """A scheduler sends SIGTERM to all processes. The service must live until rank 0 has saved the
     run."""
     weights = tmp_path / "weights" / "version_00000005"
     weights.mkdir(parents=True)
-    words = [sys.executable, "-c", _RANK_0, str(tmp_path)]
-    rank_0 = subprocess.Popen(words, env=command_environment())
-    try:
-        assert wait_until((tmp_path / "ready").exists, rank_0, seconds=60)
-        [service] = services_of(rank_0.pid)
+    with rank_0(tmp_path) as (process, service):
         service.send_signal(signal.SIGTERM)
         with pytest.raises(psutil.TimeoutExpired):
             service.wait(3)
         assert weights.exists()
-        rank_0.kill()
-        rank_0.wait()
+        process.kill()
         service.wait(30)
         assert not weights.parent.exists()
-    finally:
-        rank_0.kill()
 
 
 def test_the_service_may_open_as_many_files_as_the_hard_limit_allows(tmp_path: Path) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    words = ["prlimit", "--nofile=256:", sys.executable, "-c", _RANK_0, str(tmp_path)]
-    rank_0 = subprocess.Popen(words, env=command_environment())
-    try:
-        assert wait_until((tmp_path / "ready").exists, rank_0, seconds=60)
-        assert psutil.Process(rank_0.pid).rlimit(psutil.RLIMIT_NOFILE) == (256, hard)
-        [service] = services_of(rank_0.pid)
+    with rank_0(tmp_path, "prlimit", "--nofile=256:") as (process, service):
+        assert psutil.Process(process.pid).rlimit(psutil.RLIMIT_NOFILE) == (256, hard)
         assert service.rlimit(psutil.RLIMIT_NOFILE) == (hard, hard)
-    finally:
-        rank_0.kill()
-        rank_0.wait()
 
 
 def test_a_token_that_is_no_ascii_is_refused_as_any_other(

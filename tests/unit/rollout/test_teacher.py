@@ -292,19 +292,6 @@ def test_a_response_whose_call_fails_for_good_is_lost_alone(
     assert capsys.readouterr().err.count("it is asked again") == 1
 
 
-def test_an_answer_after_a_failure_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "FIRST_WAIT_SECONDS", 0.01)
-    seen: list[int] = []
-
-    def answer(given: dict[str, Any]) -> Any:
-        seen.append(len(given["prompt"]))
-        return {} if seen.count(5) == 1 and seen[-1] == 5 else right(given)
-
-    judged = ask(answer, retries=1)
-    assert judged.failures == 1
-    assert judged.teacher_logprobs.tolist() == pytest.approx(ask(right).teacher_logprobs.tolist())
-
-
 def test_a_server_that_gives_fewer_tokens_is_told_how_to_give_more() -> None:
     said = "Requested prompt logprobs of 64, which is greater than max allowed: 20"
 
