@@ -126,8 +126,7 @@ class ModelScores:
 
 
 class ModelServer(Asker):
-    """The server of a reward model. The section `reward` of the configuration sets the deadline of
-    a call, the number of repetitions and the consequence of a failure."""
+    """The server of a reward model. The section `reward` sets the deadline of a call."""
 
     def __init__(self, section: RewardSection) -> None:
         assert section.model.url is not None

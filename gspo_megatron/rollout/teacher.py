@@ -94,8 +94,8 @@ class _Answer:
 
 
 class Teachers:
-    """All teachers of a run. Asks the teachers behind a URL. The section `reward` gives the
-    deadline of a call, the number of repetitions and the consequence of a failure."""
+    """All teachers of a run. Asks the teachers behind a URL. The section `reward` sets the deadline
+    of a call."""
 
     def __init__(
         self, section: DistillationSection, reward: RewardSection, tokenizer: Tokenizer

@@ -23,7 +23,7 @@ def test_earlier_draws_go_first_and_none_waits_for_weights_of_another() -> None:
         return (free.pop(), 1) if wanted <= newest < kept and free else None
 
     async def run() -> list[str]:
-        queue: RequestQueue[int] = RequestQueue()
+        queue = RequestQueue()
         asked = [
             ("step_00000010_0", 1),
             ("step_00000003_0", 2),
@@ -64,7 +64,7 @@ def test_a_part_gets_what_there_is_and_later_draws_leave_it_the_place_that_it_wa
     free = {"old": 0, "new": 0}
     versions = {"old": 1, "new": 2}
 
-    def choose(version: int, kept: float, wanted: int) -> tuple[str, int] | None:
+    def choose(version: int, kept: float, wanted: int) -> Any:
         for name, places in free.items():
             if version <= versions[name] < kept and places >= min(wanted, 3):
                 free[name] -= (count := min(places, wanted))
@@ -72,7 +72,7 @@ def test_a_part_gets_what_there_is_and_later_draws_leave_it_the_place_that_it_wa
         return None
 
     async def run() -> None:
-        queue: RequestQueue[str] = RequestQueue()
+        queue = RequestQueue()
         part, single, older = (queue.add(*a) for a in (("a", 2, 8), ("b", 2, 1), ("c", 1, 1)))
         free.update(old=1, new=2)
         queue.admit(choose)
@@ -101,7 +101,7 @@ def test_those_who_wait_learn_that_no_server_is_left() -> None:
         raise RolloutError("no server is left")
 
     async def run() -> list[Any]:
-        queue: RequestQueue[int] = RequestQueue()
+        queue = RequestQueue()
         turns = [queue.add("step_1", 0, 1), queue.add("step_2", 1, 2)]
         queue.admit(choose)
         return await asyncio.gather(*(each.granted for each in turns), return_exceptions=True)
