@@ -36,7 +36,6 @@ from gspo_megatron.rollout.episodes import GroupScorer
 from gspo_megatron.rollout.megatron.engine import MegatronEngine
 from gspo_megatron.rollout.store import FOLDER, SUFFIX, forget, read_groups, step_of
 from gspo_megatron.rollout.types import RolloutGroup
-from gspo_megatron.rollout.vllm.episodes import request_to_json
 from gspo_megatron.rollout.vllm.service_client import ServiceClient, service_settings
 from gspo_megatron.rollout.vllm.weight_sync import WeightSync
 from gspo_megatron.rollout.vllm.weights_folder import make_weights_folder
@@ -188,7 +187,7 @@ class ServedRollouts:
 
     def begin(self, request: RolloutRequest) -> None:
         """Make the servers generate while the policy trains. See RolloutSource."""
-        on_main(lambda: self._service().begin_request(request_to_json(request)))
+        on_main(lambda: self._service().begin_request(request))
 
     def take(
         self,

@@ -37,8 +37,8 @@ from gspo_megatron.rewards.scoring import (
     sum_of_normalized_parts,
 )
 from gspo_megatron.rewards.values import Score
-from gspo_megatron.rollout.reward_model import ModelScores, ModelServer
-from gspo_megatron.rollout.teacher import Judged, Teachers
+from gspo_megatron.rollout.reward_model import ModelServer
+from gspo_megatron.rollout.teacher import Teachers
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.types import Prompt, Sample
 
@@ -320,6 +320,30 @@ class GroupScorer:
         assert end == len(group.tokens)
         return samples
 
+    async def ask_servers(
+        self,
+        group: RolloutGroup,
+        samples: Sequence[Sample],
+        prompts: Mapping[int, Prompt],
+        *,
+        is_learnt: bool,
+    ) -> int:
+        """Write the answers of teachers and of a reward model behind a URL into the columns of a
+        group. `add_model` later adds the scores of this model to the reward.
+
+        prompts: see `samples`; is_learnt: whether the policy learns from the responses; teachers
+        judge no others. Returns the number of failed calls. Raises RewardError.
+        """
+        failures = 0
+        if self.teachers is not None and is_learnt:
+            failures += await self.teachers.judge(group, prompts)
+        if self.model is not None:
+            scored = await self.model.score(samples)
+            group.model_scores, group.model_tokens = scored.scores, scored.tokens
+            group.model_cut, group.model_seconds = scored.cut, np.array([scored.seconds])
+            failures += scored.failures
+        return failures
+
     def fill_in(
         self,
         group: RolloutGroup,
@@ -328,30 +352,18 @@ class GroupScorer:
         failed: FailedCalls,
         seconds: float,
         episodes: Sequence[Episode] = (),
-        judged: Judged | None = None,
-        scored: ModelScores | None = None,
     ) -> None:
         """Write the scores, in the order of the responses, into the columns of the group.
 
-        A failed call (score None) gives NaN as reward, and NaN as shaped reward of its whole
-        group. episodes: the episodes of the responses, if there is an environment; judged: the
-        answers of the teachers; scored: the answers of a reward model behind a URL. `add_model`
-        adds the scores of this model to the reward.
+        A failed call (score None, or a teacher's log-prob NaN) gives NaN as shaped reward of its
+        whole group. failed: failed calls of the reward and of `ask_servers`; episodes: the episodes
+        of the responses, if there is an environment.
         """
         names, numbers, count = self.scorer.part_names, group.group_index.tolist(), len(samples)
         lost = {n for n, score in zip(numbers, scores, strict=True) if score is None}
-        if judged is not None:
-            group.teachers = judged.teachers
-        if judged is not None and judged.logprobs is not None:
-            group.teacher_logprobs, group.teacher_seconds = judged.logprobs, judged.seconds
-            group.teacher_tokens, group.teacher_top_logprobs = judged.tokens, judged.top_logprobs
-            unknown = np.isnan(judged.logprobs)
+        if group.teacher_logprobs is not None:
+            unknown = np.isnan(group.teacher_logprobs)
             lost |= {*group.group_index.repeat(group.response_lengths)[unknown].tolist()}
-            failed = failed._replace(errors=failed.errors + judged.failures)
-        if scored is not None:
-            group.model_scores, group.model_tokens = scored.scores, scored.tokens
-            group.model_cut, group.model_seconds = scored.cut, np.array([scored.seconds])
-            failed = failed._replace(errors=failed.errors + scored.failures)
         group.rewards, group.shaped = np.full(count, np.nan), np.full(count, np.nan)
         group.turns = np.zeros(count, np.int64)
         group.parts, group.part_names = np.full((count, len(names or ())), np.nan), names

@@ -24,7 +24,7 @@ from gspo_megatron.data.prompts import encode_text
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.errors import DataError, RewardError
 from gspo_megatron.hub import tokenizer_in
-from gspo_megatron.process.coroutines import BusySeconds, OwnLoop, gathered
+from gspo_megatron.process.coroutines import BusySeconds, gathered
 from gspo_megatron.rewards.values import Score, shorten
 from gspo_megatron.rollout.asking import Asker, keyed_session
 from gspo_megatron.types import Sample
@@ -126,21 +126,16 @@ class ModelScores:
 
 
 class ModelServer(Asker):
-    """The server of a reward model. The section `reward` of the configuration sets the deadline of
-    a call, the number of repetitions and the consequence of a failure."""
+    """The server of a reward model. The section `reward` sets the deadline of a call."""
 
     def __init__(self, section: RewardSection) -> None:
         assert section.model.url is not None
         super().__init__(section.model.source, section)
         self.url, self.batch_size = section.model.url.rstrip("/"), section.model.batch_size
         self.texts = ModelTexts(section)
-        self._busy, self._loop = BusySeconds(), OwnLoop()
+        self._busy = BusySeconds()
 
-    def score(self, samples: Sequence[Sample]) -> ModelScores:
-        """Run `score_async` in an event loop of this object."""
-        return self._loop.run(self.score_async(samples))
-
-    async def score_async(self, samples: Sequence[Sample]) -> ModelScores:
+    async def score(self, samples: Sequence[Sample]) -> ModelScores:
         """Ask the server for the scores of these responses, in their order.
 
         Raises RewardError for mistakes of the user. If `reward.on_failure` is `stop`, also raises
@@ -237,7 +232,7 @@ def with_model(
     if section.model.url is None:
         return [*scores]
     weight = section.weights.get(PART, 1.0)
-    found = ModelServer(section).score(samples).scores.tolist()
+    found = asyncio.run(ModelServer(section).score(samples)).scores.tolist()
     return [
         None
         if score is None or math.isnan(value)

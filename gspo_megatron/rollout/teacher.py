@@ -13,14 +13,14 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gspo_megatron.config.distillation import DistillationSection
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.errors import DataError, RewardError, some_of
-from gspo_megatron.process.coroutines import BusySeconds, OwnLoop, gathered
+from gspo_megatron.process.coroutines import BusySeconds, gathered
 from gspo_megatron.rewards.values import shorten
 from gspo_megatron.rollout.asking import Asker, keyed_session
 from gspo_megatron.rollout.types import RolloutGroup
@@ -79,20 +79,6 @@ def check_teachers(section: DistillationSection, prompts: Iterable[Prompt]) -> N
 # The answers of teachers
 
 
-class Judged(NamedTuple):
-    """The teachers' answers for the responses of a group: columns of RolloutGroup."""
-
-    failures: int = 0  # number of failed calls, including those that were repeated later
-    # [response tokens] float32; NaN in a response whose call failed for good; 0 in a response that
-    # no server judges; None: there are no servers
-    logprobs: np.ndarray | None = None
-    tokens: np.ndarray | None = None  # [response tokens, k] int32, filled up with -1
-    top_logprobs: np.ndarray | None = None  # [response tokens, k] float32
-    seconds: np.ndarray | None = None  # [1] float64, wall seconds
-    # [num_sequences] int32, the teacher's number or -1; None: prompts name no teachers
-    teachers: np.ndarray | None = None
-
-
 @dataclass
 class _Answer:
     """A server's answer for the response tokens of a branch."""
@@ -108,8 +94,8 @@ class _Answer:
 
 
 class Teachers:
-    """All teachers of a run. Asks the teachers behind a URL. The section `reward` gives the
-    deadline of a call, the number of repetitions and the consequence of a failure."""
+    """All teachers of a run. Asks the teachers behind a URL. The section `reward` sets the deadline
+    of a call."""
 
     def __init__(
         self, section: DistillationSection, reward: RewardSection, tokenizer: Tokenizer
@@ -122,41 +108,35 @@ class Teachers:
             for number, url in section.urls.items()
         }
         self._timeout_seconds = reward.timeout_seconds
-        self._busy, self._loop = BusySeconds(), OwnLoop()
+        self._busy = BusySeconds()
 
-    def judge(self, group: RolloutGroup, prompts: Mapping[int, Prompt]) -> Judged:
-        """Run `judge_async` in an event loop of this object."""
-        return self._loop.run(self.judge_async(group, prompts))
+    async def judge(self, group: RolloutGroup, prompts: Mapping[int, Prompt]) -> int:
+        """Ask the servers about the responses of a group, and write the answers into its columns.
 
-    async def judge_async(self, group: RolloutGroup, prompts: Mapping[int, Prompt]) -> Judged:
-        """Ask the servers about the responses of a group.
-
-        prompts: by their numbers in the step. Raises RewardError for mistakes of the user, and for
-        a call that failed for good if `reward.on_failure` is `stop`.
+        The log-prob is NaN in a response whose call failed for good, and 0 in a response that no
+        server judges. prompts: by their numbers in the step. Returns the number of failed calls,
+        including those that were repeated later. Raises RewardError for mistakes of the user, and
+        for a call that failed for good if `reward.on_failure` is `stop`.
         """
-        numbers = None
         if self.section.field is not None:
-            of_prompt = {
-                n: teacher_number(self.section, prompts[n]) for n in {*group.group_index.tolist()}
-            }
-            numbers = np.array([of_prompt[n] for n in group.group_index.tolist()], np.int32)
+            numbers = group.group_index.tolist()
+            of_prompt = {n: teacher_number(self.section, prompts[n]) for n in {*numbers}}
+            group.teachers = np.array([of_prompt[n] for n in numbers], np.int32)
         if not self.servers:
-            return Judged(teachers=numbers)
+            return 0
         with self._busy.running():
-            said, failures = await self._ask(group, numbers)
-        seconds = np.array([self._busy.take()])
+            said, failures = await self._ask(group)
+        group.teacher_seconds = np.array([self._busy.take()])
         said = [_Answer.all(0, self.k, 0.0), *said]
-        columns = [np.concatenate([each.logprobs for each in said]), None, None]
+        group.teacher_logprobs = np.concatenate([each.logprobs for each in said])
         if self.k:
-            columns[1] = np.concatenate([each.tokens for each in said])
-            columns[2] = np.concatenate([each.top_logprobs for each in said])
-        return Judged(failures, *columns, seconds, numbers)
+            group.teacher_tokens = np.concatenate([each.tokens for each in said])
+            group.teacher_top_logprobs = np.concatenate([each.top_logprobs for each in said])
+        return failures
 
-    async def _ask(
-        self, group: RolloutGroup, numbers: np.ndarray | None
-    ) -> tuple[list[_Answer], int]:
+    async def _ask(self, group: RolloutGroup) -> tuple[list[_Answer], int]:
         """Return the teacher's answer for each branch, and the number of failed calls."""
-        branches = _branches(group)
+        branches, numbers = _branches(group), group.teachers
         servers = [
             self.servers.get(0 if numbers is None else int(numbers[row])) for row, *_ in branches
         ]

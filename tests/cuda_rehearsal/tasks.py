@@ -188,7 +188,8 @@ def stream_weights(config: Config) -> list[dict[str, tuple[str, float]]]:
             stream.send(plan, {"server": 1}, tensors, lambda: ["server"])
             found.append(json.loads(worker.stdout.readline()))
         else:
-            weight_stream.exhaust(tensors)
+            for _ in tensors:
+                pass
     if is_main:
         worker.communicate()
     on_main(lambda: None)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import http.client
 import io
 import json
-import os
-import signal
 import subprocess
+import sys
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,23 +19,25 @@ from typing import Any
 
 import numpy as np
 
+from gspo_megatron.families import preset_of_folder
+from gspo_megatron.families.model_shape import shape_of
 from gspo_megatron.rollout.vllm.client import MODEL
 from gspo_megatron.rollout.vllm.process import (
+    ServerProcess,
     common_environment,
+    cpu_arguments,
     cpu_environment,
     end_with_parent,
-    hold_port,
     needed_arguments,
     option_words,
 )
-from tests.programs import command_environment
+from tests.programs import command_environment, wait_until
 
 START_SECONDS = 300  # 9 s on an idle machine
 _REQUEST_SECONDS = 120
-_STOP_SECONDS = 20
 _TAIL = 3000  # the number of characters of the log in the message of a failure
 
-ENVIRONMENT = common_environment(token="") | cpu_environment()
+_ENVIRONMENT = common_environment(token="") | cpu_environment() | {"OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,8 @@ class Server:
     """A running server. `log` is the file of its output. A refused request raises AssertionError
     with the server's answer."""
 
-    port: int
+    url: str
     log: Path
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
 
     def get(self, path: str) -> Any:
         return self._send("GET", path)()
@@ -96,7 +94,9 @@ class Server:
     def _send(self, method: str, path: str, body: object = None) -> Callable[[], Any]:
         """Send a request. urllib is not used, because it would use proxies from the environment,
         which do not reach this machine's loopback interface."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_REQUEST_SECONDS)
+        connection = http.client.HTTPConnection(
+            self.url.removeprefix("http://"), timeout=_REQUEST_SECONDS
+        )
         connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
 
         def answer() -> Any:
@@ -112,9 +112,9 @@ class Server:
 def run_options(model: Path) -> dict[str, Any]:
     """The options with which a run starts a server for a Hugging Face folder in fp32, but without a
     token."""
-    needed = needed_arguments(str(model), "float32", routes=True, on_cpu=True)
     return {
-        **needed,
+        **needed_arguments(str(model), "float32", routes=True),
+        **cpu_arguments(shape_of(preset_of_folder(str(model))), workers=1),
         "served_model_name": MODEL,
         "max_model_len": 2048,
         "max_num_seqs": 64,
@@ -127,51 +127,52 @@ def serve(python: Path, folder: Path, options: Mapping[str, Any]) -> Iterator[Se
     """Run a server with these options of vLLM, in the Python of vLLM's environment. Its log goes to
     `folder`. The server ends when this process ends. If the server does not start, raises
     AssertionError with the end of the log."""
-    held = hold_port("127.0.0.1", 0)
-    port = held.getsockname()[1]
-    server = Server(port, folder / "server.log")
-    words = option_words({**options, "host": "127.0.0.1", "port": port})
-    program = (str(python), "-m", "gspo_vllm_server")
-    with server.log.open("wb") as log:
-        process = subprocess.Popen(
-            [*program, *words],
-            env=command_environment() | ENVIRONMENT,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # a process group, because the server starts further processes
-            preexec_fn=end_with_parent,
-        )
+    words = [str(python), "-m", "gspo_vllm_server", *option_words(options)]
+    process = ServerProcess(words, _ENVIRONMENT, folder / "server.log")
+    server = Server(process.url, folder / "server.log")
     try:
         wait_until_healthy(server, process)
         yield server
     finally:
-        end_group(process)
-        held.close()
+        asyncio.run(process.end())
 
 
-def wait_until_healthy(server: Server, process: subprocess.Popen[bytes]) -> None:
+@contextlib.contextmanager
+def served_by_command(
+    folder: Path, *words: str, said: str
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """Run `gspo-megatron serve` with these words, and wait until its output contains `said`. Yields
+    the process and its output. The output goes to `folder`. The server ends when this process
+    ends."""
+    output, errors = folder / "output", folder / "errors"
+    with output.open("wb") as stdout, errors.open("wb") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gspo_megatron", "serve", *words],
+            env=command_environment(),
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+            preexec_fn=end_with_parent,
+        )
+        try:
+            is_ready = wait_until(lambda: said in output.read_text(), process, START_SECONDS)
+            assert is_ready, errors.read_text()[-_TAIL:]
+            yield process, output.read_text()
+        finally:
+            process.kill()
+
+
+def wait_until_healthy(server: Server, process: ServerProcess) -> None:
     deadline = time.monotonic() + START_SECONDS
     while True:
         with contextlib.suppress(OSError):
             server.get("/health")
             return
-        code = process.poll()
-        assert code is None, f"vLLM ended with exit code {code}\n{tail(server.log)}"
+        ended = process.has_ended()
+        assert ended is None, f"vLLM {ended}\n{tail(server.log)}"
         late = f"vLLM has not started in {START_SECONDS} s\n{tail(server.log)}"
         assert time.monotonic() < deadline, late
         time.sleep(0.2)
-
-
-def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End the server with SIGTERM, so that it ends its engine. Then kill the rest of its process
-    group."""
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_STOP_SECONDS)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def tail(log: Path) -> str:

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,11 +20,10 @@ from gspo_megatron.data.character_tokenizer import write_character_tokenizer
 from gspo_megatron.data.toy import write_toy_dataset
 from gspo_megatron.errors import RewardError
 from gspo_megatron.rollout.reward_model import KEY_VARIABLE, ModelServer, ModelTexts
-from gspo_megatron.rollout.vllm.process import end_with_parent
 from gspo_megatron.types import Sample
 from tests.e2e.resuming import all_records, train
-from tests.programs import command_environment, wait_until
 from tests.unit.hf.preference_folder import scores_by_transformers, write_score_model
+from tests.vllm.servers import served_by_command
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -73,33 +71,19 @@ def scorer(
     texts = [*(toy / "train.jsonl").read_text().splitlines(), "user: assistant: "]
     write_character_tokenizer(folder, texts, 128, byte_fallback=False)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    place = tmp_path_factory.mktemp("server")
-    environ = command_environment()
-    environ.pop(KEY_VARIABLE, None)
-    words = ["serve", str(folder), "--python", str(vllm_python), "max_num_seqs=32"]
-    with (place / "log").open("w") as log, (place / "errors").open("w") as errors:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "gspo_megatron", *words],
-            env=environ,
-            stdout=log,
-            stderr=errors,
-            start_new_session=True,
-            preexec_fn=end_with_parent,  # the server ends when the test process ends
-        )
-        try:
-            told = lambda: (place / "log").read_text()  # noqa: E731
-            wait_until(lambda: "KEY=" in told() or server.poll() is not None, seconds=300)
-            assert server.poll() is None, (place / "errors").read_text()[-3000:]
+    words = (str(folder), "--python", str(vllm_python), "max_num_seqs=32")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delenv(KEY_VARIABLE, raising=False)
+        place = tmp_path_factory.mktemp("server")
+        with served_by_command(place, *words, said="KEY=") as (server, told):
             url = re.search(
-                r"ready: reward\.model\.url=(http://127\.0\.0\.1:\d+)$", told(), re.MULTILINE
+                r"ready: reward\.model\.url=(http://127\.0\.0\.1:\d+)$", told, re.MULTILINE
             )
-            key = re.search(rf"{KEY_VARIABLE}=(\S{{32,}})", told())
+            key = re.search(rf"{KEY_VARIABLE}=(\S{{32,}})", told)
             assert url and key
             yield Scorer(folder, url[1], key[1])
             server.terminate()
             assert server.wait(60) == 0
-        finally:
-            server.kill()
 
 
 def samples_of(run: Path, toy: Path) -> list[tuple[Sample, float]]:
@@ -134,7 +118,7 @@ def test_the_scores_are_those_of_transformers(
         *(Sample("1" * n, None, "2", False) for n in range(1, 30, 7)),
     ]
     monkeypatch.setenv(KEY_VARIABLE, scorer.key)
-    found = ModelServer(section_of(scorer.folder, scorer.url)).score(samples)
+    found = asyncio.run(ModelServer(section_of(scorer.folder, scorer.url)).score(samples))
     assert found.failures == 0 and not found.cut.any()
     expected = by_transformers(scorer.folder, samples)
     assert len({round(each, 2) for each in expected}) > 5
@@ -147,12 +131,12 @@ def test_a_wrong_key_and_another_tokenizer_are_told_in_one_line(
     samples = [Sample("1", None, "2", False)]
     monkeypatch.setenv(KEY_VARIABLE, "another")
     with pytest.raises(RewardError) as raised:
-        ModelServer(section_of(scorer.folder, scorer.url)).score(samples)
+        asyncio.run(ModelServer(section_of(scorer.folder, scorer.url)).score(samples))
     assert str(raised.value).startswith(f"reward.model.url = {scorer.url}: ")
     assert "says 401" in str(raised.value)
     monkeypatch.setenv(KEY_VARIABLE, scorer.key)
     with pytest.raises(RewardError, match="makes other tokens of a text than reward.model.token"):
-        ModelServer(section_of(toy / "tokenizer.model", scorer.url)).score(samples)
+        asyncio.run(ModelServer(section_of(toy / "tokenizer.model", scorer.url)).score(samples))
 
 
 def test_the_server_wants_its_key_and_has_no_routes_for_weights(scorer: Scorer) -> None:

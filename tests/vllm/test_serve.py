@@ -4,8 +4,6 @@ responses from this server."""
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -14,10 +12,9 @@ import psutil
 import pytest
 
 from gspo_megatron.cli.main import main
-from gspo_megatron.rollout.vllm.process import end_with_parent
 from tests.listeners import addresses_of_listeners
-from tests.programs import command_environment, wait_until
 from tests.vllm.runs import is_alive, make_run, wait_for
+from tests.vllm.servers import served_by_command
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 _NONE = {"servers": 0, "python": None}
@@ -48,22 +45,10 @@ def test_a_run_draws_from_a_server_of_another_one_s_checkpoint(
         checkpoint={"interval": 1},
     )
     earlier.finish(earlier.start())
-    words = ["serve", str(earlier.out), "--python", str(vllm_python), "max_num_seqs=32"]
-    log = (tmp_path / "log").open("w+")
-    server = subprocess.Popen(
-        [sys.executable, "-m", "gspo_megatron", *words],
-        env=command_environment(),
-        stdout=log,
-        stderr=(tmp_path / "errors").open("w"),
-        start_new_session=True,
-        preexec_fn=end_with_parent,  # the server ends when the test process ends
-    )
-    try:
-        told = lambda: Path(log.name).read_text()  # noqa: E731
-        wait_until(lambda: "TOKEN=" in told() or server.poll() is not None, seconds=300)
-        assert server.poll() is None, (tmp_path / "errors").read_text()[-3000:]
-        url = re.search(r"rollout\.vllm\.urls='\[(http://127\.0\.0\.1:\d+)\]'", told())[1]
-        token = re.search(r"GSPO_SERVER_TOKEN=(\S{32,})", told())[1]
+    words = (str(earlier.out), "--python", str(vllm_python), "max_num_seqs=32")
+    with served_by_command(tmp_path, *words, said="TOKEN=") as (server, told):
+        url = re.search(r"rollout\.vllm\.urls='\[(http://127\.0\.0\.1:\d+)\]'", told)[1]
+        token = re.search(r"GSPO_SERVER_TOKEN=(\S{32,})", told)[1]
         assert status(f"{url}/health", None) == 200
         for path in ("/v1/models", "/server_info", "/metrics", "/openapi.json", "/nothing"):
             assert status(url + path, None) == status(url + path, f"{token}x") == 401
@@ -93,9 +78,6 @@ def test_a_run_draws_from_a_server_of_another_one_s_checkpoint(
         server.terminate()
         assert server.wait(60) == 0
         wait_for(lambda: not any(map(is_alive, family)), seconds=120)
-    finally:
-        server.kill()
-        log.close()
 
 
 def test_mistakes_are_told_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

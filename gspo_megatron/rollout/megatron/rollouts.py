@@ -181,26 +181,22 @@ class MegatronRollouts:
         failures on all ranks, and the seconds of the slowest rank.
         """
         group, scores, failed = generated.group, [], FailedCalls()
-        samples, judged, scored, problem = [], None, None, None
+        samples, problem = [], None
         if group is not None:
             try:
                 samples = scorer.samples(group, prompts)
                 given = scorer.scorer.given(generated.episodes)
                 with heard_by(lambda: self.report(scorer.scorer.progress())):
                     scores, failed = scorer.scorer.score(samples, given)
-                if scorer.teachers is not None and learns:
-                    judged = scorer.teachers.judge(group, prompts)
-                if scorer.model is not None:
-                    scored = scorer.model.score(samples)
+                asking = scorer.ask_servers(group, samples, prompts, is_learnt=learns)
+                failures = self.loop.run_until_complete(asking)
+                failed = failed._replace(errors=failed.errors + failures)
                 self.report("")
             except UserError as error:
                 problem = error
-        lost = sum(each.failures for each in (judged, scored) if each is not None)
-        counted = failed._replace(errors=failed.errors + lost)
-        counts, seconds = self._agree(scorer, problem, counted)
+        counts, seconds = self._agree(scorer, problem, failed)
         if group is not None:
-            episodes = generated.episodes
-            scorer.fill_in(group, samples, scores, failed, seconds, episodes, judged, scored)
+            scorer.fill_in(group, samples, scores, failed, seconds, generated.episodes)
         return counts, seconds
 
     def _agree(

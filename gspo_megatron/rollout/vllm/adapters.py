@@ -27,13 +27,11 @@ _LEAST = 0.98
 class AdapterLoader(WeightLoader):
     """Loads the newest adapters on single servers. `Weights.folder` is a PEFT folder."""
 
+    starts_with_weights = False
+
     async def first_weights(self, server: Server, started_with: Weights, deadline: float) -> None:
         server.adapters.clear()  # the server has just started and holds no adapter
-        weights = started_with
-        await self._load(server, weights, deadline)
-        while not await self._check(server, weights, at_start=True):
-            weights = await self.newest_in_folder()
-            await self._load(server, weights, time.monotonic() + self.settings.update_seconds)
+        await super().first_weights(server, started_with, deadline)
 
     async def renew(self, server: Server, weights: Weights) -> bool:
         is_renewed = await super().renew(server, weights)

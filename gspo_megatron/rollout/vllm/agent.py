@@ -143,7 +143,9 @@ def _devices(gpus: list[int]) -> dict[str, str]:
     if not gpus:
         return {}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    numbers = list(map(str, range(gpus[-1] + 1))) if visible is None else visible.split(",")
+    numbers = list(map(str, range(gpus[-1] + 1)))
+    if visible is not None:
+        numbers = visible.split(",") if visible else []
     if len(numbers) <= gpus[-1]:
         raise RolloutError(
             f"needs GPU {gpus[-1]} of its node, counted from 0, but the node has {len(numbers)} "

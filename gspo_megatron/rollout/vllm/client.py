@@ -260,30 +260,23 @@ class ServerClient:
         with malformed():
             return str(found["weight_version"])
 
-    async def why_not_healthy(self, *, seconds: float) -> str | None:
-        """Return why the server is not healthy, or None. This call does not notice if another
-        program answers in place of the server."""
-        try:
-            await self._call("GET", HEALTH, seconds=seconds)
-        except (ServerGone, ServerRefused) as error:
-            return str(error)
-        return None
-
     async def why_not_ready(self, *, seconds: float) -> str | None:
         """Check the health, and the proof of a server that this run started. Return what is wrong,
         or None if the server is ready.
 
         Raises ServerGone if another program answers instead of the server.
         """
-        why = await self.why_not_healthy(seconds=seconds)
-        if why is None and self._is_ours:
-            try:
-                wrong = await self.why_not_proven(seconds=seconds)
-            except NoAnswer as error:
-                return str(error)  # not a wrong proof, so the caller may try again
-            if wrong:
-                raise ServerGone(wrong)
-        return why
+        try:
+            await self._call("GET", HEALTH, seconds=seconds)
+        except (ServerGone, ServerRefused) as error:
+            return str(error)
+        try:
+            wrong = await self.why_not_proven(seconds=seconds) if self._is_ours else None
+        except NoAnswer as error:
+            return str(error)  # not a wrong proof, so the caller may try again
+        if wrong is not None:
+            raise ServerGone(wrong)
+        return None
 
     async def why_not_proven(self, *, seconds: float) -> str | None:
         """Return why the program at the url does not know the token of this start, or None.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import queue
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,34 +19,19 @@ from gspo_megatron.config.schema import suite_key
 from gspo_megatron.data.inputs import Inputs
 from gspo_megatron.environments.episode import Episode, EpisodeRunner, TurnRequest
 from gspo_megatron.errors import RewardError, RolloutError, UserError
+from gspo_megatron.process.coroutines import gathered
 from gspo_megatron.rewards.registry import get_reward, suite_rewards
 from gspo_megatron.rewards.scoring import FailedCalls
 from gspo_megatron.rewards.values import Score
-from gspo_megatron.rollout.engine import RolloutRequest, Sampling
+from gspo_megatron.rollout.engine import RolloutRequest
 from gspo_megatron.rollout.episodes import GroupScorer, Played, assemble, players
-from gspo_megatron.rollout.reward_model import ModelScores
 from gspo_megatron.rollout.store import SUFFIX, RequestFile
-from gspo_megatron.rollout.teacher import Judged
 from gspo_megatron.rollout.types import RolloutGroup
-from gspo_megatron.rollout.vllm.scheduler import Scheduler, all_of
+from gspo_megatron.rollout.vllm.scheduler import Scheduler
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response, no_routes
 from gspo_megatron.types import Prompt, Sample
 
 _T = TypeVar("_T")
-
-
-def request_from_json(given: Mapping[str, Any]) -> RolloutRequest:
-    """Make a request from the value of `request_to_json`."""
-    sampling: dict[str, Any] = {**given["sampling"], "stop": tuple(given["sampling"]["stop"])}
-    request: dict[str, Any] = {**given, "sampling": Sampling(**sampling)}
-    return RolloutRequest(**request)
-
-
-def request_to_json(request: RolloutRequest) -> dict[str, Any]:
-    return {
-        **vars(request),
-        "sampling": {**vars(request.sampling), "stop": list(request.sampling.stop)},
-    }
 
 
 class Scorers:
@@ -97,8 +83,7 @@ class Scorers:
         episodes of the responses, if there is an environment.
         """
         scoring = self._of_suites.get(request.key, self._scorer)
-        scorer, teachers = scoring.scorer, scoring.teachers if request.is_learnt else None
-        given = scorer.given(episodes)
+        scorer, given = scoring.scorer, scoring.scorer.given(episodes)
 
         def begin() -> tuple[RolloutGroup, list[Sample]]:
             group = make()
@@ -108,18 +93,18 @@ class Scorers:
             group: RolloutGroup,
             samples: Sequence[Sample],
             found: tuple[list[Score | None], FailedCalls],
-            judged: Judged | None = None,
-            scored: ModelScores | None = None,
+            failures: int = 0,
         ) -> None:
-            seconds = scorer.take_seconds()
-            scoring.fill_in(group, samples, *found, seconds, episodes, judged, scored)
+            scores, failed = found
+            failed = failed._replace(errors=failed.errors + failures)
+            scoring.fill_in(group, samples, scores, failed, scorer.take_seconds(), episodes)
             then(group)
 
         def whole() -> None:
             group, samples = begin()
             finish(group, samples, scorer.score(samples, given))
 
-        if scorer.workers is None and teachers is None and scoring.model is None:
+        if scorer.workers is None and scoring.teachers is None and scoring.model is None:
             await self.in_main(whole)
             return
         group, samples = await self.in_main(begin)
@@ -127,12 +112,10 @@ class Scorers:
             found = await self.in_main(lambda: scorer.score(samples, given))
         else:
             found = await scorer.score_async(samples, given)
-        judged = scored = None
-        if teachers is not None:
-            judged = await teachers.judge_async(group, {group.number: prompt})
-        if scoring.model is not None:
-            scored = await scoring.model.score_async(samples)
-        await self.in_main(lambda: finish(group, samples, found, judged, scored))
+        failures = await scoring.ask_servers(
+            group, samples, {group.number: prompt}, is_learnt=request.is_learnt
+        )
+        await self.in_main(lambda: finish(group, samples, found, failures))
 
     async def close(self) -> None:
         """End the workers."""
@@ -141,33 +124,24 @@ class Scorers:
                 await scoring.scorer.workers.close()
 
     async def in_main(self, call: Callable[[], _T]) -> _T:
-        """Run a call in the main thread; returns its result."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[_T] = loop.create_future()
+        """Run a call in the main thread; returns its result. A caller that is cancelled before the
+        call begins takes it back."""
+        future: Future[_T] = Future()
 
         def job() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
-                told = partial(_settle, future, call())
+                future.set_result(call())
             except Exception as error:  # noqa: BLE001 (raised where it is awaited)
-                told = partial(_settle, future, None, error)
+                future.set_exception(error)
             except BaseException as error:  # noqa: BLE001 (a reward may call sys.exit)
                 ended = RewardError(f"the reward function ended with {error!r}")
                 ended.__cause__ = error
-                told = partial(_settle, future, None, ended)
-            with contextlib.suppress(RuntimeError):  # raised if the service has ended meanwhile
-                loop.call_soon_threadsafe(told)
+                future.set_exception(ended)
 
         self._jobs.put(job)
-        return await future
-
-
-def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None = None) -> None:
-    if future.done():  # the caller was cancelled and waits no more
-        return
-    if error is None:
-        future.set_result(result)
-    else:
-        future.set_exception(error)
+        return await asyncio.wrap_future(future)
 
 
 _END_SECONDS = 5.0  # time for requests in progress to end when the service ends
@@ -201,7 +175,7 @@ class ServedRequests:
 
     def __init__(
         self,
-        pool: Scheduler,
+        scheduler: Scheduler,
         scorers: Scorers,
         prompts: Mapping[str, Sequence[Prompt]],
         stops: Mapping[str, Any],
@@ -212,7 +186,7 @@ class ServedRequests:
         """prompts: by the key of their files; stops: vLLM's SamplingParams that end a response;
         folder: the folder of the store; origin: fingerprint of all that decides responses and
         rewards; groups with another origin are not used; episodes: None for single turns."""
-        self.pool, self.scorers, self.prompts = pool, scorers, prompts
+        self.scheduler, self.scorers, self.prompts = scheduler, scorers, prompts
         self.stops, self.folder, self.origin = stops, folder, origin
         self.episodes = episodes
         self.running: dict[str, RunningRequest] = {}
@@ -257,7 +231,7 @@ class ServedRequests:
 
     async def _request(self, running: RunningRequest) -> None:
         request = running.request
-        content = {**request_to_json(request), "origin": self.origin}
+        content = {**asdict(request), "origin": self.origin}
         # in a thread, because the file may be large and is read completely
         running.file = await asyncio.to_thread(RequestFile, self.path(request.name), content)
         numbers = [request.first + n for n in range(len(request.rows))]
@@ -305,12 +279,12 @@ class ServedRequests:
             partial(self._turns, running),
             partial(self._no_turn, request),
         )
-        return [each for played in await all_of(works.values()) for each in played]
+        return [each for played in await gathered(works.values()) for each in played]
 
     def _no_turn(self, request: RolloutRequest, prompt_tokens: int) -> Response:
         """Make the placeholder turn of a failed episode: see `players`."""
         assert self.episodes is not None
-        settings, routes = self.pool.settings, None
+        settings, routes = self.scheduler.settings, None
         if settings.needs.with_routes and request.sampling.temperature > 0:
             routes = no_routes(prompt_tokens + 1, settings.facts)
         return Response(
@@ -329,7 +303,7 @@ class ServedRequests:
         request, turn = running.request, (asked.turn,) if asked.turn else ()
         seeds = [(request.seed, sample, *turn) for sample in samples]
         sampling = self._sampling(request, asked)
-        responses = await self.pool.generate_all(
+        responses = await self.scheduler.generate_all(
             asked.token_ids, sampling, seeds, request.version, request.name
         )
         running.tokens += sum(len(each.token_ids) for each in responses)
@@ -337,7 +311,7 @@ class ServedRequests:
 
     def _sampling(self, request: RolloutRequest, asked: TurnRequest) -> dict[str, Any]:
         """Return vLLM's SamplingParams of a turn, without the seed."""
-        room = self.pool.settings.needs.max_model_len - len(asked.token_ids)
+        room = self.scheduler.settings.needs.max_model_len - len(asked.token_ids)
         return {
             "temperature": request.sampling.temperature,
             "max_tokens": min(asked.max_tokens, room),

@@ -21,6 +21,7 @@ from typing import Any
 
 from gspo_megatron.config.servers import served_rank
 from gspo_megatron.errors import RolloutError, problem
+from gspo_megatron.families.model_shape import ModelShape, delta_net_layers
 from gspo_megatron.files import make_folder
 from gspo_megatron.process.signals import signal_name
 from gspo_megatron.rollout.vllm.client import MODEL, TOKEN_VARIABLE
@@ -224,38 +225,11 @@ def server_words(python: str, arguments: Mapping[str, Any]) -> list[str]:
     return [python, "-m", "gspo_vllm_server", *option_words(named)]
 
 
-def needed_arguments(
-    folder: str,
-    dtype: str,
-    *,
-    routes: bool,
-    on_cpu: bool,
-    workers: int = 1,
-    latent: bool = False,
-    delta_nets: bool = False,
-) -> dict[str, Any]:
+def needed_arguments(folder: str, dtype: str, *, routes: bool) -> dict[str, Any]:
     """Return the options that every server of a run needs.
 
-    folder: the weights; dtype: vLLM's name of the data type; routes: report the experts of tokens;
-    workers: number of workers that share the tensors; latent: the model has multi-head latent
-    attention; delta_nets: the model has gated delta nets.
+    folder: the weights; dtype: vLLM's name of the data type; routes: report the experts of tokens.
     """
-    own: dict[str, Any] = {}
-    if on_cpu:
-        # After a chunk of a prompt, vLLM discards the sampled token and rewinds the generator of
-        # the request's seed. CPU generators cannot rewind, and the engine crashes.
-        own = {"enforce_eager": True, "enable_chunked_prefill": False}
-        if workers == 1:
-            own["distributed_executor_backend"] = "uni"  # the engine is the worker
-        if delta_nets:
-            # With delta nets, prefix caching needs chunked prefill.
-            own["enable_prefix_caching"] = False
-        if latent:
-            # On CPUs with AMX, vLLM 0.30 would choose a kernel that supports only bf16. And its CPU
-            # rotary kernel rotates the keys of latent attention wrongly unless the model has YaRN:
-            # there is no error, but log-probs are off by 0.1 nats and more.
-            own["attention_backend"] = "CPU_MLA"
-            own["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
     return {
         "model": folder,
         "dtype": dtype,
@@ -265,8 +239,29 @@ def needed_arguments(
         "generation_config": "vllm",
         "worker_extension_cls": WORKER,
         **({"enable_return_routed_experts": True} if routes else {}),
-        **own,
     }
+
+
+def cpu_arguments(shape: ModelShape, workers: int) -> dict[str, Any]:
+    """Return the further options of every server on a CPU.
+
+    workers: number of workers that share the tensors.
+    """
+    # After a chunk of a prompt, vLLM discards the sampled token and rewinds the generator of the
+    # request's seed. CPU generators cannot rewind, and the engine crashes.
+    arguments: dict[str, Any] = {"enforce_eager": True, "enable_chunked_prefill": False}
+    if workers == 1:
+        arguments["distributed_executor_backend"] = "uni"  # the engine is the worker
+    if any(delta_net_layers(shape)):
+        # With delta nets, prefix caching needs chunked prefill.
+        arguments["enable_prefix_caching"] = False
+    if shape.has_latent_attention:
+        # On CPUs with AMX, vLLM 0.30 would choose a kernel that supports only bf16. And its CPU
+        # rotary kernel rotates the keys of latent attention wrongly unless the model has YaRN:
+        # there is no error, but log-probs are off by 0.1 nats and more.
+        arguments["attention_backend"] = "CPU_MLA"
+        arguments["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
+    return arguments
 
 
 def adapter_arguments(rank: int, versions: int) -> dict[str, Any]:

@@ -116,28 +116,22 @@ class Node:
             self.wanted.write(self._wanted, self.address)
 
 
-class Nodes:
-    """All nodes with agents."""
+async def exchange_files(nodes: Sequence[Node]) -> None:
+    """Exchange files with the agents of all nodes until cancelled."""
 
-    def __init__(self, folder: Path, names: Sequence[str], address: str | None = None) -> None:
-        self.nodes = [Node(folder, name, address) for name in names]
-
-    async def run(self) -> None:
-        """Exchange files with all agents until cancelled."""
-        try:
-            while True:
-                await asyncio.gather(*(self._exchange(node) for node in self.nodes))
-                await asyncio.sleep(_LOOK_SECONDS)
-        finally:
-            for node in self.nodes:
-                node.wanted.path.unlink(missing_ok=True)
-
-    @staticmethod
-    async def _exchange(node: Node) -> None:
+    async def exchange(node: Node) -> None:
         # If the disk is full, the agents get no heartbeat and end their servers. The store reports
         # the full disk.
         with contextlib.suppress(DataError, OSError):
             await asyncio.to_thread(node.exchange)
+
+    try:
+        while True:
+            await asyncio.gather(*map(exchange, nodes))
+            await asyncio.sleep(_LOOK_SECONDS)
+    finally:
+        for node in nodes:
+            node.wanted.path.unlink(missing_ok=True)
 
 
 class RemoteProcess:

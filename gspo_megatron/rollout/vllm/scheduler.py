@@ -10,12 +10,13 @@ import asyncio
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from gspo_megatron.errors import RolloutError
+from gspo_megatron.process.coroutines import gathered
 from gspo_megatron.rollout.vllm.client import ServerGone, ServerRefused
 from gspo_megatron.rollout.vllm.fleet import Fleet
 from gspo_megatron.rollout.vllm.group_request import GroupRequest, GroupSpec, Seed
@@ -24,37 +25,32 @@ from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
 
 _WORTH = 16  # a server gets a part of a group only if 1 / _WORTH of its places are free
 
-_T = TypeVar("_T")
-Chosen = TypeVar("Chosen")
-
 
 @dataclass(eq=False)
-class QueueEntry(Generic[Chosen]):
+class QueueEntry:
     """A queued request for `places`. `granted` gets (server, places) pairs with 1 to `places`
     places in total."""
 
     key: tuple[str, int]
     places: int
-    granted: asyncio.Future[list[tuple[Chosen, int]]]
+    granted: asyncio.Future[list[tuple[Server, int]]]
     is_waiting: bool = True
 
 
-class RequestQueue(Generic[Chosen]):
+class RequestQueue:
     """Requests that wait for a server. Requests of earlier rollouts go first."""
 
     def __init__(self) -> None:
         # by (rollout, lowest weights version)
-        self._waiting: dict[tuple[str, int], deque[QueueEntry[Chosen]]] = {}
+        self._waiting: dict[tuple[str, int], deque[QueueEntry]] = {}
         self.places = 0  # total of all waiting requests
 
-    def add(
-        self, rollout: str, version: int, places: int, *, first: bool = False
-    ) -> QueueEntry[Chosen]:
+    def add(self, rollout: str, version: int, places: int, *, first: bool = False) -> QueueEntry:
         """Add a request. Rollouts are served in the order of their names.
 
         first: put it before the other requests of its rollout.
         """
-        granted: asyncio.Future[list[tuple[Chosen, int]]]
+        granted: asyncio.Future[list[tuple[Server, int]]]
         granted = asyncio.get_running_loop().create_future()
         entry = QueueEntry((rollout, version), places, granted)
         entries = self._waiting.setdefault(entry.key, deque())
@@ -62,14 +58,14 @@ class RequestQueue(Generic[Chosen]):
         self.places += places
         return entry
 
-    def remove(self, entry: QueueEntry[Chosen]) -> None:
+    def remove(self, entry: QueueEntry) -> None:
         """Remove an entry, if it still waits."""
         if entry.is_waiting:
             entry.is_waiting = False
             self._waiting[entry.key].remove(entry)
             self.places -= entry.places
 
-    def admit(self, choose: Callable[[int, float, int], tuple[Chosen, int] | None]) -> None:
+    def admit(self, choose: Callable[[int, float, int], tuple[Server, int] | None]) -> None:
         """Grant places while `choose` finds a server.
 
         choose(version, kept, places) gets the lowest weights version for the request, the version
@@ -89,8 +85,8 @@ class RequestQueue(Generic[Chosen]):
 
     def _grant(
         self,
-        entries: deque[QueueEntry[Chosen]],
-        choose: Callable[[int], tuple[Chosen, int] | None],
+        entries: deque[QueueEntry],
+        choose: Callable[[int], tuple[Server, int] | None],
     ) -> bool:
         """Give the first entry all places that `choose` finds. Returns False if it finds none."""
         entry, granted = entries[0], []
@@ -118,7 +114,7 @@ class Scheduler:
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self.resubmitted = 0  # responses sent again because a server lost them
-        self._queue: RequestQueue[Server] = RequestQueue()
+        self._queue = RequestQueue()
         self._admits_soon = False
         self._level = 0  # mean load of the servers if all waiting requests were sent
         fleet.changes.when_changed = self._admit_soon
@@ -159,7 +155,7 @@ class Scheduler:
             works = [self._whole_group(request) for request in requests]
             if rest:
                 works.append(self._generate(spec, rest, first=True))
-            return list(itertools.chain(*await all_of(works)))
+            return list(itertools.chain(*await gathered(works)))
         finally:
             for request in requests:
                 request.cancel()
@@ -285,19 +281,3 @@ class Scheduler:
             count = min(places, room, max(1, self._level - chosen_load))
         chosen.expected += count
         return chosen, count
-
-
-async def all_of(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """Run coroutines concurrently; returns their results.
-
-    If one fails, or this call is cancelled, the others are cancelled.
-    """
-    works = list(works)
-    if len(works) == 1:
-        return [await works[0]]
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()

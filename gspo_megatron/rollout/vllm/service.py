@@ -9,6 +9,7 @@ it has started end, too.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import gc
 import hmac
@@ -27,6 +28,7 @@ from statistics import fmean
 from typing import Any
 
 from aiohttp import web
+from pydantic import TypeAdapter
 
 from gspo_megatron.addresses import own_address_for_servers
 from gspo_megatron.config import Config
@@ -34,24 +36,25 @@ from gspo_megatron.config.load import parse_config
 from gspo_megatron.data.inputs import Inputs, read_inputs
 from gspo_megatron.environments.registry import episodes_of, tools_of
 from gspo_megatron.errors import UserError
-from gspo_megatron.families.model_shape import delta_net_layers
+from gspo_megatron.rollout.engine import RolloutRequest
 from gspo_megatron.rollout.store import FOLDER, forget, step_of
 from gspo_megatron.rollout.vllm.checks import Needs, tokenized
 from gspo_megatron.rollout.vllm.client import TOKEN_VARIABLE, ServerClient, connected_session
-from gspo_megatron.rollout.vllm.episodes import Scorers, ServedRequests, request_from_json
+from gspo_megatron.rollout.vllm.episodes import Scorers, ServedRequests
 from gspo_megatron.rollout.vllm.fleet import Fleet
 from gspo_megatron.rollout.vllm.process import (
     ServerProcess,
     adapter_arguments,
     adapter_environment,
     common_environment,
+    cpu_arguments,
     cpu_environment,
     needed_arguments,
     raise_open_files,
     server_words,
 )
 from gspo_megatron.rollout.vllm.remote import FOLDER as SERVERS
-from gspo_megatron.rollout.vllm.remote import Node, Nodes, RemoteProcess, server_log
+from gspo_megatron.rollout.vllm.remote import Node, RemoteProcess, exchange_files, server_log
 from gspo_megatron.rollout.vllm.scheduler import Scheduler
 from gspo_megatron.rollout.vllm.server import FleetSettings, Server
 from gspo_megatron.rollout.vllm.service_client import END_SIGNAL, STACKS_SIGNAL
@@ -59,6 +62,7 @@ from gspo_megatron.rollout.vllm.weight_check import WeightCheck
 from gspo_megatron.rollout.vllm.weights import Weights
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts
 
+_REQUESTS = TypeAdapter(RolloutRequest)
 LONGEST_WAIT = 5.0  # longest time in seconds that a status request of rank 0 waits for news
 
 
@@ -72,7 +76,7 @@ class Service:
         names, address = settings["nodes"], None
         if names:  # servers on other nodes listen on the interface towards this host
             address = own_address_for_servers()
-        self.nodes = Nodes(self.folder / SERVERS, names, address)
+        self.nodes = [Node(self.folder / SERVERS, name, address) for name in names]
         self.scorers = Scorers(config, inputs)
         self.updating: asyncio.Task[None] | None = None
         self.told_to_end = False  # by SIGTERM, which the servers then got, too
@@ -81,7 +85,7 @@ class Service:
     async def run(self, told_ready: Callable[[], None]) -> None:
         """Serve until the main thread stops."""
         self.loop, self.ended = asyncio.get_running_loop(), asyncio.Event()
-        exchange = asyncio.create_task(self.nodes.run())
+        exchange = asyncio.create_task(exchange_files(self.nodes))
         async with connected_session() as session:
             self.fleet = Fleet(self._servers(session), self._fleet_settings())
             self.scheduler = Scheduler(self.fleet)
@@ -122,7 +126,8 @@ class Service:
     def end(self) -> None:
         """End the service. Other threads may call this."""
         if self.loop is not None:
-            self.loop.call_soon_threadsafe(self.ended.set)
+            with contextlib.suppress(RuntimeError):  # raised if `run` has ended with an error
+                self.loop.call_soon_threadsafe(self.ended.set)
 
     # The servers and their settings
 
@@ -160,12 +165,12 @@ class Service:
             return [
                 Server(f"server {url}", ServerClient(url, session, token)) for url in section.urls
             ]
-        servers, nodes = [], self.nodes.nodes
+        servers: list[Server] = []
         for number in range(section.servers):
             client = ServerClient("", session)  # url and token are set when the server starts
-            if nodes:
-                place, slot = divmod(number, section.servers // len(nodes))
-                node = nodes[place]
+            if self.nodes:
+                place, slot = divmod(number, section.servers // len(self.nodes))
+                node = self.nodes[place]
                 start = partial(self._start_there, client, node, number, slot)
                 servers.append(Server(f"server {number} on {node.name}", client, start))
             else:
@@ -194,18 +199,13 @@ class Service:
     def _words(self, folder: str) -> list[str]:
         """Return the command that starts a server with the weights in `folder`."""
         section, tokenizer = self.config.rollout.vllm, Path(self.config.data.tokenizer)
+        shape, workers = self.config.resolved_model(), section.tensor_parallel_size
+        routes = self.fleet.settings.needs.with_routes
         arguments = {
-            **needed_arguments(
-                folder,
-                self.settings["dtype"],
-                routes=self.fleet.settings.needs.with_routes,
-                on_cpu=self.settings["on_cpu"],
-                workers=section.tensor_parallel_size,
-                latent=self.config.resolved_model().has_latent_attention,
-                delta_nets=any(delta_net_layers(self.config.resolved_model())),
-            ),
-            "max_model_len": self.config.resolved_model().max_sequence_length,
-            "tensor_parallel_size": section.tensor_parallel_size,
+            **needed_arguments(folder, self.settings["dtype"], routes=routes),
+            **(cpu_arguments(shape, workers) if self.settings["on_cpu"] else {}),
+            "max_model_len": shape.max_sequence_length,
+            "tensor_parallel_size": workers,
             **(
                 {"tokenizer": str(tokenizer.resolve())}
                 if tokenizer.is_dir()
@@ -294,7 +294,7 @@ class Service:
         return await handler(request)
 
     async def _begin_request(self, request: web.Request) -> web.Response:
-        rollout = request_from_json(await request.json())
+        rollout = _REQUESTS.validate_json(await request.read())
         return web.json_response(self.requests.begin(rollout).status())
 
     async def _request_status(self, request: web.Request) -> web.Response:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from dataclasses import asdict
 from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from gspo_megatron.rollout.vllm.process import end_with_parent, hold_port
 
 if TYPE_CHECKING:
     from gspo_megatron.models.build import Policy
+    from gspo_megatron.rollout.engine import RolloutRequest
 
 STACKS_SIGNAL = signal.SIGUSR2  # the service prints the stacks of its threads
 END_SIGNAL = signal.SIGINT  # not SIGTERM, which job schedulers send to all processes
@@ -109,13 +111,13 @@ class ServiceClient:
         from rank 0.
         """
         status = self._call("GET", "/weights")
-        self._done(status)
+        self._note(status)
         return status
 
-    def begin_request(self, request: dict[str, Any]) -> None:
-        """Start a request for responses: see `engine.RolloutRequest`."""
-        self._requests[request["name"]] = request
-        self._done(self._call("POST", "/requests", request))
+    def begin_request(self, request: RolloutRequest) -> None:
+        """Start a request for responses."""
+        given = self._requests[request.name] = asdict(request)
+        self._note(self._call("POST", "/requests", given))
 
     def request_status(self, name: str) -> dict[str, Any]:
         """Return the status of a request: finished and scoring (groups), tokens, done.
@@ -123,7 +125,7 @@ class ServiceClient:
         Waits some seconds for the end. Raises the error of the request, such as RewardError.
         """
         status = self._call("GET", f"/requests/{name}")
-        self._done(status)
+        self._note(status)
         return status
 
     def forget(self, step: int) -> None:
@@ -252,14 +254,14 @@ class ServiceClient:
         with opener.open(request, timeout=seconds or self._call_seconds) as answer:
             return json.load(answer)
 
-    def _done(self, status: dict[str, Any]) -> bool:
-        """Return whether a status is done. If the status has an error, this error is raised."""
+    def _note(self, status: dict[str, Any]) -> None:
+        """Note the part of a status that is about the service. If the status has an error, this
+        error is raised."""
         self.needs_folder = status.get("needs_folder", False)
         self.told_to_end = status.get("told_to_end", False)
         error = status.get("error")
         if error is not None:
             raise error_of(error["kind"], error["text"])
-        return bool(status["done"])
 
 
 def service_settings(

@@ -15,7 +15,6 @@ from gspo_megatron.families import family_of, preset_of_folder
 from gspo_megatron.families.model_shape import (
     ModelShape,
     config_of_weights,
-    delta_net_layers,
     shape_of,
 )
 from gspo_megatron.rollout.reward_model import KEY_VARIABLE
@@ -29,6 +28,7 @@ from gspo_megatron.rollout.vllm.installed import delta_net_limit, device_of
 from gspo_megatron.rollout.vllm.process import (
     ServerProcess,
     common_environment,
+    cpu_arguments,
     cpu_environment,
     needed_arguments,
     server_words,
@@ -48,23 +48,12 @@ def server_command(
     its vLLM would answer with log-probs that differ from those of training. Raises ConfigError if
     the folder's model is not supported.
     """
-    shape, on_cpu = shape_of(preset_of_folder(str(folder))), device_of(python) == "cpu"
-    if on_cpu and (wrong := _wrong_on_cpus(folder, shape, dtype)):
-        raise RolloutError(f"{folder}: {wrong}")
-    arguments = needed_arguments(
-        str(folder.resolve()),
-        dtype,
-        routes=bool(shape.num_moe_experts),
-        on_cpu=on_cpu,
-        workers=options.get("tensor_parallel_size", 1),
-        latent=shape.has_latent_attention,
-        delta_nets=any(delta_net_layers(shape)),
-    )
+    shape = shape_of(preset_of_folder(str(folder)))
+    arguments = needed_arguments(str(folder.resolve()), dtype, routes=bool(shape.num_moe_experts))
     if not (folder / "tokenizer_config.json").exists():
         arguments["skip_tokenizer_init"] = True
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
-    environ = common_environment(token) | (cpu_environment() if on_cpu else {})
-    return server_words(python, {**arguments, **options}), environ
+    return _command(folder, shape, python, arguments, options, token)
 
 
 def reward_server_command(
@@ -76,36 +65,35 @@ def reward_server_command(
     the key in KEY_VARIABLE. It has no routes for new weights, and answers with scores, not with
     their sigmoids.
     """
-    shape, on_cpu = shape_of(preset_of_folder(str(folder))), device_of(python) == "cpu"
-    arguments: dict[str, Any] = {
+    arguments = {
         "model": str(folder.resolve()),
         "dtype": dtype,
         "runner": "pooling",
         "convert": "classify",
         "served_model_name": folder.resolve().name,
     }
-    if on_cpu:
-        if wrong := _wrong_on_cpus(folder, shape, dtype):
-            raise RolloutError(f"{folder}: {wrong}")
-        own = needed_arguments(
-            "",
-            dtype,
-            routes=False,
-            on_cpu=True,
-            workers=options.get("tensor_parallel_size", 1),
-            latent=shape.has_latent_attention,
-            delta_nets=any(delta_net_layers(shape)),
-        )
-        arguments |= {key: value for key, value in own.items() if key in _ON_CPUS}
+    shape = shape_of(preset_of_folder(str(folder)))
     key = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32)
-    environ = common_environment(key) | (cpu_environment() if on_cpu else {})
-    environ["VLLM_SERVER_DEV_MODE"] = "0"
+    words, environ = _command(folder, shape, python, arguments, options, key)
+    return words, environ | {"VLLM_SERVER_DEV_MODE": "0"}
+
+
+def _command(
+    folder: Path,
+    shape: ModelShape,
+    python: str,
+    arguments: dict[str, Any],
+    options: Mapping[str, Any],
+    token: str,
+) -> tuple[list[str], dict[str, str]]:
+    """Return the command and the environment of a server, on a CPU or on GPUs."""
+    environ = common_environment(token)
+    if device_of(python) == "cpu":
+        if wrong := _wrong_on_cpus(folder, shape, arguments["dtype"]):
+            raise RolloutError(f"{folder}: {wrong}")
+        arguments |= cpu_arguments(shape, options.get("tensor_parallel_size", 1))
+        environ |= cpu_environment()
     return server_words(python, {**arguments, **options}), environ
-
-
-# Options of needed_arguments that a server on a CPU needs for every kind of model.
-_ON_CPUS = ("enforce_eager", "enable_chunked_prefill", "distributed_executor_backend")
-_ON_CPUS += ("enable_prefix_caching", "attention_backend", "compilation_config")
 
 
 def _wrong_on_cpus(folder: Path, shape: ModelShape, dtype: str) -> str:

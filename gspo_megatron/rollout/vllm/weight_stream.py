@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -157,12 +157,6 @@ def bucket_layout(specs: Mapping[str, Tensor], limit: int) -> list[dict[str, Any
         bucket["tensors"].append([name, dtype, list(spec.shape), bucket["bytes"]])
         bucket["bytes"] += size
     return buckets
-
-
-def exhaust(tensors: Iterable[Any]) -> None:
-    """Consume the iterator on a rank that sends nothing itself."""
-    for _ in tensors:
-        pass
 
 
 def _try_broadcast(group: Group, buffer: Tensor) -> dist.Work | None:

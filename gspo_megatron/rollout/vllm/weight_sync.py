@@ -31,7 +31,7 @@ from gspo_megatron.process.heartbeat import heartbeat
 from gspo_megatron.rollout.engine import Requests, RolloutEngine, Sampling
 from gspo_megatron.rollout.vllm.service_client import ServiceClient
 from gspo_megatron.rollout.vllm.weight_check import WeightCheck, check_prompts, tolerances
-from gspo_megatron.rollout.vllm.weight_stream import WeightStream, exhaust
+from gspo_megatron.rollout.vllm.weight_stream import WeightStream
 from gspo_megatron.rollout.vllm.weights_folder import MEMORY, is_private
 
 _SPARE = "spare"  # name of a folder of old weights that the next version overwrites
@@ -229,10 +229,10 @@ class WeightSync:
             receivers.update(self._on_main().take_weights({**weights, "stream": layout}))
 
         on_main(begin)
-        if self._stream is None:
-            exhaust(tensors)
-        else:
+        if self._stream is not None:
             self._stream.send(layout, receivers, tensors, self._waiting_servers)
+        for _ in tensors:  # the other ranks take part in gathering each tensor
+            pass
         return sum(spec.nbytes for spec in specs.values())
 
     def _waiting_servers(self) -> list[str]:

@@ -62,6 +62,8 @@ class WeightLoader:
     Raises ServerGone, ServerRefused or RolloutError if a server fails.
     """
 
+    starts_with_weights = True  # whether a server that this run starts has the newest weights
+
     def __init__(self, settings: FleetSettings, changes: WeightChanges) -> None:
         self.settings, self.changes = settings, changes
         self.needs_folder = False  # a server waits for the newest weights in a folder
@@ -94,10 +96,10 @@ class WeightLoader:
         return weights
 
     async def first_weights(self, server: Server, started_with: Weights, deadline: float) -> None:
-        """Check a new server's weights. A server that this run did not start first loads
-        `started_with`."""
+        """Check a new server's weights. A server that did not start with `started_with` first loads
+        them."""
         weights = started_with
-        if server.start is None:
+        if server.start is None or not self.starts_with_weights:
             await self._load(server, weights, deadline)
         while not await self._check(server, weights, at_start=True):
             weights = await self.newest_in_folder()

@@ -247,7 +247,8 @@ def scored_by(config: Config, function: Callable[[Sample], Any], lengths: list[i
     tokenizer: Any = None
     reward = Reward("mine", function)
     scorer = GroupScorer.of(config, tokenizer, reward, config.reward, is_learnt=True)
-    group: Any = SimpleNamespace(group_index=np.array([0, 0, *range(1, len(lengths) - 1)]))
+    numbers = np.array([0, 0, *range(1, len(lengths) - 1)])
+    group: Any = SimpleNamespace(group_index=numbers, teacher_logprobs=None)
     scores, failed = scorer.scorer.score(given)
     scorer.fill_in(group, given, scores, failed, 0.0)
     return group.shaped

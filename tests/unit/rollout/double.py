@@ -12,6 +12,7 @@ import base64
 import contextlib
 import io
 import json
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,9 +23,13 @@ from aiohttp import ClientSession, TCPConnector, web
 
 from gspo_megatron.families import FAMILIES, PRESETS
 from gspo_megatron.families.model_shape import shape_of
+from gspo_megatron.rollout.vllm.checks import Needs
+from gspo_megatron.rollout.vllm.client import ServerClient, connected_session
+from gspo_megatron.rollout.vllm.server import FleetSettings, Server
 from gspo_megatron.rollout.vllm.weight_check import WeightCheck
 from gspo_megatron.rollout.vllm.weights import Weights
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Answers, ModelFacts
+from tests.fleets import ScheduledFleet
 from tools.bench.asgi import handler_of
 
 VOCABULARY, LAYERS, EXPERTS, TOP_K, LENGTH = 50, 3, 8, 2, 64
@@ -116,13 +121,13 @@ class Double:
 
     @contextlib.asynccontextmanager
     async def serve(self) -> AsyncIterator[Double]:
-        async with _site(self._handle) as self.url:
+        async with site(self._handle) as self.url:
             if not self.gives_parts:
                 yield self
                 return
             async with (
                 ClientSession(connector=TCPConnector(limit=0, force_close=True)) as session,
-                _site(self._counted(handler_of(Answers(_forward(session, self.url))))) as self.url,
+                site(self._counted(handler_of(Answers(_forward(session, self.url))))) as self.url,
             ):
                 yield self
 
@@ -204,8 +209,58 @@ class Double:
         return {"choices": [choice]}
 
 
+class Started:
+    """Stands for the process of a server that this run has started."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def has_ended(self) -> None:
+        return None
+
+    def errors(self) -> str:
+        return ""
+
+    def kill(self) -> None:
+        pass
+
+    async def end(self) -> None:
+        pass
+
+
+def fleet_settings(
+    *, with_routes: bool = False, longest: int = LENGTH, **changes: Any
+) -> FleetSettings:
+    needs = Needs(max_model_len=longest, dtype="float32", with_routes=with_routes)
+    limits = {"restarts": 0, "update_seconds": 30, "silence_seconds": 30}
+    return FleetSettings(FACTS, needs, **limits | changes)
+
+
 @contextlib.asynccontextmanager
-async def _site(handler: Any) -> AsyncIterator[str]:
+async def fleet_of_doubles(
+    count: int = 1, **settings: Any
+) -> AsyncIterator[tuple[ScheduledFleet, list[Double]]]:
+    """A fleet of stand-ins, which are called server 0, 1, ... settings: see `fleet_settings`."""
+    async with contextlib.AsyncExitStack() as stack:
+        doubles = [await stack.enter_async_context(Double().serve()) for _ in range(count)]
+        session = await stack.enter_async_context(connected_session())
+        servers = [
+            Server(f"server {n}", ServerClient(each.url, session)) for n, each in enumerate(doubles)
+        ]
+        fleet = ScheduledFleet(servers, fleet_settings(**settings))
+        yield await stack.enter_async_context(fleet), doubles
+
+
+async def until(condition: Callable[[], object], seconds: float = 30) -> None:
+    """Wait until the condition holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def site(handler: Any) -> AsyncIterator[str]:
     """Run a server. Yields its URL."""
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", handler)

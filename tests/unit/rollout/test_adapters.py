@@ -16,32 +16,24 @@ import torch
 from gspo_megatron.config.servers import served_rank
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout.vllm.adapters import AdapterLoader, dropped_parts
-from gspo_megatron.rollout.vllm.checks import Abilities, Needs
+from gspo_megatron.rollout.vllm.checks import Abilities
 from gspo_megatron.rollout.vllm.in_flight import InFlightResponse
 from gspo_megatron.rollout.vllm.process import (
     WORKER_FOLDER,
     adapter_arguments,
     option_words,
 )
-from gspo_megatron.rollout.vllm.server import FleetSettings, Server
+from gspo_megatron.rollout.vllm.server import Server
 from gspo_megatron.rollout.vllm.weight_check import WeightCheck
 from gspo_megatron.rollout.vllm.weights import Weights
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response, _Part, part_request
 from tests.fleets import ScheduledFleet
-from tests.unit.rollout.double import FACTS, LENGTH
+from tests.unit.rollout.double import FACTS, Started, fleet_settings
 
 sys.path.append(str(WORKER_FOLDER))
 import gspo_vllm_worker as worker
 
-SETTINGS = FleetSettings(
-    FACTS,
-    Needs(LENGTH, "float32", False),
-    restarts=0,
-    update_seconds=30,
-    silence_seconds=30,
-    max_staleness=1,
-    base="/models/base",
-)
+SETTINGS = fleet_settings(max_staleness=1, base="/models/base")
 CHECK = WeightCheck([[1, 2]], [[3, 4]], [[-0.5, -0.5]], 1e-4, 1e-4)
 PARTS = {"layers.0.self_attn.q_proj": 2.0, "layers.0.mlp.gate": 3.0}
 
@@ -73,7 +65,9 @@ class Recorded:
 
 def a_server(client: Recorded) -> tuple[ScheduledFleet, Server]:
     recorded: Any = client
-    server = Server("server", recorded, abilities=Abilities(is_extended=True, workers=1))
+    abilities = Abilities(is_extended=True, workers=1)
+    # the run has started the server, which begins with the base
+    server = Server("server", recorded, start=Started, abilities=abilities)
     return ScheduledFleet([server], SETTINGS), server
 
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import psutil
@@ -22,8 +22,9 @@ import pytest
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout.vllm import agent as agent_module
 from gspo_megatron.rollout.vllm import remote
-from gspo_megatron.rollout.vllm.remote import HeartbeatFile, Nodes, RemoteProcess
+from gspo_megatron.rollout.vllm.remote import HeartbeatFile, Node, RemoteProcess, exchange_files
 from tests.programs import command_environment
+from tests.unit.rollout.double import until
 
 # The program of a server that answers every request at its address.
 _SERVER = """
@@ -72,9 +73,9 @@ class Run:
         )
         return self.agent
 
-    def server(self, nodes: Nodes, number: int = 0, *options: str) -> RemoteProcess:
+    def server(self, node: Node, number: int = 0, *options: str) -> RemoteProcess:
         words = [sys.executable, str(self.script), *options]
-        return RemoteProcess(nodes.nodes[0], number, words, {"WHO": f"server {number}"}, gpus=())
+        return RemoteProcess(node, number, words, {"WHO": f"server {number}"}, gpus=())
 
     def processes(self) -> list[psutil.Process]:
         """The processes of the servers that are running."""
@@ -97,21 +98,14 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 
 @contextlib.asynccontextmanager
-async def service(run: Run) -> AsyncIterator[Nodes]:
-    nodes = Nodes(run.folder, [NODE])
-    task = asyncio.create_task(nodes.run())
+async def service(run: Run) -> AsyncIterator[Node]:
+    node = Node(run.folder, NODE)
+    task = asyncio.create_task(exchange_files([node]))
     try:
-        yield nodes
+        yield node
     finally:
         task.cancel()
         await asyncio.wait([task])
-
-
-async def until(condition: Callable[[], object], seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        await asyncio.sleep(0.05)
 
 
 def answer_of(url: str) -> str | None:
@@ -129,8 +123,8 @@ async def started(server: RemoteProcess) -> str:
 def test_a_server_starts_and_ends_as_the_service_says(run: Run) -> None:
     async def go() -> None:
         run.start_agent()
-        async with service(run) as nodes:
-            first, second = run.server(nodes, 0), run.server(nodes, 1)
+        async with service(run) as node:
+            first, second = run.server(node, 0), run.server(node, 1)
             urls = [await started(first), await started(second)]
             assert [answer_of(url) for url in urls] == ["server 0", "server 1"]
             assert first.has_ended() is None
@@ -138,7 +132,7 @@ def test_a_server_starts_and_ends_as_the_service_says(run: Run) -> None:
             assert stat.S_IMODE(secret.stat().st_mode) == 0o600
             await first.end()
             assert answer_of(urls[0]) is None and answer_of(urls[1]) == "server 1"
-            again = run.server(nodes, 0)
+            again = run.server(node, 0)
             assert await started(again) != urls[0]
             first.kill()  # this late request to end the earlier server must not end the new one
             await asyncio.sleep(2)
@@ -152,9 +146,9 @@ def test_a_server_starts_and_ends_as_the_service_says(run: Run) -> None:
 def test_how_a_server_ended_is_told(run: Run) -> None:
     async def go() -> None:
         run.start_agent()
-        async with service(run) as nodes:
-            failing = run.server(nodes, 0, "--fail", "it-is-broken")
-            killed = run.server(nodes, 1)
+        async with service(run) as node:
+            failing = run.server(node, 0, "--fail", "it-is-broken")
+            killed = run.server(node, 1)
             await started(killed)
             await until(failing.has_ended)
             for process in run.processes():
@@ -174,6 +168,9 @@ def test_gpus_are_those_of_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     assert agent_module._devices([1, 2]) == {"CUDA_VISIBLE_DEVICES": "5,GPU-6"}
     with pytest.raises(RolloutError, match="GPU 3 of its node.* has 3 "):
         agent_module._devices([2, 3])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(RolloutError, match="GPU 0 of its node.* has 0 "):
+        agent_module._devices([0])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert agent_module._devices([2, 3]) == {"CUDA_VISIBLE_DEVICES": "2,3"}
 
@@ -185,8 +182,8 @@ def test_an_agent_that_dies_is_noticed_and_another_takes_its_place(
 
     async def go() -> None:
         agent = run.start_agent()
-        async with service(run) as nodes:
-            server = run.server(nodes)
+        async with service(run) as node:
+            server = run.server(node)
             await started(server)
             agent.send_signal(signal.SIGKILL)
             assert agent.wait(60) == -signal.SIGKILL
@@ -195,7 +192,7 @@ def test_an_agent_that_dies_is_noticed_and_another_takes_its_place(
             await until(server.has_ended)
             assert "no sign of life from node-a for " in str(server.has_ended())
             run.start_agent()
-            again = run.server(nodes)
+            again = run.server(node)
             await started(again)
             assert again.has_ended() is None
 
@@ -211,9 +208,9 @@ def test_a_service_that_dies_without_a_word_is_noticed(
         agent = agent_module.NodeAgent(run.folder, NODE, "127.0.0.1")
         ended = asyncio.Event()
         working = asyncio.create_task(agent.run(ended))
-        nodes = Nodes(run.folder, [NODE])
-        wishes = asyncio.create_task(nodes.run())
-        await started(run.server(nodes))
+        node = Node(run.folder, NODE)
+        wishes = asyncio.create_task(exchange_files([node]))
+        await started(run.server(node))
         wanted = remote.wanted_file(run.folder, NODE)
         kept = wanted.read_bytes()
         wishes.cancel()
@@ -267,8 +264,7 @@ def test_clocks_do_not_matter(tmp_path: Path) -> None:
 
 
 def test_servers_listen_on_the_way_to_the_service(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, [NODE], "127.0.0.1")
-    nodes.nodes[0].exchange()
+    Node(tmp_path, NODE, "127.0.0.1").exchange()
     agent = agent_module.NodeAgent(tmp_path, NODE)
     agent.wanted.read()
     assert agent._way_to_service() == "127.0.0.1"

@@ -24,12 +24,10 @@ from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 from gspo_megatron.rollout.store import read_groups
 from gspo_megatron.rollout.types import RolloutGroup
-from gspo_megatron.rollout.vllm.checks import Needs
 from gspo_megatron.rollout.vllm.episodes import ServedRequests
-from gspo_megatron.rollout.vllm.server import FleetSettings
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
 from gspo_megatron.types import Prompt
-from tests.unit.rollout.double import EXPERTS, FACTS, LAYERS, TOP_K
+from tests.unit.rollout.double import EXPERTS, LAYERS, TOP_K, fleet_settings
 
 LONGEST = 20  # the longest sequence of the servers, in tokens
 EOS = 2
@@ -69,8 +67,7 @@ class Recorder:
     requests: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        needs = Needs(max_model_len=LONGEST, dtype="float32", with_routes=self.with_routes)
-        self.settings = FleetSettings(FACTS, needs, 0, 30, 30)
+        self.settings = fleet_settings(with_routes=self.with_routes, longest=LONGEST)
 
     async def generate_all(
         self,
@@ -118,6 +115,22 @@ class Unscored:
         then(make())
 
 
+def requests_of(
+    folder: Path, pool: Any, scorers: Any, runner: EpisodeRunner | None = None
+) -> ServedRequests:
+    prompts = [Prompt("p", "", f"f:{n}", {}, (10 + n,) * (n + 1)) for n in range(ROWS)]
+    stops = {"stop_token_ids": [EOS]}
+    return ServedRequests(pool, scorers, {DRAW.key: prompts}, stops, folder, "o", runner)
+
+
+async def ended(draws: ServedRequests, draw: RolloutRequest) -> dict[str, Any]:
+    """Make a request, and wait until it ends. Returns its status."""
+    running = draws.begin(draw)
+    assert running.task is not None
+    await running.task
+    return running.status()
+
+
 def drawn(
     folder: Path,
     pool: Recorder,
@@ -126,23 +139,16 @@ def drawn(
     limits: EpisodeLimits | None = None,
 ) -> tuple[list[dict[int, RolloutGroup]], list[Episode]]:
     """The groups of these requests, by number, and the episodes of all groups."""
-    prompts = [Prompt("p", "", f"f:{n}", {}, (10 + n,) * (n + 1)) for n in range(ROWS)]
     runner = None
     if environment is not None:
         tokenizer: Any = Tokenizer()
         runner = EpisodeRunner(environment, tokenizer, limits or EpisodeLimits(9, 12))
-    scorers: Any = Unscored()
-    recorder: Any = pool
+    scorers = Unscored()
 
     async def run() -> None:
-        all_draws = ServedRequests(
-            recorder, scorers, {DRAW.key: prompts}, {"stop_token_ids": [EOS]}, folder, "o", runner
-        )
+        all_draws = requests_of(folder, pool, scorers, runner)
         for draw in draws:
-            running = all_draws.begin(draw)
-            assert running.task is not None
-            await running.task
-            assert running.error is None, running.error
+            assert (await ended(all_draws, draw))["error"] is None
 
     asyncio.run(run())
     return [read_groups(folder / f"{draw.name}.groups") for draw in draws], scorers.episodes
@@ -160,10 +166,13 @@ class Talk:
 # Seeds
 
 
-def test_a_seed_is_of_the_draw_and_the_sample(tmp_path: Path) -> None:
+def test_a_request_names_its_draw_and_a_seed_is_of_draw_and_sample(
+    tmp_path: Path,
+) -> None:
     pool = Recorder()
     drawn(tmp_path, pool, DRAW)
     assert sorted(pool.seeds()) == [(DRAW.seed, sample) for sample in range(9)]
+    assert {(each["version"], each["draw"]) for each in pool.requests} == {(3, DRAW.name)}
     by_prompt = {request["prompt"]: request["seeds"] for request in pool.requests}
     assert by_prompt == {
         (10 + row,) * (row + 1): [(DRAW.seed, GROUP * number + n) for n in range(GROUP)]
@@ -191,12 +200,6 @@ def test_no_two_responses_of_a_step_with_refills_or_of_two_steps_share_a_seed(
     seeds = pool.seeds()
     assert len(seeds) == 27 * (1 if environment is None else 3)
     assert len({*seeds}) == len(seeds)
-
-
-def test_a_draw_asks_with_its_version_and_name(tmp_path: Path) -> None:
-    pool = Recorder()
-    drawn(tmp_path, pool, DRAW)
-    assert {(each["version"], each["draw"]) for each in pool.requests} == {(3, DRAW.name)}
 
 
 # Numbers
@@ -326,17 +329,13 @@ def test_an_episode_without_a_turn_has_a_row_of_routes_for_each_token(
 
 def test_status_counts_groups_and_tokens(tmp_path: Path) -> None:
     """Rank 0 shows these numbers while it waits for responses."""
-    recorder: Any = Recorder()
-    scorers: Any = Unscored()
-    prompts = [Prompt("p", "", f"f:{n}", {}, (10 + n,) * (n + 1)) for n in range(ROWS)]
+    recorder = Recorder()
 
     async def run() -> dict[str, Any]:
-        draws = ServedRequests(recorder, scorers, {DRAW.key: prompts}, {}, tmp_path, "o")
+        draws = requests_of(tmp_path, recorder, Unscored())
         running = draws.begin(DRAW)
         assert draws.begin(DRAW) is running and not running.status()["done"]
-        assert running.task is not None
-        await running.task
-        return running.status()
+        return await ended(draws, DRAW)
 
     tokens = 9 * recorder.length
     expected = {"finished": 3, "tokens": tokens, "scoring": 0, "done": True, "error": None}
@@ -357,29 +356,19 @@ def test_a_draw_begins_again_where_it_failed_or_asks_for_something_else(tmp_path
             return await super().generate_all(*asked)
 
     recorder = Refusing()
-    scorers: Any = Unscored()
-    prompts = [Prompt("p", "", f"f:{n}", {}, (10 + n,) * (n + 1)) for n in range(ROWS)]
 
     async def run() -> None:
-        pool: Any = recorder
-        draws = ServedRequests(pool, scorers, {DRAW.key: prompts}, {}, tmp_path, "o")
-
-        async def ended(draw: RolloutRequest) -> dict[str, Any]:
-            running = draws.begin(draw)
-            assert running.task is not None
-            await running.task
-            return running.status()
-
-        failed = await ended(DRAW)
+        draws = requests_of(tmp_path, recorder, Unscored())
+        failed = await ended(draws, DRAW)
         assert failed["error"] == {"kind": "RolloutError", "text": "no server is left"}
         assert failed["finished"] == 2 and len(recorder.seeds()) == 6
         recorder.refuses = False
-        assert (await ended(DRAW))["error"] is None
+        assert (await ended(draws, DRAW))["error"] is None
         # three more responses are requested, for the missing group
         assert len(recorder.seeds()) == 9
-        assert (await ended(DRAW))["error"] is None
+        assert (await ended(draws, DRAW))["error"] is None
         assert len(recorder.seeds()) == 9  # no group is missing, so nothing is requested
-        other = await ended(replace(DRAW, rows=[1, 2, 3]))
+        other = await ended(draws, replace(DRAW, rows=[1, 2, 3]))
         assert other["finished"] == 3 and len(recorder.seeds()) == 18
 
     asyncio.run(run())

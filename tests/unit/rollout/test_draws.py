@@ -5,35 +5,32 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import pytest
-import yaml
 from aiohttp import web
 
 from gspo_megatron.config import Config
-from gspo_megatron.config.load import load_config
 from gspo_megatron.data.inputs import read_inputs
 from gspo_megatron.data.loader import PromptLoader
-from gspo_megatron.data.toy import write_toy_dataset
 from gspo_megatron.environments.episode import EpisodeLimits, EpisodeRunner
-from gspo_megatron.errors import RewardError
+from gspo_megatron.errors import EpisodeError, RewardError, error_of
 from gspo_megatron.rl.served_rollouts import origin_of_rollouts
 from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 from gspo_megatron.rollout.store import read_groups
 from gspo_megatron.rollout.types import RolloutGroup
-from gspo_megatron.rollout.vllm.checks import Needs
-from gspo_megatron.rollout.vllm.client import ServerClient, connected_session
 from gspo_megatron.rollout.vllm.episodes import Scorers, ServedRequests
-from gspo_megatron.rollout.vllm.server import FleetSettings, Server
 from tests.fleets import ScheduledFleet
-from tests.unit.rollout.double import FACTS, LENGTH, Double, plain, weights
+from tests.unit.rollout.conftest import REWARD
+from tests.unit.rollout.double import Double, fleet_of_doubles, plain, weights
 
+T = TypeVar("T")
 DRAW = RolloutRequest(
     name="step_00000001_0",
     key="data.prompts",
@@ -44,72 +41,55 @@ DRAW = RolloutRequest(
     seed=1,
     version=0,
 )
-_REWARD = "def reward(sample):\n    return {value}\n"
 
 
-@pytest.fixture
-def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Config]:
-    """A function that makes the configuration of a run with a custom reward and overrides."""
-    monkeypatch.chdir(tmp_path)
-    # The reward's folder will be added to the path. This call restores the path after the test.
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    write_toy_dataset(tmp_path / "toy", "mixed", train=16, test=2, seed=1)
-    (tmp_path / "bank_test_reward.py").write_text(_REWARD.format(value=0.25))
-    content = {
-        "data": {"tokenizer": "toy/tokenizer.model", "prompts": "toy/train.jsonl"},
-        "rollout": {"engine": "vllm", "vllm": {"servers": 1}},
-        "reward": {"import_path": "bank_test_reward:reward"},
-        "logging": {"dir": "run"},
-    }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
-    return lambda *overrides: load_config(tmp_path / "config.yaml", overrides)
+def beside(scorers: Scorers, work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in a thread. Meanwhile the main thread scores, as in the rollout service."""
 
-
-def draw(
-    config: Config, folder: Path, wanted: RolloutRequest = DRAW, asked: list[Any] | None = None
-) -> tuple[int, dict[int, RolloutGroup]]:
-    """Generate a request in a new service. Returns the number of responses that the server gave,
-    and the groups. `asked` collects the sampling settings of each request."""
-    scorers = Scorers(config, inputs := read_inputs(config))
-
-    async def run() -> int:
-        async with Double().serve() as double, connected_session() as session:
-            needs = Needs(max_model_len=LENGTH, dtype="float32", with_routes=False)
-            settings = FleetSettings(
-                facts=FACTS, needs=needs, restarts=0, update_seconds=30, silence_seconds=30
-            )
-            pool = ScheduledFleet([Server("server", ServerClient(double.url, session))], settings)
-            folder.mkdir(exist_ok=True)
-            try:
-                await pool.update(weights(folder, 0))
-                origin = origin_of_rollouts(config)
-                draws = ServedRequests(
-                    pool.scheduler, scorers, inputs.files, {}, folder / "bank", origin
-                )
-                before = double.calls["/inference/v1/generate"]
-                if asked is not None:
-                    double.faults["/inference/v1/generate"] = partial(listen, asked)
-                running = draws.begin(wanted)
-                assert running.task is not None
-                await running.task
-                assert running.error is None
-                return double.calls["/inference/v1/generate"] - before
-            finally:
-                await pool.close()
-
-    counts: list[int] = []
-
-    def work() -> None:
+    def run() -> T:
         try:
-            counts.append(asyncio.run(run()))
+            return asyncio.run(work)
         finally:
             scorers.stop()
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    scorers.work()
-    thread.join()
-    return counts[0], read_groups(folder / "bank" / f"{wanted.name}.groups")
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run)
+        scorers.work()
+        return running.result()
+
+
+def draw(
+    config: Config,
+    folder: Path,
+    wanted: RolloutRequest = DRAW,
+    asked: list[Any] | None = None,
+    runner: EpisodeRunner | None = None,
+) -> tuple[int, dict[int, RolloutGroup]]:
+    """Generate a request in a new service. Returns the number of responses that the server gave,
+    and the groups. `asked` collects the sampling settings of each request. runner: None for single
+    turns. Raises the error that rank 0 would get."""
+    scorers = Scorers(config, inputs := read_inputs(config))
+
+    async def run() -> tuple[int, dict[str, Any]]:
+        async with fleet_of_doubles() as (fleet, [double]):
+            folder.mkdir(exist_ok=True)
+            await fleet.update(weights(folder, 0))
+            origin, bank = origin_of_rollouts(config), folder / "bank"
+            draws = ServedRequests(fleet.scheduler, scorers, inputs.files, {}, bank, origin, runner)
+            before = double.calls["/inference/v1/generate"]
+            if asked is not None:
+                double.faults["/inference/v1/generate"] = partial(listen, asked)
+            running = draws.begin(wanted)
+            assert running.task is not None
+            await running.task
+            await scorers.close()
+            return double.calls["/inference/v1/generate"] - before, running.status()
+
+    count, status = beside(scorers, run())
+    assert status["done"]
+    if (error := status["error"]) is not None:
+        raise error_of(error["kind"], error["text"])
+    return count, read_groups(folder / "bank" / f"{wanted.name}.groups")
 
 
 def test_a_teacher_is_not_asked_about_responses_of_an_evaluation(
@@ -123,6 +103,19 @@ def test_a_teacher_is_not_asked_about_responses_of_an_evaluation(
     name = "evaluation_00000001"
     _, groups = draw(config, tmp_path, replace(DRAW, name=name, key="data.eval_prompts", rows=[0]))
     assert groups[0].rewards.tolist() == [0.25, 0.25] and groups[0].teacher_logprobs is None
+
+
+def test_groups_whose_teacher_is_away_are_dropped(
+    configured: Callable[..., Config], tmp_path: Path
+) -> None:
+    config = configured(
+        "objective.distillation.url=http://127.0.0.1:1/v1",  # nobody answers there
+        "reward.retries=0",
+        "reward.on_failure=drop_group",
+    )
+    _, groups = draw(config, tmp_path / "run", replace(DRAW, rows=[0]))
+    assert groups[0].rewards.tolist() == [0.25, 0.25] and groups[0].failed == (1, 0, 0)
+    assert np.isnan(groups[0].shaped).all() and np.isnan(groups[0].teacher_logprobs).all()
 
 
 async def listen(asked: list[Any], request: web.Request, answer: Any) -> web.StreamResponse:
@@ -141,7 +134,7 @@ def test_a_suite_is_drawn_with_its_own_sampling_and_judged_by_its_own_reward(
         "top_k": 7,
         "temperature": 0.25,
     }
-    (tmp_path / "suite_test_reward.py").write_text(_REWARD.format(value=0.125))
+    (tmp_path / "suite_test_reward.py").write_text(REWARD.format(value=0.125))
     usual = ("reward.import_path=", "reward.name=exact_match")
     config = configured(*usual, f"evaluation.suites={json.dumps({'near': suite})}")
     sampling = Sampling(3, temperature=0.25, top_p=0.5, top_k=7)
@@ -191,7 +184,7 @@ def test_groups_are_used_again_unless_the_reward_has_changed(
     assert drawn() == (6, {0.25})
     assert drawn() == (0, {0.25})
     assert drawn("optimizer.learning_rate=1e-4", "parallel.layout=tp=2") == (0, {0.25})
-    (tmp_path / "bank_test_reward.py").write_text(_REWARD.format(value=0.5))
+    (tmp_path / "bank_test_reward.py").write_text(REWARD.format(value=0.5))
     assert drawn() == (6, {0.5})
     assert drawn("reward.scale=2.0")[0] == 6
 
@@ -200,21 +193,9 @@ def test_a_reward_that_ends_the_program_is_a_mistake_of_the_reward(
     configured: Callable[..., Config],
 ) -> None:
     config = configured()
-    scorers, told = Scorers(config, read_inputs(config)), []
-
-    def ask() -> None:
-        try:
-            asyncio.run(scorers.in_main(lambda: sys.exit(3)))
-        except RewardError as error:
-            told.append(str(error))
-        finally:
-            scorers.stop()
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    scorers.work()
-    thread.join()
-    assert told == ["the reward function ended with SystemExit(3)"]
+    scorers = Scorers(config, read_inputs(config))
+    with pytest.raises(RewardError, match=r"the reward function ended with SystemExit\(3\)"):
+        beside(scorers, scorers.in_main(lambda: sys.exit(3)))
 
 
 def test_an_environment_that_cancels_itself_ends_the_draw_with_an_error(
@@ -225,21 +206,9 @@ def test_an_environment_that_cancels_itself_ends_the_draw_with_an_error(
             raise asyncio.CancelledError
 
     config = configured()
-    inputs = read_inputs(config)
-    runner = EpisodeRunner(Cancelling(), inputs.tokenizer, EpisodeLimits(1, 4))
-    scorers = Scorers(config, inputs)
-
-    async def run() -> dict[str, Any]:
-        pool = ScheduledFleet([], FleetSettings(FACTS, Needs(LENGTH, "float32", False), 0, 30, 30))
-        draws = ServedRequests(pool.scheduler, scorers, inputs.files, {}, tmp_path, "", runner)
-        running = draws.begin(DRAW)
-        assert running.task is not None
-        await asyncio.wait([running.task])
-        return running.status()
-
-    status = asyncio.run(run())
-    assert status["done"] and status["error"]["kind"] == "EpisodeError"
-    assert "environment Cancelling: rollout cancelled itself" in status["error"]["text"]
+    runner = EpisodeRunner(Cancelling(), read_inputs(config).tokenizer, EpisodeLimits(1, 4))
+    with pytest.raises(EpisodeError, match="environment Cancelling: rollout cancelled itself"):
+        draw(config, tmp_path / "run", runner=runner)
 
 
 def test_what_decides_rollouts_is_told_apart(
@@ -308,12 +277,12 @@ def step_by_step(config: Config, folder: Path, ahead: int) -> tuple[list[list[in
     trained: list[list[int]] = []
     ages: list[int] = []
 
-    async def steps(pool: ScheduledFleet) -> None:
+    async def steps(fleet: ScheduledFleet) -> None:
         origin = origin_of_rollouts(config)
-        draws = ServedRequests(pool.scheduler, scorers, inputs.files, {}, folder / "bank", origin)
+        draws = ServedRequests(fleet.scheduler, scorers, inputs.files, {}, folder / "bank", origin)
         loader = PromptLoader(ROWS, BATCH, seed=1)
         for step in range(1, STEPS + 1):
-            await pool.update(weights(folder, step - 1))
+            await fleet.update(weights(folder, step - 1))
             numbers = range(step, min(step + ahead, STEPS) + 1)
             running = [
                 draws.begin(
@@ -332,27 +301,12 @@ def step_by_step(config: Config, folder: Path, ahead: int) -> tuple[list[list[in
                 ages.extend((step - 1 - group.versions).tolist())
 
     async def run() -> None:
-        async with Double().serve() as double, connected_session() as session:
-            needs = Needs(max_model_len=LENGTH, dtype="float32", with_routes=False)
-            settings = FleetSettings(FACTS, needs, 0, 30, 30, max_staleness=ahead)
-            pool = ScheduledFleet([Server("server", ServerClient(double.url, session))], settings)
+        async with fleet_of_doubles(max_staleness=ahead) as (fleet, [double]):
             double.faults["/inference/v1/generate"] = Slow(double)
             folder.mkdir()
-            try:
-                await steps(pool)
-            finally:
-                await pool.close()
+            await steps(fleet)
 
-    def work() -> None:
-        try:
-            asyncio.run(run())
-        finally:
-            scorers.stop()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    scorers.work()
-    thread.join()
+    beside(scorers, run())
     assert len(trained) == STEPS
     return trained, ages
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import itertools
 import json
 import math
@@ -24,9 +23,8 @@ from aiohttp import web
 
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rl.served_rollouts import missing_rows
-from gspo_megatron.rollout.vllm.checks import Abilities, Needs
-from gspo_megatron.rollout.vllm.client import OutOfFilesError, ServerClient, connected_session
-from gspo_megatron.rollout.vllm.server import FleetSettings, Server
+from gspo_megatron.rollout.vllm.checks import Abilities
+from gspo_megatron.rollout.vllm.client import OutOfFilesError
 from gspo_megatron.rollout.vllm.weight_check import WeightCheck
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import (
     MALFORMED,
@@ -41,11 +39,11 @@ from tests.unit.rollout.double import (
     EXPERTS,
     FACTS,
     LAYERS,
-    LENGTH,
     TOP_K,
     VOCABULARY,
     Double,
     Fault,
+    Started,
     choice_with,
     cut,
     decoded,
@@ -54,6 +52,7 @@ from tests.unit.rollout.double import (
     ends_early,
     experts,
     fails,
+    fleet_of_doubles,
     greedy,
     late,
     logprob,
@@ -65,13 +64,6 @@ from tests.unit.rollout.double import (
 GENERATE = "/inference/v1/generate"
 PROMPT = [5, 6, 7]
 SAMPLING = {"temperature": 1.0, "max_tokens": 6}
-
-
-@pytest.fixture(params=[False, True], ids=["json", "parts"])
-def gives_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the servers that stand in for vLLM have this package's middleware."""
-    monkeypatch.setattr(Double, "gives_parts", request.param)
-    return request.param
 
 
 async def draw(fleet: ScheduledFleet, version: int, count: int, at_once: bool) -> list[Response]:
@@ -88,22 +80,11 @@ async def draw(fleet: ScheduledFleet, version: int, count: int, at_once: bool) -
 def pooled(
     work: Callable[[ScheduledFleet, list[Double]], Awaitable[None]], count: int = 2, **limits: float
 ) -> None:
-    """Run `work` with a fleet of stand-ins, which are called server 0, 1, ..."""
+    """Run `work` with a fleet of stand-ins: see `fleet_of_doubles`."""
 
     async def run() -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            doubles = [await stack.enter_async_context(Double().serve()) for _ in range(count)]
-            session = await stack.enter_async_context(connected_session())
-            servers = [
-                Server(f"server {n}", ServerClient(d.url, session)) for n, d in enumerate(doubles)
-            ]
-            settings = FleetSettings(
-                facts=FACTS,
-                needs=Needs(max_model_len=LENGTH, dtype="float32", with_routes=True),
-                **{"restarts": 0, "update_seconds": 30, "silence_seconds": 30, **limits},
-            )
-            async with ScheduledFleet(servers, settings) as fleet:
-                await work(fleet, doubles)
+        async with fleet_of_doubles(count, with_routes=True, **limits) as (fleet, doubles):
+            await work(fleet, doubles)
 
     asyncio.run(run())
 
@@ -413,25 +394,6 @@ def test_weights_for_servers_that_start_again_wait_for_a_folder(tmp_path: Path) 
         assert not fleet.loader.needs_folder and [each.version for each in fleet.servers] == [1, 1]
 
     pooled(work)
-
-
-class Started:
-    """Stands for the process of a server that this run has started."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-
-    def has_ended(self) -> str | None:
-        return None
-
-    def errors(self) -> str:
-        return ""
-
-    def kill(self) -> None:
-        pass
-
-    async def end(self) -> None:
-        pass
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["waits for a folder", "before its update"])

@@ -15,9 +15,7 @@ import pytest
 from aiohttp import web
 from safetensors.numpy import save
 
-from gspo_megatron.errors import RolloutError
-from gspo_megatron.rollout.vllm.checks import Needs
-from gspo_megatron.rollout.vllm.server import FleetSettings, RequestWindow, Server
+from gspo_megatron.rollout.vllm.server import RequestWindow, Server
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import (
     LENGTH,
     MALFORMED,
@@ -38,8 +36,10 @@ from tests.unit.rollout.double import (
     Double,
     Fault,
     fails,
+    fleet_settings,
     greedy,
     plain,
+    until,
     weights,
 )
 from tests.unit.rollout.test_faulty_servers import (
@@ -223,14 +223,6 @@ class Held:
         return await plain(request, answer)
 
 
-async def until(condition: Any) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError("it has not come to that")
-
-
 def test_of_a_part_whose_server_dies_what_is_missing_is_drawn_again_once(tmp_path: Path) -> None:
     async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
         await fleet.update(weights(tmp_path, 0))
@@ -255,22 +247,6 @@ def test_of_a_part_whose_server_dies_what_is_missing_is_drawn_again_once(tmp_pat
         assert fleet.servers[1].busy.seconds < 5
 
     pooled(work)
-
-
-def test_one_that_refuses_ends_the_draw(tmp_path: Path) -> None:
-    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
-        async def refuses(request: web.Request, answer: Any) -> web.StreamResponse:
-            is_third = await by_seed(await request.json()) == 2
-            return await (fails(400) if is_third else plain)(request, answer)
-
-        await fleet.update(weights(tmp_path, 0))
-        doubles[0].faults[GENERATE] = refuses
-        with pytest.raises(RolloutError) as caught:
-            await fleet.scheduler.generate_all(PROMPT, SAMPLING, GROUP, 0)
-        told = f"server 0 refuses a request: {GENERATE}: HTTP 400: it is broken"
-        assert str(caught.value) == told and fleet.servers[0].load == 0
-
-    pooled(work, count=1)
 
 
 def test_a_draw_that_is_given_up_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -390,9 +366,7 @@ def fleet_of(*sizes: int, gives_parts: bool = True) -> tuple[ScheduledFleet, lis
     for server, size in zip(servers, sizes, strict=True):
         server.window = RequestWindow(size)
         server.abilities = replace(server.abilities, gives_parts=gives_parts)
-    needs = Needs(64, "float32", False)
-    settings = FleetSettings(FACTS, needs, restarts=0, update_seconds=30, silence_seconds=30)
-    return ScheduledFleet(servers, settings), servers
+    return ScheduledFleet(servers, fleet_settings()), servers
 
 
 def admitted(fleet: ScheduledFleet, *turns: int) -> list[list[tuple[str, int]] | None]:

@@ -14,18 +14,21 @@ import tempfile
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from gspo_megatron.errors import RolloutError
+from gspo_megatron.families import PRESETS
+from gspo_megatron.families.model_shape import ModelShape, shape_of
 from gspo_megatron.rollout.vllm import process
 from gspo_megatron.rollout.vllm.process import (
     WORKER_FOLDER,
     ServerProcess,
+    cpu_arguments,
     errors_of,
     last_lines_of,
-    needed_arguments,
     option_words,
 )
 from tests.programs import command_environment, gspo, run_program, wait_until
@@ -284,26 +287,28 @@ def test_a_killed_server_leaves_nothing_behind(tmp_path: Path) -> None:
     )
 
 
+def shape_with(**fields: Any) -> ModelShape:
+    """The shape of the tiny model, with these fields of TransformerConfig."""
+    return shape_of(PRESETS["tiny"], fields)
+
+
 def test_latent_attention_on_cpus_gets_other_kernels() -> None:
     """Without YaRN, vLLM's rotary kernel for CPUs is wrong for latent attention; see
     tests/vllm/test_families.py."""
-    options = {"routes": True, "latent": True}
-    on_cpu = needed_arguments("folder", "float32", on_cpu=True, **options)
+    on_cpu = cpu_arguments(shape_with(multi_latent_attention=True), workers=1)
     assert on_cpu["attention_backend"] == "CPU_MLA"
     assert on_cpu["compilation_config"] == {"custom_ops": ["all", "-rotary_embedding"]}
     words = option_words(on_cpu)
     assert words[words.index("--compilation-config") + 1] == (
         '{"custom_ops": ["all", "-rotary_embedding"]}'
     )
-    on_gpu = needed_arguments("folder", "float32", on_cpu=False, **options)
-    assert not {"attention_backend", "compilation_config"} & on_gpu.keys()
+    usual = cpu_arguments(shape_with(), workers=2)
+    assert usual == {"enforce_eager": True, "enable_chunked_prefill": False}
 
 
 def test_delta_nets_on_cpus_have_no_prefix_caching() -> None:
-    options = {"routes": True, "delta_nets": True}
-    on_cpu, on_gpu = (needed_arguments("folder", "bfloat16", on_cpu=c, **options) for c in (1, 0))
+    on_cpu = cpu_arguments(shape_with(linear_attention_freq=2), workers=1)
     assert on_cpu["enable_prefix_caching"] is False
-    assert "enable_prefix_caching" not in on_gpu
 
 
 _FORKS = """

@@ -79,7 +79,7 @@ def ask(
 ) -> ModelScores:
     theirs = load_tokenizer(tokenizer).encode(PROBE) if tokens is None else tokens
     with served(answer, theirs, keys, longest) as url:
-        return ModelServer(section(tokenizer, url, **more)).score(samples)
+        return asyncio.run(ModelServer(section(tokenizer, url, **more)).score(samples))
 
 
 def test_the_models_own_template_renders_the_conversation(chat: Path, plain: Path) -> None:
@@ -272,18 +272,3 @@ def test_a_batch_that_fails_for_good_loses_only_its_own_scores(chat: Path) -> No
 
     found = ask(answer, chat, on_failure="drop_group")
     assert np.isnan(found.scores).tolist() == [False] * 6 + [True] and found.failures == 1
-
-
-def test_groups_at_the_same_time_are_counted_once_in_the_seconds(chat: Path) -> None:
-    theirs = load_tokenizer(chat).encode(PROBE)
-
-    async def both(server: ModelServer) -> list[ModelScores]:
-        return await asyncio.gather(*(server.score_async(SAMPLES) for _ in range(4)))
-
-    with served(right, theirs) as url:
-        loop = asyncio.new_event_loop()
-        before = loop.time()
-        found = loop.run_until_complete(both(ModelServer(section(chat, url))))
-        assert 0 < sum(each.seconds for each in found) <= loop.time() - before
-        loop.close()
-    assert all(each.scores.tolist() == found[0].scores.tolist() for each in found)

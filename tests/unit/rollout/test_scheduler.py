@@ -13,12 +13,9 @@ from aiohttp import web
 
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rl.served_rollouts import shares_of_work
-from gspo_megatron.rollout.vllm.checks import Needs
-from gspo_megatron.rollout.vllm.client import ServerClient, connected_session
 from gspo_megatron.rollout.vllm.scheduler import RequestQueue
-from gspo_megatron.rollout.vllm.server import FleetSettings, RequestWindow, Server
-from tests.fleets import ScheduledFleet
-from tests.unit.rollout.double import FACTS, LENGTH, Double, plain, weights
+from gspo_megatron.rollout.vllm.server import RequestWindow
+from tests.unit.rollout.double import fleet_of_doubles, plain, until, weights
 
 
 def test_earlier_draws_go_first_and_none_waits_for_weights_of_another() -> None:
@@ -26,7 +23,7 @@ def test_earlier_draws_go_first_and_none_waits_for_weights_of_another() -> None:
         return (free.pop(), 1) if wanted <= newest < kept and free else None
 
     async def run() -> list[str]:
-        queue: RequestQueue[int] = RequestQueue()
+        queue = RequestQueue()
         asked = [
             ("step_00000010_0", 1),
             ("step_00000003_0", 2),
@@ -67,7 +64,7 @@ def test_a_part_gets_what_there_is_and_later_draws_leave_it_the_place_that_it_wa
     free = {"old": 0, "new": 0}
     versions = {"old": 1, "new": 2}
 
-    def choose(version: int, kept: float, wanted: int) -> tuple[str, int] | None:
+    def choose(version: int, kept: float, wanted: int) -> Any:
         for name, places in free.items():
             if version <= versions[name] < kept and places >= min(wanted, 3):
                 free[name] -= (count := min(places, wanted))
@@ -75,7 +72,7 @@ def test_a_part_gets_what_there_is_and_later_draws_leave_it_the_place_that_it_wa
         return None
 
     async def run() -> None:
-        queue: RequestQueue[str] = RequestQueue()
+        queue = RequestQueue()
         part, single, older = (queue.add(*a) for a in (("a", 2, 8), ("b", 2, 1), ("c", 1, 1)))
         free.update(old=1, new=2)
         queue.admit(choose)
@@ -104,7 +101,7 @@ def test_those_who_wait_learn_that_no_server_is_left() -> None:
         raise RolloutError("no server is left")
 
     async def run() -> list[Any]:
-        queue: RequestQueue[int] = RequestQueue()
+        queue = RequestQueue()
         turns = [queue.add("step_1", 0, 1), queue.add("step_2", 1, 2)]
         queue.admit(choose)
         return await asyncio.gather(*(each.granted for each in turns), return_exceptions=True)
@@ -174,33 +171,26 @@ def test_the_earlier_draw_goes_first_and_its_last_requests_are_spread(
                 await answers.acquire()
             return await plain(request, answer)
 
-        doubles = [Double(), Double()]
-        async with doubles[0].serve(), doubles[1].serve(), connected_session() as session:
-            needs = Needs(max_model_len=LENGTH, dtype="float32", with_routes=False)
-            settings = FleetSettings(FACTS, needs, 0, 30, 30, max_staleness=1)
+        async with fleet_of_doubles(2, max_staleness=1) as (fleet, doubles):
             for double in doubles:
                 double.sequences, double.faults = 3, {"/inference/v1/generate": hold}
-            async with ScheduledFleet(
-                [Server(d.url, ServerClient(d.url, session)) for d in doubles], settings
-            ) as fleet:
-                await fleet.update(weights(tmp_path, 0))
-                sampling = {"temperature": 1.0, "max_tokens": 4}
-                asked = [("step_2", 2)] * 5 + [("step_1", 1)] * 2 + [("evaluation_0", 3)]
-                calls, loads = [], []
-                for draw, token in asked:
-                    calls.append(asyncio.create_task(fleet.generate([token], sampling, 0, draw)))
-                    await asyncio.sleep(0.05)
-                    loads.append([each.load for each in fleet.servers])
-                for count in range(4, 9):  # one answer makes room for one request
-                    while len(order) < count:
-                        await asyncio.sleep(0.01)
-                    answers.release()
-                for _ in range(3):
-                    answers.release()
-                await asyncio.gather(*calls)
-                busy = [each.busy.seconds for each in fleet.servers]
-                assert [each.load for each in fleet.servers] == [0, 0]
-                return order, loads, busy
+            await fleet.update(weights(tmp_path, 0))
+            sampling = {"temperature": 1.0, "max_tokens": 4}
+            asked = [("step_2", 2)] * 5 + [("step_1", 1)] * 2 + [("evaluation_0", 3)]
+            calls, loads = [], []
+            for draw, token in asked:
+                calls.append(asyncio.create_task(fleet.generate([token], sampling, 0, draw)))
+                await asyncio.sleep(0.05)
+                loads.append([each.load for each in fleet.servers])
+            for count in range(4, 9):  # one answer makes room for one request
+                await until(lambda count=count: len(order) >= count)
+                answers.release()
+            for _ in range(3):
+                answers.release()
+            await asyncio.gather(*calls)
+            busy = [each.busy.seconds for each in fleet.servers]
+            assert [each.load for each in fleet.servers] == [0, 0]
+            return order, loads, busy
 
     order, loads, busy = asyncio.run(run())
     assert [max(each) - min(each) for each in loads] == [1, 0, 1, 0, 0, 0, 0, 0]

@@ -18,16 +18,15 @@ from aiohttp import web
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout.vllm import fleet as fleet_module
 from gspo_megatron.rollout.vllm import standalone
-from gspo_megatron.rollout.vllm.checks import Needs
 from gspo_megatron.rollout.vllm.client import ServerClient, ServerGone, connected_session
 from gspo_megatron.rollout.vllm.process import WORKER_FOLDER, hold_port
-from gspo_megatron.rollout.vllm.server import FleetSettings, Server
+from gspo_megatron.rollout.vllm.server import Server
 from gspo_megatron.rollout.vllm.service_client import ServiceClient
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import PROOF, proof_of
 from tests.fleets import ScheduledFleet
 from tests.listeners import addresses_of_listeners
 from tests.unit.other_user import needs_root, said_by
-from tests.unit.rollout.double import FACTS, LENGTH, weights
+from tests.unit.rollout.double import Started, fleet_settings, site, weights
 from tests.unit.rollout.test_service_client import settings
 from tools.bench.asgi import handler_of
 
@@ -109,38 +108,6 @@ LIARS: dict[str, tuple[Callable[[web.Request], Any], str]] = {
 
 
 @contextlib.asynccontextmanager
-async def site(handler: Handler) -> AsyncIterator[str]:
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", handler)
-    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
-
-
-class Started:
-    """A server whose process seems to run."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-
-    def has_ended(self) -> None:
-        return None
-
-    def kill(self) -> None:
-        pass
-
-    async def end(self) -> None:
-        pass
-
-    def errors(self) -> str:
-        return ""
-
-
-@contextlib.asynccontextmanager
 async def fleet_at(url: str, update_seconds: float = 20) -> AsyncIterator[ScheduledFleet]:
     """A fleet of one server. The fleet believes that it has started this server, and that the
     server is at this URL."""
@@ -151,8 +118,7 @@ async def fleet_at(url: str, update_seconds: float = 20) -> AsyncIterator[Schedu
             client.begin(TOKEN)
             return Started(url)
 
-        needs = Needs(max_model_len=LENGTH, dtype="float32", with_routes=True)
-        settings = FleetSettings(FACTS, needs, 0, update_seconds, silence_seconds=30)
+        settings = fleet_settings(with_routes=True, update_seconds=update_seconds)
         async with ScheduledFleet([Server("server 0", client, start)], settings) as fleet:
             yield fleet
 
@@ -246,7 +212,7 @@ def test_a_server_proves_itself_before_it_is_sent_the_token(
             client.begin("the token of an earlier start")
             assert "another program" in str(await client.why_not_proven(seconds=5))
             client.begin(TOKEN)
-            assert await client.why_not_healthy(seconds=5) is None
+            assert await client._call("GET", "/health", seconds=5) == {}
             with pytest.raises(ServerGone, match="before the server has proven who it is"):
                 await client.weight_version(seconds=5)
             assert await client.why_not_proven(seconds=5) is None
@@ -292,7 +258,7 @@ def test_health_is_asked_for_without_a_token() -> None:
     async def run() -> None:
         async with site(note) as url, connected_session() as session:
             client = ServerClient(url, session, TOKEN)  # a server at a URL from the configuration
-            assert await client.why_not_healthy(seconds=5) is None
+            assert await client.why_not_ready(seconds=5) is None
             assert await client.weight_version(seconds=5) == "1"
 
     asyncio.run(run())

@@ -3,90 +3,32 @@ store."""
 
 from __future__ import annotations
 
-import asyncio
-import sys
-import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
-from gspo_megatron.config import Config, load_config
+from gspo_megatron.config import Config
 from gspo_megatron.data.inputs import read_inputs
-from gspo_megatron.data.toy import write_toy_dataset
 from gspo_megatron.environments.episode import Client, EpisodeLimits, EpisodeRunner, Trajectory
-from gspo_megatron.errors import UserError, error_of
-from gspo_megatron.rollout.engine import RolloutRequest, Sampling
-from gspo_megatron.rollout.store import read_groups
+from gspo_megatron.errors import EpisodeError
+from gspo_megatron.rollout.engine import Sampling
 from gspo_megatron.rollout.types import RolloutGroup
-from gspo_megatron.rollout.vllm.checks import Needs
-from gspo_megatron.rollout.vllm.client import ServerClient, connected_session
-from gspo_megatron.rollout.vllm.episodes import Scorers, ServedRequests
-from gspo_megatron.rollout.vllm.server import FleetSettings, Server
 from gspo_megatron.types import Prompt
-from tests.fleets import ScheduledFleet
-from tests.unit.rollout.double import FACTS, LENGTH, Double, weights
+from tests.unit.rollout.test_draws import DRAW, draw
 
-DRAW = RolloutRequest(
-    "step_00000001_0", "data.prompts", [3, 0], 0, 2, Sampling(8), seed=1, version=0
-)
-
-
-@pytest.fixture
-def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Config]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    write_toy_dataset(tmp_path / "toy", "mixed", train=8, test=2, seed=1)
-    content = {
-        "data": {"tokenizer": "toy/tokenizer.model", "prompts": "toy/train.jsonl"},
-        "rollout": {"engine": "vllm", "vllm": {"servers": 1}},
-        "logging": {"dir": "run"},
-    }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
-    return lambda *overrides: load_config(tmp_path / "config.yaml", overrides)
+WANTED = replace(DRAW, rows=[3, 0], sampling=Sampling(8))
 
 
 def served(
     config: Config, folder: Path, environment: Any, limits: EpisodeLimits
-) -> tuple[dict[int, RolloutGroup], UserError | None]:
-    """The groups of a request, and the error that rank 0 gets."""
-    inputs = read_inputs(config)
-    scorers, told = Scorers(config, inputs), []
-    runner = EpisodeRunner(environment, inputs.tokenizer, limits)
-
-    async def run() -> None:
-        async with Double().serve() as double, connected_session() as session:
-            settings = FleetSettings(FACTS, Needs(LENGTH, "float32", False), 0, 30, 30)
-            pool = ScheduledFleet([Server("server", ServerClient(double.url, session))], settings)
-            try:
-                await pool.update(weights(folder, 0))
-                draws = ServedRequests(
-                    pool.scheduler, scorers, inputs.files, {}, folder / "bank", "", runner
-                )
-                running = draws.begin(DRAW)
-                assert running.task is not None
-                await running.task
-                told.append(running.status()["error"])
-            finally:
-                await pool.close()
-
-    def work() -> None:
-        try:
-            asyncio.run(run())
-        finally:
-            scorers.stop()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    scorers.work()
-    thread.join()
-    (error,) = told
-    if error is not None:
-        return {}, error_of(error["kind"], error["text"])
-    return read_groups(folder / "bank" / f"{DRAW.name}.groups"), None
+) -> dict[int, RolloutGroup]:
+    """Return the groups of a request. Raises the error that rank 0 would get."""
+    runner = EpisodeRunner(environment, read_inputs(config).tokenizer, limits)
+    return draw(config, folder / "run", WANTED, runner=runner)[1]
 
 
 class Endless:
@@ -116,13 +58,11 @@ def test_a_limit_without_the_environment_s_reward_ends_the_run_or_drops_the_grou
     configured: Callable[..., Config], tmp_path: Path
 ) -> None:
     limits = EpisodeLimits(3, 8)
-    groups, error = served(configured(), tmp_path, Endless(), limits)
-    assert not groups and "rollout has to catch LimitReached" in str(error)
-    assert error is not None and error.resume_when == "the environment works"
+    with pytest.raises(EpisodeError, match="rollout has to catch LimitReached") as caught:
+        served(configured(), tmp_path, Endless(), limits)
+    assert caught.value.resume_when == "the environment works"
     dropping = configured("reward.on_failure=drop_group")
-    groups, error = served(dropping, tmp_path, Endless(), limits)
-    assert error is None
-    for group in groups.values():
+    for group in served(dropping, tmp_path, Endless(), limits).values():
         assert np.isnan(group.rewards).all() and group.failed == (0, 0, 2)
         assert not group.sampled.any()
         for record in group.records:
@@ -132,10 +72,7 @@ def test_a_limit_without_the_environment_s_reward_ends_the_run_or_drops_the_grou
 def test_turns_and_their_rewards_are_kept(
     configured: Callable[..., Config], tmp_path: Path
 ) -> None:
-    groups, error = served(
-        configured("reward.scale=0.5"), tmp_path, Counting(), EpisodeLimits(3, 8)
-    )
-    assert error is None
+    groups = served(configured("reward.scale=0.5"), tmp_path, Counting(), EpisodeLimits(3, 8))
     joined = RolloutGroup.join([groups[0], groups[1]])
     assert joined.rewards.tolist() == [1.25] * 4, "each episode has a row of its own"
     assert len(joined.records) == 4
@@ -172,8 +109,8 @@ def test_a_reward_of_a_group_gets_it_whole(
 ) -> None:
     (tmp_path / "grouped.py").write_text(OF_A_GROUP)
     config = configured("reward.import_path=grouped:lengths", f"reward.workers={workers}")
-    groups, error = served(config, tmp_path, Once(), EpisodeLimits(3, 8))
-    assert error is None and [*groups] == [0, 1]
+    groups = served(config, tmp_path, Once(), EpisodeLimits(3, 8))
+    assert [*groups] == [0, 1]
     for group in groups.values():
         assert group.rewards.tolist() == [group.response_lengths.mean()] * 2
         assert group.figures is not None

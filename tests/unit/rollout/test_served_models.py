@@ -17,9 +17,7 @@ from gspo_megatron.rollout.asking import PROBE
 from gspo_megatron.rollout.reward_model import ModelTexts
 from gspo_megatron.types import Sample
 from tests.unit.rollout.reward_server import right, score_of, served
-from tests.unit.rollout.test_draws import configured, draw
-
-__all__ = ["configured"]
+from tests.unit.rollout.test_draws import draw
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -23,7 +23,6 @@ from gspo_megatron.config import parse_config
 from gspo_megatron.data.toy import write_toy_dataset
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout.engine import RolloutRequest, Sampling
-from gspo_megatron.rollout.vllm.episodes import request_to_json
 from gspo_megatron.rollout.vllm.service_client import ServiceClient
 from tests.programs import command_environment, wait_until
 
@@ -162,14 +161,16 @@ def test_a_service_that_lives_and_does_not_answer_is_started_again(
         assert told.index("in work") < told.index("the rollout service did not answer, and was end")
 
 
-def test_a_service_that_ends_by_itself_is_not_started_again(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("missing", ["nodes", "dtype"])  # needed in the main thread; in the other
+def test_a_service_that_ends_by_itself_is_not_started_again_and_tells_why(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], missing: str
 ) -> None:
     broken = settings(tmp_path)
-    del broken["nodes"]
+    del broken[missing]
     with pytest.raises(RolloutError, match="the rollout service ended with 1"):
         ServiceClient(broken, restarts=3)
-    assert "starting it again" not in capfd.readouterr().err
+    told = capfd.readouterr().err
+    assert f"KeyError: '{missing}'" in told and "starting it again" not in told
 
 
 def test_what_an_earlier_start_drew_for_later_steps_is_not_forgotten(
@@ -191,40 +192,40 @@ def services_of(pid: int) -> list[psutil.Process]:
     return [each for each in psutil.Process(pid).children() if _is_service(each)]
 
 
+@contextmanager
+def rank_0(folder: Path, *before: str) -> Iterator[tuple[subprocess.Popen[bytes], psutil.Process]]:
+    """Start a rank 0 and its service. before: words before its command."""
+    words = [*before, sys.executable, "-c", _RANK_0, str(folder)]
+    process = subprocess.Popen(words, env=command_environment())
+    try:
+        assert wait_until((folder / "ready").exists, process, seconds=60)
+        [service] = services_of(process.pid)
+        yield process, service
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_sigterm_ends_the_service_only_with_rank_0(tmp_path: Path) -> None:
     """A scheduler sends SIGTERM to all processes. The service must live until rank 0 has saved the
     run."""
     weights = tmp_path / "weights" / "version_00000005"
     weights.mkdir(parents=True)
-    words = [sys.executable, "-c", _RANK_0, str(tmp_path)]
-    rank_0 = subprocess.Popen(words, env=command_environment())
-    try:
-        assert wait_until((tmp_path / "ready").exists, rank_0, seconds=60)
-        [service] = services_of(rank_0.pid)
+    with rank_0(tmp_path) as (process, service):
         service.send_signal(signal.SIGTERM)
         with pytest.raises(psutil.TimeoutExpired):
             service.wait(3)
         assert weights.exists()
-        rank_0.kill()
-        rank_0.wait()
+        process.kill()
         service.wait(30)
         assert not weights.parent.exists()
-    finally:
-        rank_0.kill()
 
 
 def test_the_service_may_open_as_many_files_as_the_hard_limit_allows(tmp_path: Path) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    words = ["prlimit", "--nofile=256:", sys.executable, "-c", _RANK_0, str(tmp_path)]
-    rank_0 = subprocess.Popen(words, env=command_environment())
-    try:
-        assert wait_until((tmp_path / "ready").exists, rank_0, seconds=60)
-        assert psutil.Process(rank_0.pid).rlimit(psutil.RLIMIT_NOFILE) == (256, hard)
-        [service] = services_of(rank_0.pid)
+    with rank_0(tmp_path, "prlimit", "--nofile=256:") as (process, service):
+        assert psutil.Process(process.pid).rlimit(psutil.RLIMIT_NOFILE) == (256, hard)
         assert service.rlimit(psutil.RLIMIT_NOFILE) == (hard, hard)
-    finally:
-        rank_0.kill()
-        rank_0.wait()
 
 
 def test_a_token_that_is_no_ascii_is_refused_as_any_other(
@@ -255,7 +256,7 @@ def test_a_service_that_ends_within_a_draw_says_nothing_of_it(
         told += capfd.readouterr().err
         return told.count("an episode has begun") == 4
 
-    client.begin_request(request_to_json(draw))
+    client.begin_request(draw)
     assert wait_until(all_have_begun, client._process, seconds=60)
     client.close()
     lines = (told + capfd.readouterr().err).splitlines()

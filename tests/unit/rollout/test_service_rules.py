@@ -16,7 +16,7 @@ import pytest
 
 from gspo_megatron.rollout import store as bank
 from gspo_megatron.rollout.store import RequestFile
-from gspo_megatron.rollout.vllm.checks import Abilities, Needs
+from gspo_megatron.rollout.vllm.checks import Abilities
 from gspo_megatron.rollout.vllm.client import KEEP, RECOMPUTE, WAIT
 from gspo_megatron.rollout.vllm.in_flight import InFlightResponse
 from gspo_megatron.rollout.vllm.server import FleetSettings, Server
@@ -24,12 +24,10 @@ from gspo_megatron.rollout.vllm.weight_check import WeightCheck
 from gspo_megatron.rollout.vllm.weights import Weights
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
 from tests.fleets import ScheduledFleet
-from tests.unit.rollout.double import FACTS, LENGTH
+from tests.unit.rollout.double import fleet_settings
 from tests.unit.rollout.test_bank import a_group
 
-SETTINGS = FleetSettings(
-    FACTS, Needs(LENGTH, "float32", False), restarts=0, update_seconds=30, silence_seconds=30
-)
+SETTINGS = fleet_settings()
 CHECK = WeightCheck([[1, 2]], [[3, 4]], [[-0.5, -0.5]], 1e-4, 1e-4)
 
 

@@ -3,9 +3,11 @@ of these tests answers like vLLM; tests/vllm/test_distillation.py uses a real on
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from copy import copy
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,7 +20,8 @@ from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.errors import DataError, RewardError
 from gspo_megatron.rollout import asking
 from gspo_megatron.rollout import teacher as module
-from gspo_megatron.rollout.teacher import Judged, Teachers, check_teachers
+from gspo_megatron.rollout.teacher import Teachers, check_teachers
+from gspo_megatron.rollout.types import COLUMNS
 from gspo_megatron.types import Prompt
 from tests.unit.rollout.model_server import Answer, model_server
 
@@ -53,23 +56,34 @@ def served(answer: Answer, tokens: list[int], keys: list[str | None]) -> Generat
 
 
 def group_of(**more: Any) -> Any:
-    """A group of two responses to one prompt, with 3 + 2 and 3 + 1 tokens."""
+    """A group of two responses to one prompt, with 3 + 2 and 3 + 1 tokens. It has no columns of
+    teachers yet."""
     lengths = {"prompt_lengths": np.array([3, 3]), "response_lengths": np.array([2, 1])}
     lengths["group_index"] = np.array([0, 0])
     tokens = np.array([5, 6, 7, 8, 9, 5, 6, 7, 4], np.int32)
-    return SimpleNamespace(**{"tokens": tokens, "in_response": None} | lengths | more)
+    names = [name for name in COLUMNS if name.startswith("teacher")]
+    columns = {"tokens": tokens, "in_response": None} | dict.fromkeys(names)
+    return SimpleNamespace(**columns | lengths | more)
+
+
+def judge(teachers: Teachers, group: Any, prompts: dict[int, Prompt] | None = None) -> Any:
+    """Let the teachers judge a group. Returns the group, with the number of failures."""
+    group.failures = asyncio.run(teachers.judge(group, prompts or {}))
+    return group
 
 
 def ask(
     answer: Answer, group: Any = None, tokens: tuple[int, ...] = (1, 2), k: int = 0, **reward: Any
-) -> Judged:
+) -> Any:
+    """Return the judged group: see `judge`. A teacher can judge several times."""
     tokenizer: Any = SimpleNamespace(encode=lambda text: [1, 2])
     with served(answer, list(tokens), keys := []) as url:
         section = RewardSection(**{"retries": 0, "timeout_seconds": 20.0} | reward)
         more: Any = {"form": "forward_kl_topk", "top_k": k} if k else {}
         teacher = Teachers(DistillationSection(url=url, **more), section, tokenizer)
-        judged = teacher.judge(group or group_of(), {})
-        assert teacher.judge(group or group_of(), {}).logprobs.shape == judged.logprobs.shape
+        judged = judge(teacher, group or group_of())
+        again = judge(teacher, copy(judged))
+        assert again.teacher_logprobs.shape == judged.teacher_logprobs.shape
     assert {*keys} <= {None}
     return judged
 
@@ -83,21 +97,19 @@ def test_each_response_token_has_the_log_prob_that_the_server_gives_it() -> None
     judged = ask(right)
     first, second = [5, 6, 7, 8, 9], [5, 6, 7, 4]
     expected = [logprob(first, 3), logprob(first, 4), logprob(second, 3)]
-    assert judged.logprobs is not None and judged.logprobs.dtype == np.float32
-    assert judged.logprobs.tolist() == pytest.approx(expected, rel=1e-6)
-    assert judged.failures == 0 and judged.seconds is not None and judged.seconds.shape == (1,)
-    assert judged.tokens is None and judged.teachers is None
+    assert judged.teacher_logprobs.dtype == np.float32
+    assert judged.teacher_logprobs.tolist() == pytest.approx(expected, rel=1e-6)
+    assert judged.failures == 0 and judged.teacher_seconds.shape == (1,)
+    assert judged.teacher_tokens is None and judged.teachers is None
 
 
 def test_each_response_token_has_the_teachers_most_probable_tokens() -> None:
     judged = ask(right, k=3)
-    assert judged.tokens is not None and judged.top_logprobs is not None
-    assert judged.tokens.tolist() == [[103, 102, 101], [104, 103, 102], [103, 102, 101]]
-    assert judged.top_logprobs.dtype == np.float32
-    assert judged.top_logprobs[1].tolist() == pytest.approx([-0.001, -0.002, -0.003])
+    assert judged.teacher_tokens.tolist() == [[103, 102, 101], [104, 103, 102], [103, 102, 101]]
+    assert judged.teacher_top_logprobs.dtype == np.float32
+    assert judged.teacher_top_logprobs[1].tolist() == pytest.approx([-0.001, -0.002, -0.003])
     plain = ask(right)
-    assert judged.logprobs is not None and plain.logprobs is not None
-    assert judged.logprobs.tolist() == plain.logprobs.tolist()
+    assert judged.teacher_logprobs.tolist() == plain.teacher_logprobs.tolist()
 
 
 def test_the_token_written_may_be_one_of_the_most_probable() -> None:
@@ -110,8 +122,7 @@ def test_the_token_written_may_be_one_of_the_most_probable() -> None:
         return found
 
     judged = ask(answer, k=2)
-    assert judged.tokens is not None
-    assert judged.tokens[0].tolist() == [8, 102]
+    assert judged.teacher_tokens[0].tolist() == [8, 102]
 
 
 SPECIALISTS: dict[str, Any] = {"math": {}, "code": {}, "chat": {}, "art": {"teacher": "a folder"}}
@@ -132,9 +143,8 @@ def test_several_teachers_judge_the_responses_to_their_own_prompts(
         return answer
 
     tokenizer: Any = SimpleNamespace(encode=lambda text: [1, 2])
-    group = SimpleNamespace(
+    group = group_of(
         tokens=np.array([5, 6, 1, 5, 7, 2, 5, 8, 3, 5, 9, 4], np.int32),
-        in_response=None,
         prompt_lengths=np.array([2, 2, 2, 2]),
         response_lengths=np.array([1, 1, 1, 1]),
         group_index=np.array([7, 8, 9, 10]),
@@ -149,26 +159,23 @@ def test_several_teachers_judge_the_responses_to_their_own_prompts(
         section = DistillationSection.model_validate(
             {"field": "domain", "teachers": teachers, "form": "reverse_kl_topk", "top_k": 2}
         )
-        judged = Teachers(section, RewardSection(retries=0), tokenizer).judge(
-            cast(Any, group), prompts
-        )
+        judged = judge(Teachers(section, RewardSection(retries=0), tokenizer), group, prompts)
     assert asked == {"math": [[5, 7, 2]], "code": [[5, 6, 1]]}
-    assert judged.teachers is not None and judged.teachers.tolist() == [1, 0, 3, -1]
-    assert judged.logprobs is not None and judged.tokens is not None
-    assert judged.logprobs[:2].tolist() == pytest.approx(
+    assert judged.teachers.tolist() == [1, 0, 3, -1]
+    assert judged.teacher_logprobs[:2].tolist() == pytest.approx(
         [logprob([5, 6, 1], 2), logprob([5, 7, 2], 2)]
     )
-    assert judged.logprobs[2:].tolist() == [0, 0]
-    assert judged.tokens.tolist() == [[102, 101], [102, 101], [-1, -1], [-1, -1]]
+    assert judged.teacher_logprobs[2:].tolist() == [0, 0]
+    assert judged.teacher_tokens.tolist() == [[102, 101], [102, 101], [-1, -1], [-1, -1]]
 
 
 def test_a_folder_and_no_server_tells_whose_prompts_they_are() -> None:
     section = DistillationSection.model_validate({"field": "domain", "teachers": SPECIALISTS})
     teachers = Teachers(section, RewardSection(), cast(Any, None))
     prompts = {0: Prompt("", None, "p:1", {"domain": "art"})}
-    judged = teachers.judge(group_of(), prompts)
-    assert judged.teachers is not None and judged.teachers.tolist() == [3, 3]
-    assert judged.logprobs is None and judged.seconds is None
+    judged = judge(teachers, group_of(), prompts)
+    assert judged.teachers.tolist() == [3, 3]
+    assert judged.teacher_logprobs is None and judged.teacher_seconds is None
 
 
 def test_a_prompt_that_names_no_teacher_is_told_by_its_line() -> None:
@@ -195,7 +202,7 @@ def test_each_branch_of_an_episode_is_asked_by_itself() -> None:
     )
     branches = [[5, 6, 7], [8, 9], [5, 6, 7, 4]]
     judged = ask(right, group)
-    assert judged.logprobs.tolist() == pytest.approx(
+    assert judged.teacher_logprobs.tolist() == pytest.approx(
         [logprob(branch, len(branch) - 1) for branch in branches], rel=1e-6
     )
 
@@ -203,14 +210,14 @@ def test_each_branch_of_an_episode_is_asked_by_itself() -> None:
 def test_a_prompt_alone_is_no_branch_of_the_response_before_it() -> None:
     """The prompt of the second response comes directly after the first response."""
     judged = ask(right, group_of(in_response=np.array([0, 0, 0, 1, 1, 0, 0, 0, 1], bool)))
-    assert judged.logprobs.tolist() == pytest.approx(ask(right).logprobs.tolist())
+    assert judged.teacher_logprobs.tolist() == pytest.approx(ask(right).teacher_logprobs.tolist())
 
 
 def test_a_rank_without_responses_asks_nothing() -> None:
     empty = np.array([], np.int64)
     lengths = {"prompt_lengths": empty, "response_lengths": empty}
-    nothing = SimpleNamespace(tokens=np.array([], np.int32), in_response=None, **lengths)
-    assert ask(lambda _: pytest.fail("asked"), nothing).logprobs.shape == (0,)
+    nothing = group_of(tokens=np.array([], np.int32), **lengths)
+    assert ask(lambda _: pytest.fail("asked"), nothing).teacher_logprobs.shape == (0,)
 
 
 def changed(change: Callable[[list[Any], str], Any]) -> Answer:
@@ -280,22 +287,9 @@ def test_a_response_whose_call_fails_for_good_is_lost_alone(
         return right(given) if len(given["prompt"]) == 4 else {}
 
     judged = ask(answer, retries=2, on_failure="drop_group")
-    assert np.isnan(judged.logprobs).tolist() == [True, True, False]
+    assert np.isnan(judged.teacher_logprobs).tolist() == [True, True, False]
     assert judged.failures == 3
     assert capsys.readouterr().err.count("it is asked again") == 1
-
-
-def test_an_answer_after_a_failure_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "FIRST_WAIT_SECONDS", 0.01)
-    seen: list[int] = []
-
-    def answer(given: dict[str, Any]) -> Any:
-        seen.append(len(given["prompt"]))
-        return {} if seen.count(5) == 1 and seen[-1] == 5 else right(given)
-
-    judged = ask(answer, retries=1)
-    assert judged.failures == 1
-    assert judged.logprobs.tolist() == pytest.approx(ask(right).logprobs.tolist())
 
 
 def test_a_server_that_gives_fewer_tokens_is_told_how_to_give_more() -> None:
@@ -325,7 +319,7 @@ def test_a_url_that_is_none_of_a_server(unused_tcp_port: int) -> None:
     tokenizer: Any = SimpleNamespace(encode=lambda text: [1, 2])
     section = DistillationSection(url=f"http://127.0.0.1:{unused_tcp_port}/v1")
     with pytest.raises(RewardError, match=r"distillation.url = .* ClientConnectorError: Cannot"):
-        Teachers(section, RewardSection(retries=0), tokenizer).judge(group_of(), {})
+        judge(Teachers(section, RewardSection(retries=0), tokenizer), group_of())
 
 
 @pytest.fixture

@@ -11,15 +11,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tests.unit.rollout.double import Double, choice_with, plain, weights
-from tests.unit.rollout.test_faulty_servers import (  # noqa: F401 (gives_parts: a fixture)
-    GENERATE,
-    PROMPT,
-    SAMPLING,
-    ScheduledFleet,
-    gives_parts,
-    pooled,
-)
+from tests.fleets import ScheduledFleet
+from tests.unit.rollout.double import Double, choice_with, plain, until, weights
+from tests.unit.rollout.test_faulty_servers import GENERATE, PROMPT, SAMPLING, pooled
 
 pytestmark = pytest.mark.usefixtures("gives_parts")
 
@@ -28,10 +22,10 @@ class Held:
     """Holds back answers until `answers` is set. A probe is answered immediately."""
 
     def __init__(self) -> None:
-        self.answers, self.holds = asyncio.Event(), True
+        self.answers = asyncio.Event()
 
     async def __call__(self, request: web.Request, answer: Any) -> web.StreamResponse:
-        if self.holds and "request_id" in await request.json():
+        if "request_id" in await request.json():
             await self.answers.wait()
         return await plain(request, answer)
 
@@ -42,8 +36,7 @@ async def begin(
     """Begin `count` requests, and wait until the servers have all of them."""
     before = sum(len(each.names) for each in doubles)
     calls = [asyncio.create_task(fleet.generate(PROMPT, SAMPLING, 0)) for _ in range(count)]
-    while sum(len(each.names) for each in doubles) < before + count:
-        await asyncio.sleep(0.01)
+    await until(lambda: sum(len(each.names) for each in doubles) == before + count)
     return calls
 
 
@@ -169,8 +162,7 @@ def test_new_weights_for_a_server_that_still_starts_with_others(tmp_path: Path) 
     async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
         fleet.take_weights(replace(weights(tmp_path, 0), check=None))
         starting = asyncio.create_task(fleet.update_servers())
-        while not doubles[0].calls["/resume"]:
-            await asyncio.sleep(0.01)
+        await until(lambda: doubles[0].calls["/resume"])
         assert doubles[0].loaded == "0"
         await asyncio.wait_for(fleet.update(weights(tmp_path, 1)), 20)
         await starting
