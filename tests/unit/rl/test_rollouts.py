@@ -21,7 +21,7 @@ from gspo_megatron.errors import ConfigError, DataError, EpisodeError, RewardErr
 from gspo_megatron.objectives.advantages import build_advantages
 from gspo_megatron.process.heartbeat import heard_by
 from gspo_megatron.rewards.registry import Reward
-from gspo_megatron.rl.loop import collect, compute_advantages
+from gspo_megatron.rl.loop import collect
 from gspo_megatron.rl.rollouts import Collector, Experience
 from gspo_megatron.rl.run import collector_of
 from gspo_megatron.rollout.engine import Requests, RolloutRequest, Sampling
@@ -142,7 +142,7 @@ def evaluated(found: Collector) -> tuple[dict[str, float], list[dict[str, Any]]]
 def token_advantages(experience: Experience, **sections: dict[str, Any]) -> torch.Tensor | None:
     section, group = config_of(**sections).objective, dist.group.WORLD
     index = gather_index(experience.batch, experience.shaped, group)
-    return compute_advantages(build_advantages(section), experience, index)[1]
+    return build_advantages(section).of_step(index.rewards, index.groups, experience.turns)[1]
 
 
 def test_noise_on_the_routers_is_of_a_step_and_not_of_a_suite() -> None:
