@@ -31,12 +31,12 @@ from gspo_megatron.platform.reduce_metrics import (
     share_with_all_stages,
 )
 from gspo_megatron.rl.distillation import (
+    add_to_advantages,
     ask_folder,
     divergence_metrics,
     of_taught_tokens,
     teacher_of,
     top_k_metrics,
-    with_advice,
     with_divergence,
 )
 from gspo_megatron.routing.replay import RoutingReplay, RoutingReplayOff
@@ -228,8 +228,10 @@ class PolicyUpdater:
         if is_first:  # the policy has not been updated since it sampled
             self._metrics.add_means(divergence_metrics(taught, teacher))
         if not self.distillation.candidates:
+            # Tokens without a teacher get a difference of 0.
+            known = teacher.where(taught.mask > 0, inputs.old_logprobs)
             coefficient = self.distillation.coefficient
-            inputs = with_advice(inputs, taught, teacher, self.objective, coefficient)
+            inputs = add_to_advantages(inputs, known, self.objective, coefficient)
         return inputs, taught
 
     def _with_divergence(

@@ -17,7 +17,6 @@ from gspo_megatron.errors import DataError, RewardError
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rewards.scoring import FailedCalls
 from gspo_megatron.rl.loop import NOISE_WARNING, ReinforcementLoop
-from gspo_megatron.rollout.engine import Sampling
 from gspo_megatron.rollout.episodes import GroupScorer
 from gspo_megatron.rollout.megatron import rollouts
 from gspo_megatron.rollout.megatron.rollouts import MegatronRollouts
@@ -32,7 +31,7 @@ def a_loop(config: Config, **parts: Any) -> Any:
     """A loop that has not built a model."""
     loop = object.__new__(ReinforcementLoop)
     loop.run_components = SimpleNamespace(checkpoints=SimpleNamespace(rollbacks=0))
-    vars(loop).update(config=config, sampling=Sampling(4), last=config.training.steps, **parts)
+    vars(loop).update(config=config, last=config.training.steps, **parts)
     return loop
 
 
