@@ -380,7 +380,7 @@ class ReinforcementLoop:
         if not recipe.clips_sequences:
             return None
         narrow = min(recipe.parameters["clip_low"], recipe.parameters["clip_high"])
-        if floor <= narrow:
+        if not floor > narrow:  # a NaN, if the first mini-batch has no tokens to learn from
             return None
         warned.append(NOISE_WARNING)
         if section.old_logprobs == "rollout":

@@ -3,6 +3,7 @@ are saved, and the agreement of ranks after scoring."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -143,6 +144,8 @@ def test_the_narrower_side_of_the_range_counts() -> None:
     assert "range 0.001 " in warned(noise)
     assert "range 0.001 " in warned(noise, clip_low=0.002, clip_high=0.001)
     assert warned({"ratio/noise_floor": 0.001}) == ""
+    # The first mini-batch has no tokens to learn from.
+    assert warned({"ratio/noise_floor": math.nan}) == ""
 
 
 def test_responses_of_earlier_weights_say_nothing_of_noise() -> None:
