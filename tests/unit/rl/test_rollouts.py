@@ -258,15 +258,6 @@ def test_groups_without_spread_make_room_for_further_prompts() -> None:
     assert experience.num_tokens == 30
 
 
-def test_a_step_without_any_spread_still_has_its_first_round() -> None:
-    draw = Prompts(*range(100))
-    experience = collected(draw, rollout=DYNAMIC)
-    assert draw.drawn == 3 * PROMPTS
-    assert experience.batch.group_index.tolist() == [0, 0, 1, 1, 2, 2]
-    assert experience.metrics["rollout/no_spread"] == 1
-    assert experience.metrics["rollout/groups_dropped"] == 6
-
-
 def test_written_samples_are_the_first_of_all_and_as_the_reward_has_them() -> None:
     draw = Prompts(0, 2, 4)
     sections = {"reward": {"scale": 3.0}, "logging": {"samples_per_step": 3}}
@@ -499,12 +490,6 @@ def test_dynamic_sampling_replaces_groups_of_failed_calls() -> None:
     assert experience.batch.group_index.tolist() == [0, 0, 3, 3, 4, 4]
     assert experience.metrics["reward/failed_groups"] == 1
     assert experience.metrics["rollout/groups_dropped"] == 3
-
-
-def test_without_any_spread_the_first_groups_that_have_not_failed_are_used() -> None:
-    draw = Prompts(*range(1, 100))
-    experience = collected(draw, failing_for(0, 1, 2), rollout=DYNAMIC, reward=DROPPING)
-    assert experience.batch.group_index.tolist() == [3, 3, 4, 4, 5, 5]
 
 
 @pytest.mark.parametrize("rollout", [{}, DYNAMIC])
