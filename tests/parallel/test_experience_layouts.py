@@ -12,6 +12,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
+from gspo_megatron.batching.plan import MiniBatch
 from gspo_megatron.batching.redistribute import gather_index, redistribute
 from gspo_megatron.config import Config
 from gspo_megatron.errors import RewardError
@@ -82,8 +83,9 @@ def step(config: Config, prompts: list[list[int]]) -> tuple[dict[int, Received],
         index.rewards, index.groups, experience.turns
     )
     size = parallel_state.get_data_parallel_world_size()
-    owners = [n % size for n in range(len(index.lengths))]
-    received = redistribute(experience.batch, index, owners, group, token_advantages=advantages)
+    count = len(index.lengths)
+    plan = MiniBatch(tuple((tuple(range(rank, count, size)),) for rank in range(size)), count, 0)
+    received = redistribute(experience.batch, index, [plan], group, token_advantages=advantages)
     assert received.token_advantages is not None
     found = {}
     for number, tokens in received.tokens.items():
