@@ -30,7 +30,7 @@ from gspo_megatron.batching.micro_batches import (
     forward_backward,
     response_logprobs,
 )
-from gspo_megatron.batching.plan import MiniBatch, data_ranks, plan_step
+from gspo_megatron.batching.plan import MiniBatch, plan_step
 from gspo_megatron.batching.redistribute import gather_index, redistribute
 from gspo_megatron.config import Config, parse_config, resolve_parallel
 from gspo_megatron.models.build import Policy, build_policy
@@ -166,7 +166,7 @@ def run_step(parts: Parts, step: int) -> dict[str, float]:
     )
 
     # 6. Redistribute: every sequence goes to the rank that trains on it.
-    sequences = redistribute(batch, index, data_ranks(plan, len(index.lengths)), group)
+    sequences = redistribute(batch, index, plan, group)
     mini_batches = parts.builder.build_step(plan, sequences, index)
 
     # 7. Old log-probs: a forward pass before the first update. The first mini-batch needs no such

@@ -25,8 +25,9 @@ STEP: dict[str, tuple[str, ...]] = {
     "self.kept_steps.write": ("keep the inputs (training.keep_step_inputs)",),
     "gather_index": ("what every rank knows of all sequences",)
     + ("StepIndex.response_lengths", "StepIndex.groups", "StepIndex.rewards"),
-    "compute_advantages": ("a reward relative to its group", "LossInputs.advantages"),
-    "self.plan": ("which rank trains on what", "MiniBatch.micro_batches"),
+    "self.updater.objective.advantages.of_step": ("a reward relative to its group",)
+    + ("LossInputs.advantages",),
+    "plan_step": ("which rank trains on what", "MiniBatch.micro_batches"),
     "redistribute": ("one all-to-all to the ranks that train", "Sequences.tokens")
     + ("Sequences.rollout_logprobs",),
     "update_policy": ("one optimizer update for each mini-batch",),
@@ -56,8 +57,9 @@ DRAWN = {
 }
 # Calls that are not drawn, because they only measure, log, choose or convert.
 LEFT_OUT = re.compile(
-    r"time\.|StepMetrics|PhaseTimer|DynamicSampling|parallel_state|peak_memory|data_ranks|len$"
-    r"|(round|zip|part_of|timer|float|sum|getattr|setattr)$|timer\.|checkpoints\.after_failure"
+    r"time\.|StepMetrics|PhaseTimer|DynamicSampling|parallel_state|peak_memory|micro_batch_multiple"
+    r"|(len|min|round|zip|part_of|timer|float|sum)$|timer\.|index\.|advantages\.to"
+    r"|checkpoints\.after_failure"
     r"|collector\.(nothing_scored|sample_rows)|Experience$|RolloutGroup\.|RolloutMetrics"
     r"|metrics\.|chosen\.|share\.|kept\.|group\.|each\."
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -23,6 +23,7 @@ from gspo_megatron.models.policy import HeadInputs
 from gspo_megatron.models.top_k_head import with_rest
 from gspo_megatron.models.transformer_config import changed
 from gspo_megatron.routing.hooks import Routes, routed
+from gspo_megatron.routing.replay import MicroBatchRoutes
 
 
 @dataclass
@@ -53,7 +54,7 @@ class MicroBatch:
     # shard; None: all tokens
     masked_lengths: Tensor | None = None
     rollout_routes: list[Tensor] | None = None  # [length, layers of this rank, k] for each branch
-    recorded_routes: Any = None  # routes that Routing Replay records in one pass for a later pass
+    recorded_routes: MicroBatchRoutes = field(init=False, repr=False)  # set by Routing Replay
     # Chooses the experts of the next forward pass. None: the routers choose.
     routes: Routes | None = None
 

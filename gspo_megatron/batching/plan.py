@@ -92,17 +92,6 @@ def plan_step(
     return plans
 
 
-def data_ranks(plans: Sequence[MiniBatch], count: int) -> list[int]:
-    """Return for each of the `count` sequences the data-parallel rank that trains on it."""
-    owner = [0] * count
-    for plan in plans:
-        for rank, micro_batches in enumerate(plan.micro_batches):
-            for members in micro_batches:
-                for number in members:
-                    owner[number] = rank
-    return owner
-
-
 def split_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Pack sequences into few micro-batches within the token budget (first fit, longest first).
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gspo_megatron.batching.plan import MiniBatch
 from gspo_megatron.platform.collectives import all_gather_columns
 from gspo_megatron.types import RolloutBatch
 
@@ -137,7 +139,7 @@ def _gather_branches(
 def redistribute(
     batch: RolloutBatch,
     index: StepIndex,
-    data_ranks: Sequence[int],
+    plan: Sequence[MiniBatch],
     group: dist.ProcessGroup,
     *,
     context_parallel_size: int = 1,
@@ -145,13 +147,13 @@ def redistribute(
 ) -> Sequences:
     """Send each sequence to the ranks that train on it, and receive the sequences of this rank.
 
-    data_ranks: [num_sequences], the data-parallel rank of each sequence. All context-parallel ranks
-    of that data-parallel rank get the sequence. group: data-parallel x context-parallel; the CP
-    ranks of a data-parallel rank are neighbours in it. token_advantages: [response tokens of
-    `batch`]; all ranks pass them, or no rank does.
+    plan: says which data-parallel rank trains on a sequence. All context-parallel ranks of that
+    data-parallel rank get the sequence. group: data-parallel x context-parallel; the CP ranks of a
+    data-parallel rank are neighbours in it. token_advantages: [response tokens of `batch`]; all
+    ranks pass them, or no rank does.
     """
     me, size, cp = group.rank(), group.size(), context_parallel_size
-    source, target = torch.tensor(index.source), torch.tensor(data_ranks)  # [num_sequences]
+    source, target = torch.tensor(index.source), _data_ranks(plan, len(index.source))
     lengths, responses = torch.tensor(index.lengths), torch.tensor(index.response_lengths)
     mine = (source == me).nonzero()[:, 0]  # the sequences that this rank sampled
     row_of = torch.argsort(batch.sample_index).cpu()  # the row of each of `mine` in `batch`
@@ -193,6 +195,16 @@ def redistribute(
         teacher_top_logprobs=None if top is None else move_responses(top),
         routes=None if batch.routes is None else numbered(move_tokens(batch.routes).split(splits)),
     )
+
+
+def _data_ranks(plan: Sequence[MiniBatch], count: int) -> Tensor:
+    """Return for each of the `count` sequences the data-parallel rank that trains on it."""
+    ranks = [0] * count
+    for mini_batch in plan:
+        for rank, micro_batches in enumerate(mini_batch.micro_batches):
+            for number in chain.from_iterable(micro_batches):
+                ranks[number] = rank
+    return torch.tensor(ranks)
 
 
 def _rows_of(chosen: Tensor, lengths: Tensor) -> Tensor:

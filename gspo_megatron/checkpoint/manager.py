@@ -334,7 +334,12 @@ class Checkpoints:
             wrong += f"; {did_you_mean(close)}"
         self.logger.note(f"warning: {problem('checkpoint.best_metric', name, wrong)}")
 
-    def after_rollouts(
+    def must_stop(self) -> bool:
+        """Return, on all ranks, whether a stop signal has come to any rank of a run that is
+        saved."""
+        return bool(self.section.interval) and any_rank([self.stop.is_requested])[0]
+
+    def stop_before_update(
         self,
         step: int,
         trainer: Trainer,
@@ -342,13 +347,10 @@ class Checkpoints:
         before: dict[str, Any],
         description: dict[str, Any],
         write_rollouts: Callable[[Path], None],
-    ) -> None:
-        """If a stop signal has come, save the run with the responses of `step`, before its update,
-        and raise StopRun on all ranks. `write_rollouts` writes this rank's responses into a folder;
-        `description` describes them and is stored as JSON; `before` has the values of
-        `RunState.before_rollouts`."""
-        if not self.section.interval or not any_rank([self.stop.is_requested])[0]:
-            return
+    ) -> NoReturn:
+        """Save the run with the responses of `step`, before its update, and raise StopRun on all
+        ranks. `write_rollouts` writes this rank's responses into a folder; `description` describes
+        them and is stored as JSON; `before` has the values of `RunState.before_rollouts`."""
         state = self._state(RL, step - 1, trainer, loader)
         state.rollouts, state.before_rollouts = description, before
         self._save(state, trainer, write_rollouts, must=True)

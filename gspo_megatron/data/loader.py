@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,16 @@ class PromptLoader:
         ahead = [self.next() for _ in range(steps)]
         self.load_state_dict(before)
         return ahead
+
+    def rows_of_step(self, step: int, *, ahead: bool) -> Iterator[list[int]]:
+        """Yield the prompt indices of the next step, then those of each of its refills.
+
+        ahead: servers generate ahead, so the loader's next prompts belong to the next step, and the
+        refills come from a loader of their own."""
+        yield self.next()
+        refills = self.for_refills(step) if ahead else self
+        while True:
+            yield refills.next()
 
     def for_refills(self, step: int) -> PromptLoader:
         """Return a loader of further prompts for this step, independent of other steps.

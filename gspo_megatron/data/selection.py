@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,6 +126,16 @@ class PromptSelection:
     def peek(self, steps: int) -> list[list[int]]:
         """Return the rows of the next steps without advancing."""
         return [self._rows_of(self._draw + ahead) for ahead in range(steps)]
+
+    def rows_of_step(self, step: int, *, ahead: bool) -> Iterator[list[int]]:
+        """Yield the rows of the next step's prompts, then those of each of its refills. The rows of
+        a step differ. Those of a refill are chosen by the figures of all earlier steps."""
+        taken = self.next()
+        yield taken
+        while True:
+            more = self.refill(taken)
+            taken = taken + more
+            yield more
 
     def refill(self, taken: Iterable[int]) -> list[int]:
         """Return the rows of further prompts for the step of the last `next`. These rows differ

@@ -9,7 +9,7 @@ return float32 [num_sequences].
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -34,6 +34,18 @@ class AdvantageEstimator:
 
     section: ObjectiveSection
     of_sequences: Callable[[Tensor, Tensor], Tensor]  # takes rewards and group_index
+
+    def of_step(
+        self, rewards: Tensor, groups: Sequence[int], turns: Sequence[Tensor] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the advantages of all sequences of a step, [num_sequences] float32, and those of
+        the tokens of this rank's responses.
+
+        rewards, groups: [num_sequences]; turns: the arguments of `of_turns` for this rank's
+        responses. If it is None, turns have no rewards, and tokens have no advantages of their own.
+        """
+        of_tokens = None if turns is None else self.of_turns(*turns)
+        return self.of_sequences(rewards, torch.tensor(groups)), of_tokens
 
     def of_turns(
         self, rewards: Tensor, turns: Tensor, tokens: Tensor, group_index: Tensor
@@ -78,7 +90,7 @@ def build_advantages(section: ObjectiveSection) -> AdvantageEstimator:
             "group_mean": group_mean,
             "leave_one_out": leave_one_out,
             "max_rl": max_rl,
-            # rewards/scoring.py has already normalised the parts of the reward and summed them
+            # rollout/episodes.py has already normalised the parts of the reward and summed them
             "gdpo": lambda rewards, group_index: rewards.float(),
         }[resolve_objective(section).advantage],
     )
@@ -157,6 +169,12 @@ def group_mean_std(
 def group_mean(rewards: Tensor, group_index: Tensor) -> Tensor:
     """reward - mean of the group (Dr. GRPO, arXiv 2503.20783); exactly 0 without spread."""
     return _centred(rewards, *_groups(rewards, group_index)).float()
+
+
+def has_spread(rewards: Tensor, group_index: Tensor) -> Tensor:
+    """Whether the rewards of each sequence's group differ, [num_sequences] bool."""
+    groups, _, has_spread = _groups(rewards, group_index)
+    return has_spread[groups]
 
 
 def batch_std(

@@ -92,18 +92,6 @@ def of_taught_tokens(inputs: LossInputs, micro_batch: MicroBatch) -> LossInputs:
     return replace(inputs, mask=inputs.mask.where(numbers >= 0, 0.0))
 
 
-def with_advice(
-    inputs: LossInputs,
-    taught: LossInputs,
-    teacher_logprobs: Tensor,
-    objective: Objective,
-    coefficient: float,
-) -> LossInputs:
-    """Call `add_to_advantages`, which adds 0 for tokens that have no teacher."""
-    known = teacher_logprobs.where(taught.mask > 0, inputs.old_logprobs)
-    return add_to_advantages(inputs, known, objective, coefficient)
-
-
 def add_to_advantages(
     inputs: LossInputs, teacher_logprobs: Tensor, objective: Objective, coefficient: float
 ) -> LossInputs:

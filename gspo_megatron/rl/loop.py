@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from gspo_megatron.batching.micro_batches import MicroBatchBuilder, micro_batch_multiple
-from gspo_megatron.batching.plan import MiniBatch, data_ranks, plan_step
+from gspo_megatron.batching.plan import MiniBatch, plan_step
 from gspo_megatron.batching.redistribute import Sequences, StepIndex, gather_index, redistribute
 from gspo_megatron.checkpoint.manager import Checkpoints
 from gspo_megatron.config import Config, recomputes_old_logprobs
@@ -33,7 +33,6 @@ from gspo_megatron.errors import DataError, EpisodeError, RewardError, RolloutEr
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Schedule, build_trainer
 from gspo_megatron.objectives import Objective
-from gspo_megatron.objectives.advantages import AdvantageEstimator
 from gspo_megatron.observe.collapse import Alarm
 from gspo_megatron.observe.metrics_files import RL, read_draws
 from gspo_megatron.observe.progress import Progress
@@ -48,7 +47,7 @@ from gspo_megatron.rl.rollout_metrics import RolloutMetrics
 from gspo_megatron.rl.rollouts import Collector, DynamicSampling, Experience
 from gspo_megatron.rl.step_inputs import KeptSteps, read_experience, write_rollouts
 from gspo_megatron.rollout.engine import RolloutRequest, Sampling
-from gspo_megatron.rollout.types import RolloutGroup, to_tensor
+from gspo_megatron.rollout.types import RolloutGroup
 
 # Names of warnings that are shown once in a run, even if the run is resumed.
 NOISE_WARNING = "ratio/noise_floor"
@@ -75,12 +74,17 @@ class RunComponents:
 _ENDS_BETWEEN_STEPS = (DataError, EpisodeError, RewardError, RolloutError)
 
 
+class _StopBeforeUpdate(Exception):  # noqa: N818 (not an error)
+    """A stop signal has come during a rollout. The arguments are its Experience, and the values of
+    `RunState.before_rollouts`."""
+
+
 class ReinforcementLoop:
     """RL steps, with evaluations and checkpoints between them."""
 
     def __init__(self, run: RunComponents) -> None:
         """Continue from the run's checkpoint, if there is one."""
-        self.run_components, self.config, rollout = run, run.config, run.config.rollout
+        self.run_components, self.config, self.policy = run, run.config, run.policy
         trains, step = run.config.training.steps > 0, run.checkpoints.finished_steps(RL)
         needed = run.objective.needs_reference and trains
         start = run.checkpoints.start
@@ -101,8 +105,10 @@ class ReinforcementLoop:
         self.collector, self.device = run.collector, run.builder.device
         self.suites = Suites(self.config, run.collector)
         run.collector.model_rewards.moments = RunningMoments(run.checkpoints.reward_moments)
-        self.has_servers = rollout.engine == "vllm"
-        self.sampling = Sampling.of(rollout)
+        # The configured budget is for one rank. A context-parallel group shares a micro-batch.
+        cp_size = run.policy.config.context_parallel_size
+        self.token_budget = run.config.training.micro_batch_tokens * cp_size
+        self.has_servers = run.config.rollout.engine == "vllm"
         self.data_group = data_parallel_group()
         # The responses of the next step, if the run was stopped between its rollout and its update.
         self.restored: Experience | None = None
@@ -123,16 +129,26 @@ class ReinforcementLoop:
         experience = self.roll_out(step)
         self.kept_steps.write(step, experience)
         index = gather_index(experience.batch, experience.shaped, self.data_group)
-        advantages, token_advantages = compute_advantages(
-            self.updater.objective.advantages, experience, index
+        advantages, token_advantages = self.updater.objective.advantages.of_step(
+            index.rewards, index.groups, experience.turns
         )
-        plan = self.plan(index)
+        plan = plan_step(
+            index.lengths,
+            index.masked_lengths,
+            branches=index.branch_lengths(),
+            # dynamic sampling may leave fewer sequences than mini-batches
+            mini_batches=min(self.config.objective.mini_batches, len(index.lengths)),
+            data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            token_budget=self.token_budget,
+            micro_batch_multiple=micro_batch_multiple(self.policy),
+            padded=self.updater.builder.padded,
+        )
         sequences = redistribute(
             experience.batch,
             index,
-            data_ranks(plan, len(index.lengths)),
+            plan,
             self.data_group,
-            context_parallel_size=parallel_state.get_context_parallel_world_size(),
+            context_parallel_size=self.policy.config.context_parallel_size,
             token_advantages=token_advantages,
         )
         metrics = update_policy(self.updater, sequences, index, plan, advantages, timer)
@@ -177,11 +193,21 @@ class ReinforcementLoop:
                     self._whole_step(step, progress)
 
     def _whole_step(self, step: int, progress: Progress) -> None:
-        """Run one step to its end. An update that makes the weights non-finite is a collapse, too.
-        After such a collapse the run can only roll back, because no usable weights are left to
-        save."""
+        """Run one step to its end. If a stop signal has come during the rollout, save the responses
+        and raise StopRun. An update that makes the weights non-finite is a collapse, too. After
+        such a collapse the run can only roll back, because no usable weights are left to save."""
         try:
             metrics = self.step(step)
+        except _StopBeforeUpdate as stop:
+            experience, before = stop.args
+            self.run_components.checkpoints.stop_before_update(
+                step,
+                self.trainer,
+                self.loader,
+                before,
+                experience.describe(),
+                lambda folder: write_rollouts(experience, folder),
+            )
         except FloatingPointError as error:
             if self.config.training.on_collapse != "rollback":
                 raise
@@ -256,32 +282,28 @@ class ReinforcementLoop:
     def roll_out(self, step: int) -> Experience:
         """Return the step's scored responses: new responses, or the responses that an earlier start
         of the run saved."""
-        restored, self.restored = self.restored, None
-        if restored is None:
-            run, rows = self.run_components, self._rows(step)
-            loader, moments = self.loader.state_dict(), {**run.checkpoints.reward_moments}
+        run, experience, self.restored = self.run_components, self.restored, None
+        if experience is None:
+            request = self._request(step)
+            ahead = self.config.rollout.staleness > 0
+            rows = self.loader.rows_of_step(self._draw_number(step), ahead=ahead)
+            moments = {**run.checkpoints.reward_moments}
+            before = {"loader": self.loader.state_dict(), "reward_moments": moments}
             try:
                 self._begin_requests(step, first=step)
-                experience = collect(self.collector, rows, self._request(step))
+                experience = collect(self.collector, rows, request)
                 self._tell_selection(experience)
             except _ENDS_BETWEEN_STEPS as error:
-                self.loader.load_state_dict(loader)  # the resumed run uses the same prompts again
+                self.loader.load_state_dict(before["loader"])  # a resumed run uses the same prompts
                 run.checkpoints.reward_moments = moments
                 run.checkpoints.after_failure(step - 1, self.trainer, self.loader, error)
-            run.checkpoints.after_rollouts(
-                step,
-                self.trainer,
-                self.loader,
-                {"loader": loader, "reward_moments": moments},
-                experience.describe(),
-                lambda folder: write_rollouts(experience, folder),
-            )
+            if run.checkpoints.must_stop():
+                raise _StopBeforeUpdate(experience, before)
         else:
-            experience = restored
             self._begin_requests(step, first=step + 1)
         records = [{"step": step, **each} for each in experience.draws]
-        self.run_components.logger.write_draws(records)
-        self.run_components.logger.write_samples(step, experience.samples)
+        run.logger.write_draws(records)
+        run.logger.write_samples(step, experience.samples)
         if isinstance(self.loader, PromptSelection):
             self.loader.learn(records)
         return experience
@@ -298,7 +320,7 @@ class ReinforcementLoop:
             rows=[],
             first=0,
             per_prompt=rollout.group_size,
-            sampling=self.sampling,
+            sampling=Sampling.of(rollout),
             seed=(seed << 32) + self._draw_number(step),
             version=max(step - 1 - rollout.staleness, 0),
         )
@@ -323,23 +345,6 @@ class ReinforcementLoop:
         for number, rows in zip(ahead, self.loader.peek(len(ahead)), strict=True):
             self.collector.source.begin(part_of(self._request(number), 0, rows))
 
-    def _rows(self, step: int) -> Iterator[list[int]]:
-        """Yield the prompts of the step's first request, then of each refill.
-
-        If servers generate ahead, the loader's next prompts belong to the next step. Refills then
-        use a separate loader.
-        """
-        taken = [*self.loader.next()]
-        yield [*taken]
-        while isinstance(self.loader, PromptSelection):
-            more = self.loader.refill(taken)
-            taken += more
-            yield more
-        ahead = self.config.rollout.staleness > 0
-        refills = self.loader.for_refills(self._draw_number(step)) if ahead else self.loader
-        while True:
-            yield refills.next()
-
     def _tell_selection(self, experience: Experience) -> None:
         """Add the metrics of data.selection to the metrics of the step, and mark the prompts that
         were drawn at random."""
@@ -360,22 +365,6 @@ class ReinforcementLoop:
             run.logger.note(f"step {step}, {line}")
         return metrics
 
-    def plan(self, index: StepIndex) -> list[MiniBatch]:
-        """Plan which data-parallel rank trains on which sequences, in which micro-batches."""
-        policy, builder = self.run_components.policy, self.run_components.builder
-        return plan_step(
-            index.lengths,
-            index.masked_lengths,
-            # dynamic sampling may leave fewer sequences than mini-batches
-            mini_batches=min(self.config.objective.mini_batches, len(index.lengths)),
-            data_parallel_size=parallel_state.get_data_parallel_world_size(),
-            token_budget=self.config.training.micro_batch_tokens
-            * policy.config.context_parallel_size,
-            micro_batch_multiple=micro_batch_multiple(policy),
-            padded=builder.padded,
-            branches=index.branch_lengths(),
-        )
-
     def _noise_warning(self, metrics: dict[str, float]) -> str | None:
         """Return a warning if the clip range of sequence ratios is narrower than their noise.
 
@@ -391,7 +380,7 @@ class ReinforcementLoop:
         if not recipe.clips_sequences:
             return None
         narrow = min(recipe.parameters["clip_low"], recipe.parameters["clip_high"])
-        if floor <= narrow:
+        if not floor > narrow:  # a NaN, if the first mini-batch has no tokens to learn from
             return None
         warned.append(NOISE_WARNING)
         if section.old_logprobs == "rollout":
@@ -452,10 +441,10 @@ def collect(collector: Collector, rows: Iterator[list[int]], of_step: RolloutReq
         records, has_failed = collector.judge(request, share.group)
         chosen.add([record["spread"] for record in records], has_failed)
         draws += records
-        if request.first == 0:
-            samples = collector.sample_rows(request, share.group)
         group = share.group.without_texts()
         kept.append(group.of_prompts(chosen.candidates(request.first)))
+        if request.first == 0:
+            samples = collector.sample_rows(request, share.group)
     if not chosen.groups():
         raise collector.nothing_scored("of a step", metrics.failed)
     reduced = metrics.reduce()
@@ -486,23 +475,6 @@ def part_of(
     return replace(of_step, name=f"{of_step.name}_{number}", rows=rows, first=first)
 
 
-def compute_advantages(
-    estimator: AdvantageEstimator, experience: Experience, index: StepIndex
-) -> tuple[Tensor, Tensor | None]:
-    """Compute the advantages of all sequences of the step, [num_sequences] float32.
-
-    If turns have rewards, also returns the advantages of the tokens of this rank's responses,
-    [response tokens] float32; otherwise None.
-    """
-    group, device = experience.group, experience.device
-    of_sequences = estimator.of_sequences(index.rewards, torch.tensor(index.groups))
-    of_tokens = None
-    if experience.has_turns:
-        columns = (group.turn_rewards, group.turns, group.turn_tokens, group.group_index)
-        of_tokens = estimator.of_turns(*(to_tensor(column, device) for column in columns))
-    return of_sequences.to(device), of_tokens
-
-
 def update_policy(
     updater: PolicyUpdater,
     sequences: Sequences,
@@ -516,7 +488,7 @@ def update_policy(
     advantages: [num_sequences], for all sequences of the step. Returns metrics, which are the same
     on every rank.
     """
-    timer = timer or PhaseTimer(updater.device)
+    timer, advantages = timer or PhaseTimer(updater.device), advantages.to(updater.device)
     with timer("logprob"):
         mini_batches = updater.build_micro_batches(plan, sequences, index)
         updater.compute_old_logprobs(mini_batches)

@@ -31,15 +31,15 @@ from gspo_megatron.platform.reduce_metrics import (
     share_with_all_stages,
 )
 from gspo_megatron.rl.distillation import (
+    add_to_advantages,
     ask_folder,
     divergence_metrics,
     of_taught_tokens,
     teacher_of,
     top_k_metrics,
-    with_advice,
     with_divergence,
 )
-from gspo_megatron.rl.routing_replay import RoutingReplay, RoutingReplayOff
+from gspo_megatron.routing.replay import RoutingReplay, RoutingReplayOff
 from gspo_megatron.types import LossInputs, LossOutputs
 
 
@@ -105,13 +105,13 @@ class PolicyUpdater:
         covers_first = self.penalizes_rewards or self.replay.records_all
         wanted = everything if covers_first else everything[len(mini_batches[0]) :]
         if self.recomputes or self.replay.records:
-            with self.replay.old_pass(wanted):
+            with self.replay.during("old", wanted):
                 self._record(wanted, "old_logprobs")
         if not self.recomputes:
             for micro_batch in everything if self.section.old_logprobs == "rollout" else wanted:
                 micro_batch.old_logprobs = micro_batch.rollout_logprobs
         if self.reference is not None:
-            with self.replay.reference_pass(everything), self.reference.in_place():
+            with self.replay.during("reference", everything), self.reference.in_place():
                 self._record(everything, "reference_logprobs")
         # Nothing is replayed for a teacher: its own routers choose its experts.
         for number, teacher in self.teachers.items():
@@ -194,7 +194,7 @@ class PolicyUpdater:
         for micro_batch in micro_batches:
             micro_batch.head.candidates = micro_batch.teacher_tokens
         zero_gradients(self.policy.chunks, self.trainer.optimizer)
-        with self.replay.training_pass(micro_batches):
+        with self.replay.during("training", micro_batches):
             for outputs in forward_backward(
                 self.policy, micro_batches, loss, mini_batch.num_micro_batches
             ):
@@ -228,8 +228,10 @@ class PolicyUpdater:
         if is_first:  # the policy has not been updated since it sampled
             self._metrics.add_means(divergence_metrics(taught, teacher))
         if not self.distillation.candidates:
+            # Tokens without a teacher get a difference of 0.
+            known = teacher.where(taught.mask > 0, inputs.old_logprobs)
             coefficient = self.distillation.coefficient
-            inputs = with_advice(inputs, taught, teacher, self.objective, coefficient)
+            inputs = add_to_advantages(inputs, known, self.objective, coefficient)
         return inputs, taught
 
     def _with_divergence(

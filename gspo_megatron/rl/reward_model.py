@@ -21,10 +21,10 @@ from gspo_megatron.errors import RewardError
 from gspo_megatron.platform.collectives import all_gather_columns, raise_everywhere
 from gspo_megatron.platform.groups import data_parallel_group
 from gspo_megatron.rewards.moments import RunningMoments
-from gspo_megatron.rewards.scoring import repeated_share, sum_of_normalized_parts
+from gspo_megatron.rewards.scoring import repeated_share
 from gspo_megatron.rl.scorer import FrozenScorer
 from gspo_megatron.rollout.engine import ModelWork, RolloutShare
-from gspo_megatron.rollout.episodes import GroupScorer
+from gspo_megatron.rollout.episodes import GroupScorer, sum_of_normalized_parts
 from gspo_megatron.rollout.reward_model import ModelScores, ModelTexts
 from gspo_megatron.rollout.types import to_tensor
 from gspo_megatron.types import Sample

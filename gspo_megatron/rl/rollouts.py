@@ -18,7 +18,7 @@ from gspo_megatron.config import Config
 from gspo_megatron.data.selection import identity
 from gspo_megatron.errors import EpisodeError, RewardError
 from gspo_megatron.evaluation.scores import response_record
-from gspo_megatron.objectives.advantages import group_mean
+from gspo_megatron.objectives.advantages import has_spread
 from gspo_megatron.observe.intervals import share_interval
 from gspo_megatron.observe.metrics_files import sample_row
 from gspo_megatron.platform.collectives import gather_objects, on_main
@@ -60,6 +60,14 @@ class Experience:
     def shaped(self) -> Tensor:
         """The rewards to train on, [num_sequences] float64, on the device."""
         return to_tensor(self.group.shaped, self.device)
+
+    @property
+    def turns(self) -> list[Tensor] | None:
+        """The arguments of `AdvantageEstimator.of_turns`, on the device; None: turns have no
+        rewards."""
+        group = self.group
+        columns = (group.turn_rewards, group.turns, group.turn_tokens, group.group_index)
+        return [to_tensor(each, self.device) for each in columns] if self.has_turns else None
 
     def describe(self) -> dict[str, Any]:
         """Return all fields except the responses, as JSON values. Only the main rank saves them."""
@@ -131,36 +139,28 @@ class Collector:
         turns, if turns have rewards). Both lists have the order of the prompts, and are the same on
         all ranks.
         """
-        groups = to_tensor(group.group_index, self.device)
-        rewards = to_tensor(group.shaped, self.device)
-        failed = rewards.isnan()
-        flags = torch.zeros((2, len(request.rows)), dtype=torch.long, device=self.device)
-        flags[1, groups[failed] - request.first] = 1
+        failed, rewards, turns = np.isnan(group.shaped), group.shaped, np.ones_like(group.turns)
         if group.turns.any():  # then only the turns' rewards have advantages
-            turns = to_tensor(group.turns, self.device)
-            rewards = to_tensor(group.turn_rewards, self.device)
-            groups, failed = (each.repeat_interleave(turns) for each in (groups, failed))
-        # `group_mean` is exactly 0 in a group without spread.
-        differs = (group_mean(rewards.nan_to_num(), groups) != 0) & ~failed
-        flags[0, groups[differs] - request.first] = 1
-        dist.all_reduce(flags, group=self.data_group)
+            rewards, turns = group.turn_rewards, group.turns
+        groups = group.group_index.repeat(turns)
+        spread = has_spread(torch.tensor(np.nan_to_num(rewards)), torch.tensor(groups)).numpy()
+        spread = spread & ~failed.repeat(turns)
 
         correct_at, prompts = self.config.data.selection.correct_at, self.prompts[request.key]
         correct_at = self.config.evaluation.correct_at if correct_at is None else correct_at
         scored = ~np.isnan(group.rewards)
         values = (scored, scored & (group.rewards >= correct_at), np.nan_to_num(group.rewards))
-        values = np.stack([*values, group.response_lengths], 1)
-        sums = np.zeros((4, len(request.rows)))
-        np.add.at(sums.T, group.group_index - request.first, values)
-        everyones = to_tensor(sums, self.device)
+        values = np.stack([failed, *values, group.response_lengths], 1)
+        sums = np.zeros((len(request.rows), 6))
+        np.add.at(sums[:, 0], groups - request.first, spread)
+        np.add.at(sums[:, 1:], group.group_index - request.first, values)
+        everyones = torch.tensor(sums, device=self.device)
         dist.all_reduce(everyones, group=self.data_group)
 
-        has_spread, has_failed = (flags > 0).tolist()
-        records = []
-        for row, spread, figures in zip(
-            request.rows, has_spread, everyones.T.tolist(), strict=True
-        ):
-            responses, solved, reward, length = figures
+        records, has_failed = [], []
+        for row, figures in zip(request.rows, everyones.tolist(), strict=True):
+            spreads, failures, responses, solved, reward, length = figures
+            has_failed.append(failures > 0)
             records.append(
                 {
                     "prompt": identity(prompts[row]),
@@ -169,7 +169,7 @@ class Collector:
                     "solved": round(solved),
                     "reward": reward / responses if responses else None,
                     "length": length / request.per_prompt,
-                    "spread": spread,
+                    "spread": spreads > 0,
                 }
             )
         return records, has_failed
@@ -181,10 +181,11 @@ class Collector:
         """
         if not self.tells:
             return []
+        prompts = self.prompts_of(request)
         count = self.config.logging.samples_per_step
         first = group.select(np.arange(len(group.sample_index)) < count)
         rows = []
-        for row, sample in enumerate(self.scorer.samples(first, self.prompts_of(request))):
+        for row, sample in enumerate(self.scorer.samples(first, prompts)):
             reward, parts = float(first.rewards[row]), None
             if first.part_names:
                 parts = {} if math.isnan(reward) else first.part_of(row)

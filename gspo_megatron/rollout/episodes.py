@@ -34,7 +34,6 @@ from gspo_megatron.rewards.scoring import (
     Scorer,
     Shaping,
     describe,
-    sum_of_normalized_parts,
 )
 from gspo_megatron.rewards.values import Score
 from gspo_megatron.rollout.reward_model import ModelServer
@@ -464,3 +463,33 @@ def _last_turn(written: np.ndarray) -> int:
     """
     others = np.flatnonzero(~written)
     return int(others[-1]) + 1 if len(others) else 0
+
+
+# Parts that differ only by float32 rounding count as equal, as in objectives/advantages.py.
+_ROUNDING = 4 * float(np.finfo(np.float32).eps)
+
+
+def sum_of_normalized_parts(
+    parts: np.ndarray, groups: np.ndarray, std: Literal["sample", "population"]
+) -> np.ndarray:
+    """Normalize each part of the rewards within its group, then add the parts up (GDPO).
+
+    Source: arXiv 2601.05242. The mean of the group is subtracted from a part, and the result is
+    divided by the standard deviation of the group. A part without spread in a group adds exactly 0.
+
+    parts: [parts, num_sequences] float64, already multiplied by their weights; NaN in groups with
+    failed calls.
+    groups: [num_sequences].
+    Returns [num_sequences] float64, NaN in groups with failed calls.
+    """
+    total = np.zeros(len(groups))
+    for number in np.unique(groups):
+        rows = groups == number
+        own = parts[:, rows]
+        differs = np.ptp(own, axis=1) > _ROUNDING * np.abs(own).max(axis=1)
+        centred = own - own.mean(axis=1, keepdims=True)
+        degrees = max(own.shape[1] - (std == "sample"), 1)
+        deviation = np.sqrt(np.square(centred).sum(axis=1) / degrees)
+        scaled = centred[differs] / deviation[differs, None]
+        total[rows] = np.nan if np.isnan(own).any() else scaled.sum(axis=0)
+    return total

@@ -3,15 +3,13 @@ evenly routers spread the tokens over the experts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from gspo_megatron.platform.devices import count_values
-from gspo_megatron.routing.hooks import Choice, Routes
-from gspo_megatron.routing.replay import RouteTable, scored_tokens
 
 _SUMS = ("volatility", "tokens", "shift", "scored tokens")
 
@@ -26,12 +24,6 @@ class RoutingMetrics:
         self.num_experts, self.device, self.replayed = num_experts, device, replayed
         size = (num_layers, len(_SUMS) + 2 * num_experts)
         self._sums = torch.zeros(size, dtype=torch.float64, device=device)
-        self._changed: list[Tensor] = []  # [tokens] bool of each micro-batch
-
-    def new_micro_batch(self, tokens: int) -> Tensor:
-        """Return [tokens] bool, in which a micro-batch's layers mark the tokens that changed."""
-        self._changed.append(torch.zeros(tokens, dtype=torch.bool, device=self.device))
-        return self._changed[-1]
 
     def add(self, layer: int, lost: Tensor, shift: Tensor, natural: Tensor, used: Tensor) -> None:
         """Add a layer's compared tokens.
@@ -51,13 +43,15 @@ class RoutingMetrics:
             row[start : start + self.num_experts] += load
             start += self.num_experts
 
-    def reduce(self, pipeline_group: dist.ProcessGroup) -> dict[str, float]:
+    def reduce(
+        self, changed_of: Sequence[Tensor], pipeline_group: dist.ProcessGroup
+    ) -> dict[str, float]:
         """Combine the sums of all ranks, which hold different tokens or different layers.
 
-        First the pipeline stages combine their flags of changed tokens.
+        changed_of: [tokens] bool for each micro-batch: the experts of the token have changed in a
+        layer of this rank. First the pipeline stages combine these flags.
         """
-        changed = torch.cat(self._changed) if self._changed else self._sums.new_zeros(0)
-        changed = changed.to(torch.uint8)
+        changed = torch.cat([self._sums.new_zeros(0), *changed_of]).to(torch.uint8)
         if pipeline_group.size() > 1:
             dist.all_reduce(changed, dist.ReduceOp.MAX, group=pipeline_group)
         counts = self._sums.new_tensor([float(changed.sum()), float(len(changed))])
@@ -91,50 +85,3 @@ class RoutingMetrics:
             metrics[f"{prefix}/{label}max_violation"] = (float(load.max()) - mean) / mean
             metrics[f"{prefix}/{label}dead_experts"] = float((load == 0).sum())
         return metrics
-
-
-class Observing:
-    """Compares the routers' own choice with a table of old routes, whichever experts are used."""
-
-    def __init__(
-        self,
-        old: RouteTable,
-        old_scores: dict[int, Tensor],
-        real: Tensor | None,
-        figures: RoutingMetrics,
-        inner: Routes | None,
-    ) -> None:
-        """real: [tokens] bool, False on padding; None: no padding. inner: chooses the experts;
-        None: the router chooses."""
-        self._old, self._old_scores, self._real = old, old_scores, real
-        self._figures, self.inner = figures, inner
-        count = old.experts.shape[1] if real is None else int(real.sum())
-        self._changed = figures.new_micro_batch(count)
-        self._seen: set[int] = set()
-
-    def choose(self, layer: int, scores: Tensor, native: Callable[[], Choice]) -> Choice:
-        """See Routes.choose."""
-        natural, inner = native(), self.inner
-        used = natural if inner is None else inner.choose(layer, scores, lambda: natural)
-        if layer not in self._seen:  # recomputation calls this again in the backward pass
-            self._seen.add(layer)
-            self._compare(layer, scores.detach(), natural[1], used[1])
-        return used
-
-    @torch.no_grad()
-    def _compare(self, layer: int, scores: Tensor, natural: Tensor, used: Tensor) -> None:
-        old = self._old.of_layer(layer, scores.device)
-        scored = scored_tokens(len(scores))
-        # Round the new scores like the old ones. Otherwise the rounding error of the old scores
-        # (2^-9 relative) would count as a shift, and the true shift of a step is often smaller than
-        # this error.
-        new_scores = scores[scored].to(torch.bfloat16).float()
-        old_scores = self._old_scores[layer].to(scores.device, non_blocking=True).float()
-        shift = (new_scores - old_scores).abs().mean(dim=-1)
-        if self._real is not None:
-            old, natural, used = old[self._real], natural[self._real], used[self._real]
-            shift = shift[self._real[scored]]
-        kept = (old[:, :, None] == natural[:, None, :]).any(dim=-1).sum(dim=-1)
-        lost = 1.0 - kept / old.shape[1]
-        self._changed |= lost > 0
-        self._figures.add(layer, lost, shift, natural, used)

@@ -98,6 +98,25 @@ class ExampleBatches(Generic[E, B]):
         """Return a batch of the examples, which must be the same on every rank."""
         raise NotImplementedError
 
+    def plan(
+        self,
+        lengths: Sequence[int],
+        learned: Sequence[int],
+        branches: Sequence[Sequence[int]] | None = None,
+    ) -> MiniBatch:
+        """Plan the micro-batches of a batch. See batching.plan.plan_step."""
+        [plan] = plan_step(
+            lengths,
+            learned,
+            mini_batches=1,
+            data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            token_budget=self.token_budget,
+            micro_batch_multiple=micro_batch_multiple(self.policy),
+            padded=self.builder.padded,
+            branches=branches,
+        )
+        return plan
+
 
 class FineTuningBatches(ExampleBatches[Example, SupervisedBatch]):
     """Batches of examples for supervised fine-tuning."""
@@ -105,16 +124,8 @@ class FineTuningBatches(ExampleBatches[Example, SupervisedBatch]):
     def batch(self, examples: Sequence[Example]) -> SupervisedBatch:
         """Return a batch of the examples, which must be the same on every rank."""
         lengths = [len(example.token_ids) for example in examples]
-        plan = plan_step(
-            lengths,
-            # [1:], because the first token is never predicted.
-            [int(example.loss_mask[1:].sum()) for example in examples],
-            mini_batches=1,
-            data_parallel_size=parallel_state.get_data_parallel_world_size(),
-            token_budget=self.token_budget,
-            micro_batch_multiple=micro_batch_multiple(self.policy),
-            padded=self.builder.padded,
-        )[0]
+        # [1:], because the first token is never predicted.
+        plan = self.plan(lengths, [int(each.loss_mask[1:].sum()) for each in examples])
         return SupervisedBatch(
             micro_batches=list(self._micro_batches(plan, examples, lengths)),
             num_micro_batches=plan.num_micro_batches,

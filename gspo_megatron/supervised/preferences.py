@@ -11,13 +11,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from gspo_megatron.batching.micro_batches import (
-    MicroBatch,
-    forward_backward,
-    head_outputs,
-    micro_batch_multiple,
-)
-from gspo_megatron.batching.plan import MiniBatch, plan_step
+from gspo_megatron.batching.micro_batches import MicroBatch, forward_backward, head_outputs
+from gspo_megatron.batching.plan import MiniBatch
 from gspo_megatron.batching.scores import all_scores, score_micro_batch
 from gspo_megatron.config.stages import PreferenceSection
 from gspo_megatron.data.preferences import Preference, PreferenceData
@@ -89,16 +84,7 @@ class PreferenceBatches(ExampleBatches[Preference, PreferenceBatch]):
         """Return a batch of the preferences, which must be the same on every rank."""
         lengths = [len(each.token_ids) for each in examples]
         branches = [each.lengths.tolist() for each in examples]
-        plan = plan_step(
-            lengths,
-            [0] * len(lengths),
-            mini_batches=1,
-            data_parallel_size=parallel_state.get_data_parallel_world_size(),
-            token_budget=self.token_budget,
-            micro_batch_multiple=micro_batch_multiple(self.policy),
-            padded=self.builder.padded,
-            branches=branches,
-        )[0]
+        plan = self.plan(lengths, [0] * len(lengths), branches)
         starts = np.cumsum([0, *map(len, branches)])
         mine = plan.micro_batches[parallel_state.get_data_parallel_rank()]
         device = self.builder.device

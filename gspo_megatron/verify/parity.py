@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gspo_megatron.batching.micro_batches import MicroBatchBuilder, response_logprobs
 from gspo_megatron.batching.packing import Branches
-from gspo_megatron.batching.plan import MiniBatch, data_ranks, plan_step
+from gspo_megatron.batching.plan import MiniBatch, plan_step
 from gspo_megatron.batching.redistribute import Sequences, StepIndex, gather_index, redistribute
 from gspo_megatron.checkpoint.optimizer import load_trainer_state
 from gspo_megatron.checkpoint.run_state import RunState, read_model
@@ -51,7 +51,7 @@ from gspo_megatron.platform.groups import (
     stop_processes,
     tear_down_model_parallel,
 )
-from gspo_megatron.rl.loop import compute_advantages, update_policy
+from gspo_megatron.rl.loop import update_policy
 from gspo_megatron.rl.policy_update import PolicyUpdater
 from gspo_megatron.rl.step_inputs import StepInputs, read_experience, reference_of
 from gspo_megatron.routing.hooks import attach_hooks
@@ -155,8 +155,7 @@ def run_update(
         as_given = AdvantageEstimator(section, lambda values, _: values.float())
         objective = replace(objective, advantages=as_given)
     updater = PolicyUpdater(policy, recorder, builder, objective, section, config.routing)
-    advantages = index.rewards.float().to(updater.device)
-    metrics = update_policy(updater, sequences, index, plans, advantages)
+    metrics = update_policy(updater, sequences, index, plans, index.rewards.float())
     tear_down_model_parallel()
     return StepResult(metrics, recorder.gradients, recorder.replica_error)
 
@@ -244,11 +243,13 @@ def _run_kept_step(task: Task, kept: StepInputs) -> StepResult:
     plans = plan_alike(
         config, index.lengths, index.masked_lengths, task.cut, mini_batches, index.branches
     )
-    advantages, token_advantages = compute_advantages(objective.advantages, experience, index)
+    advantages, token_advantages = objective.advantages.of_step(
+        index.rewards, index.groups, experience.turns
+    )
     sequences = redistribute(
         experience.batch,
         index,
-        data_ranks(plans, len(index.lengths)),
+        plans,
         group,
         context_parallel_size=policy.config.context_parallel_size,
         token_advantages=token_advantages,
@@ -449,10 +450,9 @@ def distribute(
     advantages = torch.tensor(batch.advantages, dtype=torch.float64, device=device)[numbers]
     index = gather_index(rollout, advantages, group)
     cp_size = policy.config.context_parallel_size
-    owners = data_ranks(plans, len(index.lengths))
     of_tokens = None if batch.token_advantages is None else join(batch.token_advantages)
     sequences = redistribute(
-        rollout, index, owners, group, context_parallel_size=cp_size, token_advantages=of_tokens
+        rollout, index, plans, group, context_parallel_size=cp_size, token_advantages=of_tokens
     )
     return sequences, index
 

@@ -20,14 +20,13 @@ import torch.distributed as dist
 from safetensors.numpy import load, save
 
 from gspo_megatron.batching.micro_batches import MicroBatchBuilder
-from gspo_megatron.batching.plan import data_ranks
 from gspo_megatron.batching.redistribute import gather_index, redistribute
 from gspo_megatron.config import Config
 from gspo_megatron.errors import DataError
 from gspo_megatron.models.optimizer import Schedule, build_trainer
 from gspo_megatron.objectives import build_objective
 from gspo_megatron.platform.groups import data_parallel_group, tear_down_model_parallel
-from gspo_megatron.rl.loop import compute_advantages, update_policy
+from gspo_megatron.rl.loop import update_policy
 from gspo_megatron.rl.policy_update import PolicyUpdater
 from gspo_megatron.rl.rollouts import Experience
 from gspo_megatron.rl.served_rollouts import ServedRollouts
@@ -172,12 +171,12 @@ def trained_from_the_bank(config: Config) -> tuple[list[dict[str, float]], StepR
         drawn = source.read(draw_of(step), numbers)
         experience = Experience(drawn.group, torch.device("cpu"))
         index = gather_index(experience.batch, experience.shaped, group)
-        advantages, _ = compute_advantages(objective.advantages, experience, index)
+        advantages, _ = objective.advantages.of_step(index.rewards, index.groups, experience.turns)
         plans = plan_alike(config, index.lengths, index.masked_lengths, CUT, 2)
         sequences = redistribute(
             experience.batch,
             index,
-            data_ranks(plans, len(index.lengths)),
+            plans,
             group,
             context_parallel_size=policy.config.context_parallel_size,
         )

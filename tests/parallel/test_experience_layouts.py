@@ -12,12 +12,13 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
+from gspo_megatron.batching.plan import MiniBatch
 from gspo_megatron.batching.redistribute import gather_index, redistribute
 from gspo_megatron.config import Config
 from gspo_megatron.errors import RewardError
 from gspo_megatron.objectives.advantages import build_advantages
 from gspo_megatron.rewards.registry import Reward
-from gspo_megatron.rl.loop import collect, compute_advantages
+from gspo_megatron.rl.loop import collect
 from gspo_megatron.rl.rollouts import Collector
 from gspo_megatron.rl.run import collector_of
 from gspo_megatron.rollout.engine import RolloutRequest, Sampling
@@ -78,10 +79,13 @@ def step(config: Config, prompts: list[list[int]]) -> tuple[dict[int, Received],
     experience = collect(collector, rows, draw_of(config))
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     index = gather_index(experience.batch, experience.shaped, group)
-    _, advantages = compute_advantages(build_advantages(config.objective), experience, index)
+    _, advantages = build_advantages(config.objective).of_step(
+        index.rewards, index.groups, experience.turns
+    )
     size = parallel_state.get_data_parallel_world_size()
-    owners = [n % size for n in range(len(index.lengths))]
-    received = redistribute(experience.batch, index, owners, group, token_advantages=advantages)
+    count = len(index.lengths)
+    plan = MiniBatch(tuple((tuple(range(rank, count, size)),) for rank in range(size)), count, 0)
+    received = redistribute(experience.batch, index, [plan], group, token_advantages=advantages)
     assert received.token_advantages is not None
     found = {}
     for number, tokens in received.tokens.items():

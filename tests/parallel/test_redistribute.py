@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from gspo_megatron.batching.plan import MiniBatch
 from gspo_megatron.batching.redistribute import gather_index, redistribute
 from gspo_megatron.config import Config, resolve_parallel
 from gspo_megatron.config.parallel import Layout
@@ -41,10 +42,13 @@ def move(config: Config, sources: list[int], destinations: list[int]) -> None:
     index = gather_index(batch, rewards, group)
     # Token advantages move in the same way. Here they are twice the log-probs, so that the two
     # cannot be confused.
+    size = parallel_state.get_data_parallel_world_size()
+    shares = [[n for n, place in enumerate(destinations) if place == rank] for rank in range(size)]
+    plan = MiniBatch(tuple((tuple(each),) for each in shares), len(destinations), 0)
     received = redistribute(
         batch,
         index,
-        destinations,
+        [plan],
         group,
         context_parallel_size=config.parallel.context_parallel_size,
         token_advantages=2 * batch.rollout_logprobs,

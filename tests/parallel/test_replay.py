@@ -16,8 +16,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 
 from gspo_megatron.routing import hooks
-from gspo_megatron.routing.replay import Recording, Replaying
-from gspo_megatron.routing.volatility import Observing
+from gspo_megatron.routing.replay import Observing, Recording, Replaying
 from gspo_megatron.verify.parity import Cut
 from gspo_megatron.verify.results import StepResult, compare
 from gspo_megatron.verify.synthetic import SyntheticBatch, synthetic_batch

@@ -14,7 +14,7 @@ import torch
 from megatron.core import parallel_state
 
 from gspo_megatron.batching.micro_batches import MicroBatchBuilder, response_logprobs
-from gspo_megatron.batching.plan import data_ranks, plan_step
+from gspo_megatron.batching.plan import plan_step
 from gspo_megatron.batching.redistribute import gather_index, redistribute
 from gspo_megatron.config import Config
 from gspo_megatron.config.parallel import Layout
@@ -114,18 +114,17 @@ def mismatch(config: Config) -> list[float]:
     cp = config.parallel.context_parallel_size
     nothing = torch.zeros(len(batch.sample_index), dtype=torch.float64)
     index = gather_index(batch, nothing, group)
-    plan = plan_step(
+    plans = plan_step(
         index.lengths,
         index.response_lengths,
         mini_batches=1,
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
         token_budget=60,
         micro_batch_multiple=config.parallel.pipeline_model_parallel_size,
-    )[0]
-    owners = data_ranks([plan], len(index.source))
-    sequences = redistribute(batch, index, owners, group, context_parallel_size=cp)
+    )
+    sequences = redistribute(batch, index, plans, group, context_parallel_size=cp)
     builder = MicroBatchBuilder(policy, PAD_ID, SAMPLED.temperature)
-    [micro_batches] = builder.build_step([plan], sequences, index)
+    [micro_batches] = builder.build_step(plans, sequences, index)
     trained = response_logprobs(policy, micro_batches)
     pairs = [(m.rollout_logprobs, logprobs) for m, (logprobs, _) in zip(micro_batches, trained)]
     return [each for one, other in pairs for each in (one - other).abs().tolist()]

@@ -18,7 +18,7 @@ def test_the_picture_is_that_of_the_code() -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("plan = self.plan(index)", "plan = self.plan(index)\n        check_plan(plan)"),
+        ("plan = plan_step(", "plan = check_plan("),
         ("index = gather_index(", "index = gather_lengths("),
         ("updater.compute_old_logprobs(mini_batches)", "pass"),
     ],

@@ -43,7 +43,7 @@ from our_step import build_loop
 from torch import Tensor
 from workload import SEED, SHAPES, WORKLOADS
 
-from gspo_megatron.batching.plan import data_ranks
+from gspo_megatron.batching.plan import plan_step
 from gspo_megatron.batching.redistribute import gather_index, redistribute
 from gspo_megatron.models.policy import HiddenStates, PolicyModel
 from gspo_megatron.models.transformer_config import changed
@@ -90,10 +90,15 @@ class Step:
         batch = draw_batch(size)
         rewards = torch.linspace(0.0, 1.0, len(batch.sample_index), dtype=torch.float64)
         self.index = gather_index(batch, rewards, group)
-        self.plan = loop.plan(self.index)
-        ranks = data_ranks(self.plan, len(self.index.lengths))
+        self.plan = plan_step(
+            self.index.lengths,
+            self.index.masked_lengths,
+            mini_batches=loop.config.objective.mini_batches,
+            data_parallel_size=1,
+            token_budget=loop.config.training.micro_batch_tokens,
+        )
         self.sequences = redistribute(
-            batch, self.index, ranks, group, context_parallel_size=1, token_advantages=None
+            batch, self.index, self.plan, group, context_parallel_size=1, token_advantages=None
         )
         groups = torch.tensor(self.index.groups)
         self.advantages = loop.updater.objective.advantages.of_sequences(self.index.rewards, groups)

@@ -64,10 +64,6 @@ class RouterRandomness:
     seed: int
     samples: Tensor  # [sequences]; for a prompt, the first of its samples
 
-    def at(self, rows: Tensor | slice) -> RouterRandomness:
-        """Return the random numbers for some of the sequences."""
-        return RouterRandomness(self.seed, self.samples[rows])
-
     def numbers(self, positions: Tensor) -> Callable[[int, int], Tensor]:
         """Return a function of (layer, experts) that returns [tokens, experts] float64 in (0, 1).
 

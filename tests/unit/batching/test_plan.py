@@ -125,16 +125,6 @@ def test_ranks_without_sequences_get_empty_micro_batches() -> None:
     assert sorted(mini_batch.micro_batches) == [((),), ((),), ((0,),), ((1,),)]
 
 
-def test_tokens_are_balanced_over_ranks() -> None:
-    lengths, _ = random_step(5)
-    for mini_batch in plan(5, data_parallel_size=3):
-        loads = [
-            sum(lengths[n] for members in rank for n in members)
-            for rank in mini_batch.micro_batches
-        ]
-        assert max(loads) - min(loads) <= max(lengths)
-
-
 # --- The splits by themselves ---------------------------------------------------------------------
 
 

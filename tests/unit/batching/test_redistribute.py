@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gspo_megatron.batching.plan import MiniBatch
 from gspo_megatron.batching.redistribute import Sequences, StepIndex, gather_index, redistribute
 from gspo_megatron.types import RolloutBatch
 
@@ -30,6 +31,10 @@ def make_batch(sample_index: list[int]) -> RolloutBatch:
     )
 
 
+def on_one_rank(count: int) -> list[MiniBatch]:
+    return [MiniBatch(((tuple(range(count)),),), count, 0)]
+
+
 def indexed(batch: RolloutBatch, rewards: list[float] | None = None) -> StepIndex:
     values = torch.tensor(rewards or [0.0] * 5, dtype=torch.float64)
     return gather_index(batch, values, dist.group.WORLD)
@@ -37,7 +42,7 @@ def indexed(batch: RolloutBatch, rewards: list[float] | None = None) -> StepInde
 
 def exchanged(batch: RolloutBatch, token_advantages: torch.Tensor | None = None) -> Sequences:
     return redistribute(
-        batch, indexed(batch), [0] * 5, dist.group.WORLD, token_advantages=token_advantages
+        batch, indexed(batch), on_one_rank(5), dist.group.WORLD, token_advantages=token_advantages
     )
 
 
@@ -127,6 +132,6 @@ def test_the_number_of_operations_does_not_grow_with_the_sequences() -> None:
         )
         with Operators() as operators:
             index = gather_index(batch, torch.zeros(size, dtype=torch.float64), dist.group.WORLD)
-            redistribute(batch, index, [0] * size, dist.group.WORLD)
+            redistribute(batch, index, on_one_rank(size), dist.group.WORLD)
         counts.append(operators.count)
     assert counts[0] == counts[1]

@@ -21,7 +21,7 @@ from gspo_megatron.objectives.advantages import (
     leave_one_out,
     max_rl,
 )
-from gspo_megatron.rewards.scoring import sum_of_normalized_parts
+from gspo_megatron.rollout.episodes import sum_of_normalized_parts
 
 ALL = {
     "mean": group_mean,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gspo_megatron.batching.micro_batches import MicroBatchBuilder
-from gspo_megatron.batching.plan import data_ranks, plan_step
+from gspo_megatron.batching.plan import plan_step
 from gspo_megatron.batching.redistribute import gather_index, redistribute
 from gspo_megatron.models.optimizer import Schedule, build_trainer
 from gspo_megatron.objectives import build_objective
@@ -90,7 +90,7 @@ def test_an_update_makes_none_for_each_token() -> None:
         sequences = redistribute(
             batch,
             index,
-            data_ranks(plan, SEQUENCES),
+            plan,
             group,
             context_parallel_size=1,
             token_advantages=None,

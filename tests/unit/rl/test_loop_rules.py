@@ -3,6 +3,7 @@ are saved, and the agreement of ranks after scoring."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,6 @@ from gspo_megatron.errors import DataError, RewardError
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rewards.scoring import FailedCalls
 from gspo_megatron.rl.loop import NOISE_WARNING, ReinforcementLoop
-from gspo_megatron.rollout.engine import Sampling
 from gspo_megatron.rollout.episodes import GroupScorer
 from gspo_megatron.rollout.megatron import rollouts
 from gspo_megatron.rollout.megatron.rollouts import MegatronRollouts
@@ -32,7 +32,7 @@ def a_loop(config: Config, **parts: Any) -> Any:
     """A loop that has not built a model."""
     loop = object.__new__(ReinforcementLoop)
     loop.run_components = SimpleNamespace(checkpoints=SimpleNamespace(rollbacks=0))
-    vars(loop).update(config=config, sampling=Sampling(4), last=config.training.steps, **parts)
+    vars(loop).update(config=config, last=config.training.steps, **parts)
     return loop
 
 
@@ -144,6 +144,8 @@ def test_the_narrower_side_of_the_range_counts() -> None:
     assert "range 0.001 " in warned(noise)
     assert "range 0.001 " in warned(noise, clip_low=0.002, clip_high=0.001)
     assert warned({"ratio/noise_floor": 0.001}) == ""
+    # The first mini-batch has no tokens to learn from.
+    assert warned({"ratio/noise_floor": math.nan}) == ""
 
 
 def test_responses_of_earlier_weights_say_nothing_of_noise() -> None:

@@ -21,7 +21,7 @@ from gspo_megatron.errors import ConfigError, DataError, EpisodeError, RewardErr
 from gspo_megatron.objectives.advantages import build_advantages
 from gspo_megatron.process.heartbeat import heard_by
 from gspo_megatron.rewards.registry import Reward
-from gspo_megatron.rl.loop import collect, compute_advantages
+from gspo_megatron.rl.loop import collect
 from gspo_megatron.rl.rollouts import Collector, Experience
 from gspo_megatron.rl.run import collector_of
 from gspo_megatron.rollout.engine import Requests, RolloutRequest, Sampling
@@ -142,7 +142,7 @@ def evaluated(found: Collector) -> tuple[dict[str, float], list[dict[str, Any]]]
 def token_advantages(experience: Experience, **sections: dict[str, Any]) -> torch.Tensor | None:
     section, group = config_of(**sections).objective, dist.group.WORLD
     index = gather_index(experience.batch, experience.shaped, group)
-    return compute_advantages(build_advantages(section), experience, index)[1]
+    return build_advantages(section).of_step(index.rewards, index.groups, experience.turns)[1]
 
 
 def test_noise_on_the_routers_is_of_a_step_and_not_of_a_suite() -> None:
@@ -256,15 +256,6 @@ def test_groups_without_spread_make_room_for_further_prompts() -> None:
     assert experience.metrics["rollout/groups_dropped"] == 3
     assert experience.metrics["rollout/no_spread"] == 0
     assert experience.num_tokens == 30
-
-
-def test_a_step_without_any_spread_still_has_its_first_round() -> None:
-    draw = Prompts(*range(100))
-    experience = collected(draw, rollout=DYNAMIC)
-    assert draw.drawn == 3 * PROMPTS
-    assert experience.batch.group_index.tolist() == [0, 0, 1, 1, 2, 2]
-    assert experience.metrics["rollout/no_spread"] == 1
-    assert experience.metrics["rollout/groups_dropped"] == 6
 
 
 def test_written_samples_are_the_first_of_all_and_as_the_reward_has_them() -> None:
@@ -499,12 +490,6 @@ def test_dynamic_sampling_replaces_groups_of_failed_calls() -> None:
     assert experience.batch.group_index.tolist() == [0, 0, 3, 3, 4, 4]
     assert experience.metrics["reward/failed_groups"] == 1
     assert experience.metrics["rollout/groups_dropped"] == 3
-
-
-def test_without_any_spread_the_first_groups_that_have_not_failed_are_used() -> None:
-    draw = Prompts(*range(1, 100))
-    experience = collected(draw, failing_for(0, 1, 2), rollout=DYNAMIC, reward=DROPPING)
-    assert experience.batch.group_index.tolist() == [3, 3, 4, 4, 5, 5]
 
 
 @pytest.mark.parametrize("rollout", [{}, DYNAMIC])

@@ -16,12 +16,9 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from gspo_megatron.batching import micro_batches as schedule
-from gspo_megatron.batching.micro_batches import MicroBatch
-from gspo_megatron.rl import routing_replay as step_routes
-from gspo_megatron.rl.routing_replay import RoutingReplay
-from gspo_megatron.routing import hooks
+from gspo_megatron.routing import hooks, replay
 from gspo_megatron.routing.hooks import Choice, RouterHook, Routes, attach_hooks
-from gspo_megatron.routing.replay import Recording, Replaying, RouteTable
+from gspo_megatron.routing.replay import MicroBatchRoutes, Recording, Replaying, RouteTable
 
 Mistake = contextlib.AbstractContextManager
 
@@ -50,7 +47,7 @@ def layers_numbered_within_their_stage() -> Mistake:
                         module.layer_number = number
         return attach_hooks(models)
 
-    return mock.patch.object(step_routes, "attach_hooks", attach)
+    return mock.patch.object(replay, "attach_hooks", attach)
 
 
 @contextlib.contextmanager
@@ -110,18 +107,18 @@ def replay_of_nothing() -> Mistake:
 
 
 def routes_are_never_given_up() -> Mistake:
-    return mock.patch.object(RoutingReplay, "_release", return_value=None)
+    return mock.patch.object(MicroBatchRoutes, "_release", return_value=None)
 
 
 def routes_get_lost() -> Mistake:
     """The routes are not stored with their micro-batch."""
-    native = RoutingReplay._keep
+    native = MicroBatchRoutes._keep
 
-    def keep(self: RoutingReplay, mode: str, micro_batch: MicroBatch, table: RouteTable) -> None:
-        native(self, mode, micro_batch, table)
-        micro_batch.recorded_routes.tables.pop(mode)
+    def keep(self: MicroBatchRoutes, mode: str, table: RouteTable) -> None:
+        native(self, mode, table)
+        self.tables.pop(mode)
 
-    return mock.patch.object(RoutingReplay, "_keep", keep)
+    return mock.patch.object(MicroBatchRoutes, "_keep", keep)
 
 
 def one_layer_is_passed_by() -> Mistake:
@@ -135,11 +132,11 @@ def one_layer_is_passed_by() -> Mistake:
 
 def experts_are_recorded_twice() -> Mistake:
     """Experts are already recorded when a pass begins, as if the pass ran twice."""
-    native = step_routes.Recording
+    native = replay.Recording
 
     def recording(*args: Any, **kwargs: Any) -> Recording:
         made = native(*args, **kwargs)
         made.experts[1] = torch.zeros((1, 2), dtype=torch.uint8)
         return made
 
-    return mock.patch.object(step_routes, "Recording", recording)
+    return mock.patch.object(replay, "Recording", recording)

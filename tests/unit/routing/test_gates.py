@@ -17,9 +17,15 @@ from torch import Tensor
 
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.router import BiasedChoice
-from gspo_megatron.rl.routing_replay import RoutingReplay
 from gspo_megatron.routing.hooks import NEVER_ASKING, RouterHook, Routes, attach_hooks, routed
-from gspo_megatron.routing.replay import Recording, Replaying, RouteTable, expert_dtype, recorded
+from gspo_megatron.routing.replay import (
+    Recording,
+    Replaying,
+    RouteTable,
+    RoutingReplay,
+    expert_dtype,
+    recorded,
+)
 from tests.unit.routing.steps import (
     LAYERS,
     micro_batches,

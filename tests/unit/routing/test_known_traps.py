@@ -86,7 +86,7 @@ def test_trap_forward_only_passes_fill_a_queue() -> None:
     updater = updater_for(moe_policy(), {"replay": "r2"})
     batches = micro_batches(updater.policy)
     updater.replay.start([batches[:1], batches[1:]])
-    with updater.replay.old_pass(batches[1:]):
+    with updater.replay.during("old", batches[1:]):
         response_logprobs(updater.policy, batches[1:])
     with pytest.raises(AssertionError, match="recorded routes were never used"):
         updater.replay.start([batches])

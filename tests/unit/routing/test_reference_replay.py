@@ -15,8 +15,7 @@ from torch import Tensor
 
 from gspo_megatron.models.reference import ReferencePolicy
 from gspo_megatron.rl.policy_update import PolicyUpdater
-from gspo_megatron.rl.routing_replay import RoutingReplay
-from gspo_megatron.routing.replay import Replaying
+from gspo_megatron.routing.replay import Replaying, RoutingReplay
 from tests.unit.routing.steps import (
     LAYERS,
     LENGTHS,
@@ -69,7 +68,7 @@ class Step:
 
     @contextlib.contextmanager
     def _watch(self) -> Iterator[None]:
-        record, native = PolicyUpdater._record, RoutingReplay.reference_pass
+        record, native = PolicyUpdater._record, RoutingReplay.during
 
         def recorded(updater: PolicyUpdater, batches: Any, name: str) -> None:
             start = len(self.seen)
@@ -77,9 +76,11 @@ class Step:
             self.spans[name.removesuffix("_logprobs")] = slice(start, len(self.seen))
 
         @contextlib.contextmanager
-        def reference_pass(routes: RoutingReplay, batches: Any) -> Iterator[None]:
-            with native(routes, batches):
+        def during(routes: RoutingReplay, name: str, batches: Any) -> Iterator[None]:
+            with native(routes, name, batches):
                 yield
+            if name != "reference":
+                return
             self.kept = {
                 (mode, batch.packed.members[0])
                 for batch in batches
@@ -88,7 +89,7 @@ class Step:
 
         with (
             mock.patch.object(PolicyUpdater, "_record", recorded),
-            mock.patch.object(RoutingReplay, "reference_pass", reference_pass),
+            mock.patch.object(RoutingReplay, "during", during),
         ):
             yield
 
@@ -171,13 +172,13 @@ def test_routes_for_a_reference_that_never_comes_are_noticed() -> None:
 
 @pytest.mark.parametrize(("policy", "reference"), [("r3", "r3"), ("r2", "r3"), ("off", "r2")])
 def test_a_reference_pass_that_goes_past_its_routes_is_noticed(policy: str, reference: str) -> None:
-    native = RoutingReplay.reference_pass
+    native = RoutingReplay.during
 
     @contextlib.contextmanager
-    def forgotten(self: RoutingReplay, micro_batches: Any) -> Iterator[None]:
-        with native(self, micro_batches):
+    def forgotten(self: RoutingReplay, name: str, micro_batches: Any) -> Iterator[None]:
+        with native(self, name, micro_batches):
             # The pass runs as if the routers of the model had no hooks.
-            for micro_batch in micro_batches:
+            for micro_batch in micro_batches if name == "reference" else ():
                 assert isinstance(micro_batch.routes, Replaying)
                 micro_batch.routes = Unasked(micro_batch.routes)
             yield
@@ -190,7 +191,7 @@ def test_a_reference_pass_that_goes_past_its_routes_is_noticed(policy: str, refe
             return native()
 
     with (
-        mock.patch.object(RoutingReplay, "reference_pass", forgotten),
+        mock.patch.object(RoutingReplay, "during", forgotten),
         pytest.raises(AssertionError, match="never asked for their routes"),
     ):
         Step(replay=policy, reference_replay=reference)

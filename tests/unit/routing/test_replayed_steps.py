@@ -16,10 +16,14 @@ import torch
 from gspo_megatron.batching.micro_batches import MicroBatch, forward_backward, response_logprobs
 from gspo_megatron.config.schema import RoutingSection
 from gspo_megatron.models.optimizer import zero_gradients
-from gspo_megatron.rl.routing_replay import RoutingReplay
 from gspo_megatron.routing.hooks import attach_hooks
-from gspo_megatron.routing.replay import Recording, Replaying, RouteTable
-from gspo_megatron.routing.volatility import Observing
+from gspo_megatron.routing.replay import (
+    Observing,
+    Recording,
+    Replaying,
+    RouteTable,
+    RoutingReplay,
+)
 from tests.unit.routing.steps import (
     LAYERS,
     LENGTHS,
@@ -92,7 +96,7 @@ class Recorded:
         self.routes = self.updater.replay
         first, *self.batch = micro_batches(self.policy)
         self.routes.start([[first], self.batch])
-        with self.routes.old_pass(self.batch), watched() as self.seen:
+        with self.routes.during("old", self.batch), watched() as self.seen:
             response_logprobs(self.policy, self.batch)
 
     def train(self) -> list[Seen]:
@@ -100,7 +104,7 @@ class Recorded:
             return logprobs.sum(), None
 
         zero_gradients(self.policy.chunks, self.updater.trainer.optimizer)
-        with self.routes.training_pass(self.batch), watched() as seen:
+        with self.routes.during("training", self.batch), watched() as seen:
             forward_backward(self.policy, self.batch, loss, len(self.batch))
         return [one for one in seen if one.with_gradients]
 
@@ -130,11 +134,15 @@ def test_strongly_perturbed_routers_keep_the_experts_and_move_the_weights(recomp
 
 def test_another_model_between_record_and_replay_changes_nothing() -> None:
     plain = parameters_after({"replay": "r2", "volatility": True})
-    native = RoutingReplay.training_pass
+    native = RoutingReplay.during
     runs = []
 
     @contextlib.contextmanager
-    def disturbed(self: RoutingReplay, batch: list[MicroBatch]) -> Iterator[None]:
+    def disturbed(self: RoutingReplay, name: str, batch: list[MicroBatch]) -> Iterator[None]:
+        if name != "training":
+            with native(self, name, batch):
+                yield
+            return
         other = moe_policy()
         with torch.no_grad():
             for parameter in other.models[0].parameters():
@@ -142,16 +150,16 @@ def test_another_model_between_record_and_replay_changes_nothing() -> None:
         own = RoutingReplay(other, RoutingSection(replay="r2", volatility=True), CPU)
         others = micro_batches(other)
         own.start([others[:1], others[1:]])
-        with own.old_pass(others[1:]):
+        with native(own, "old", others[1:]):
             response_logprobs(other, others)
         assert all("r2" in one.recorded_routes.tables for one in others[1:])
         runs.append(batch)
-        with native(self, batch):
+        with native(self, name, batch):
             # another model runs while these routes wait for their pass
             response_logprobs(other, others)
             yield
 
-    with mock.patch.object(RoutingReplay, "training_pass", disturbed):
+    with mock.patch.object(RoutingReplay, "during", disturbed):
         after = parameters_after({"replay": "r2", "volatility": True})
     assert len(runs) == 3
     assert all(torch.equal(plain[name], after[name]) for name in plain)

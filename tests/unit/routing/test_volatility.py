@@ -11,8 +11,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from gspo_megatron.routing import replay
-from gspo_megatron.routing.replay import Recording, Replaying, RouteTable
-from gspo_megatron.routing.volatility import Observing, RoutingMetrics
+from gspo_megatron.routing.replay import Observing, Recording, Replaying, RouteTable
+from gspo_megatron.routing.volatility import RoutingMetrics
 from tests.unit.routing.steps import (
     EXPERTS,
     LAYERS,
@@ -34,8 +34,13 @@ def top_k(scores: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
     return lambda: scores.topk(TOP_K, dim=1)
 
 
-def reduced(figures: RoutingMetrics) -> dict[str, float]:
-    return figures.reduce(parallel_state.get_pipeline_model_parallel_group())
+def reduced(figures: RoutingMetrics, *micro_batches: Observing) -> dict[str, float]:
+    changed = [each.changed for each in micro_batches]
+    return figures.reduce(changed, parallel_state.get_pipeline_model_parallel_group())
+
+
+def all_real(tokens: int) -> Tensor:
+    return torch.ones(tokens, dtype=torch.bool)
 
 
 def violation_and_dead(experts: list[list[int]]) -> tuple[float, int]:
@@ -54,7 +59,7 @@ class Layers:
         self.old = torch.randint(-32, 32, size, generator=generator) / 16
         self.new = self.old + torch.randint(-16, 16, size, generator=generator) / 16
         self.new[:, ::3] = self.old[:, ::3]  # the scores of these tokens do not change
-        self.real = torch.ones(TOKENS, dtype=torch.bool) if real is None else real
+        self.real = all_real(TOKENS) if real is None else real
         recording = Recording(keep_scores=True)
         for layer, scores in enumerate(self.old, 1):
             recording.choose(layer, scores, top_k(scores))
@@ -63,12 +68,15 @@ class Layers:
         self.replayed = other if replays else None
         inner = Replaying(RouteTable((1, 2), other, None)) if replays else None
         self.figures = RoutingMetrics(LAYERS, EXPERTS, CPU, replayed=replays)
-        observing = Observing(table, recording.scores, real, self.figures, inner)
+        self.observing = Observing(table, recording.scores, self.real, self.figures, inner)
         self.used = [
-            observing.choose(layer, scores, top_k(scores))[1]
+            self.observing.choose(layer, scores, top_k(scores))[1]
             for _ in range(1 + recomputes)
             for layer, scores in enumerate(self.new, 1)
         ]
+
+    def found(self) -> dict[str, float]:
+        return reduced(self.figures, self.observing)
 
     def expected(self) -> dict[str, float]:
         metrics: dict[str, float] = {}
@@ -107,7 +115,7 @@ class Layers:
 def test_figures_are_those_of_the_loops(padded: bool, replays: bool) -> None:
     real = torch.arange(TOKENS) % 5 > 0 if padded else None
     layers = Layers(real, replays=replays)
-    found, expected = reduced(layers.figures), layers.expected()
+    found, expected = layers.found(), layers.expected()
     assert found == pytest.approx(expected)
     assert 0 < expected["routing/volatility"] < expected["routing/tokens_changed"] < 1
     if replays:
@@ -118,22 +126,23 @@ def test_figures_are_those_of_the_loops(padded: bool, replays: bool) -> None:
 
 
 def test_recomputation_is_not_counted_twice() -> None:
-    once = reduced(Layers(None, replays=True).figures)
-    assert reduced(Layers(None, replays=True, recomputes=True).figures) == once
+    once = Layers(None, replays=True).found()
+    assert Layers(None, replays=True, recomputes=True).found() == once
 
 
 def test_micro_batches_add_up_by_tokens_not_by_batches() -> None:
     """The mean is over tokens, so a short micro-batch counts less than a long one."""
     figures = RoutingMetrics(1, EXPERTS, CPU, replayed=False)
-    old, other = torch.tensor([[0, 1]]), torch.tensor([[2, 3]])
+    old, other, micro_batches = torch.tensor([[0, 1]]), torch.tensor([[2, 3]]), []
     for changed, tokens in ((True, 1), (False, 9)):
         experts = old.expand(tokens, -1)
         table = RouteTable((1,), experts[None].to(torch.uint8), None)
         new = other.expand(tokens, -1) if changed else experts
         scores = torch.zeros(tokens, EXPERTS).scatter(1, new, 1.0)
-        observing = Observing(table, {1: scores}, None, figures, None)
+        observing = Observing(table, {1: scores}, all_real(tokens), figures, None)
         observing.choose(1, scores, top_k(scores))
-    metrics = reduced(figures)
+        micro_batches.append(observing)
+    metrics = reduced(figures, *micro_batches)
     assert metrics["routing/volatility"] == metrics["routing/tokens_changed"] == 0.1
     assert metrics["routing/logit_shift"] == 0
 
@@ -147,10 +156,10 @@ def test_a_shift_far_below_bfloat16s_resolution_is_measured(size: float) -> None
     recording = Recording(keep_scores=True)
     recording.choose(1, old, top_k(old))
     figures = RoutingMetrics(1, 64, CPU, replayed=False)
-    observing = Observing(recording.table(), recording.scores, None, figures, None)
+    observing = Observing(recording.table(), recording.scores, all_real(4000), figures, None)
     observing.choose(1, new, top_k(new))
     expected = size * math.sqrt(2 / math.pi)  # the mean absolute value of a normal variable
-    assert reduced(figures)["routing/logit_shift"] == pytest.approx(expected, rel=0.1)
+    assert reduced(figures, observing)["routing/logit_shift"] == pytest.approx(expected, rel=0.1)
 
 
 def experts_of(seen: list[Seen]) -> dict[int, list[list[int]]]:
@@ -231,9 +240,9 @@ def test_scores_are_kept_of_at_most_512_tokens_a_micro_batch() -> None:
     assert len(recording.scores[1]) == len(range(0, 1300, 3)) <= 512
     moved = scores + torch.arange(1300)[:, None] % 3  # the scores of the kept tokens do not change
     metrics = RoutingMetrics(1, EXPERTS, CPU, replayed=False)
-    observing = Observing(recording.table(), recording.scores, None, metrics, None)
+    observing = Observing(recording.table(), recording.scores, all_real(1300), metrics, None)
     observing.choose(1, moved, top_k(moved))
-    assert reduced(metrics)["routing/logit_shift"] == 0.0
+    assert reduced(metrics, observing)["routing/logit_shift"] == 0.0
 
 
 def test_recorded_routes_and_scores_go_to_the_host_during_the_pass(
