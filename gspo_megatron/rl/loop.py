@@ -13,6 +13,7 @@ import contextlib
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -75,8 +76,12 @@ _ENDS_BETWEEN_STEPS = (DataError, EpisodeError, RewardError, RolloutError)
 
 
 class _StopBeforeUpdate(Exception):  # noqa: N818 (not an error)
-    """A stop signal has come during a rollout. The arguments are its Experience, and the values of
-    `RunState.before_rollouts`."""
+    """A stop signal has come during a rollout, so the step ends without an update."""
+
+    def __init__(self, experience: Experience, before: dict[str, Any]) -> None:
+        """before: the values of `RunState.before_rollouts`."""
+        super().__init__()
+        self.experience, self.before = experience, before
 
 
 class ReinforcementLoop:
@@ -199,12 +204,12 @@ class ReinforcementLoop:
         try:
             metrics = self.step(step)
         except _StopBeforeUpdate as stop:
-            experience, before = stop.args
+            experience = stop.experience
             self.run_components.checkpoints.stop_before_update(
                 step,
                 self.trainer,
                 self.loader,
-                before,
+                stop.before,
                 experience.describe(),
                 lambda folder: write_rollouts(experience, folder),
             )
