@@ -209,7 +209,7 @@ def test_padded_attention_with_gradients(heads: int, groups: int, dtype: torch.d
 def test_sequences_of_one_length_attend_as_they_are(
     monkeypatch: pytest.MonkeyPatch, sequences: int, length: int, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(core_attention, "_rows", None)  # fails if rows are copied
+    monkeypatch.setattr(core_attention, "take_rows", None)  # fails if rows are copied
     boundaries = [length * n for n in range(sequences + 1)]
     states = random_states(length, boundaries[-1], 4, 2)
     output = attention()(
