@@ -152,10 +152,10 @@ def delta_net_pattern(frequency: int | Sequence[int] | None, num_layers: int) ->
 
 def delta_net_sizes(megatron: Mapping[str, Any]) -> dict[str, int]:
     """The sizes of delta nets, with TransformerConfig's defaults."""
-    return {name: megatron.get(name) or default for name, default in _DELTA_NET_SIZES.items()}
+    return {name: megatron.get(name) or default for name, default in DELTA_NET_SIZES.items()}
 
 
-_DELTA_NET_SIZES = {
+DELTA_NET_SIZES = {
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
