@@ -242,9 +242,9 @@ def config_of_weights(hf_path: str | None, checkpoint_path: str | None) -> dict[
 
 
 def checkpoint_preset(model: Mapping[str, Any]) -> ModelPreset:
-    """The model that the contents of model.json describe. Raises LookupError."""
+    """The model that the contents of model.json describe. Raises an error of WRONG_VALUES."""
     shape: dict[str, Any] = {**_ADDED_FIELDS, **model["shape"]}
-    shape["vocab_size"] = model["vocab_size"]
+    shape |= {"vocab_size": model["vocab_size"], "megatron": dict(shape["megatron"])}
     return ModelPreset(**{field.name: shape[field.name] for field in fields(ModelPreset)})
 
 
