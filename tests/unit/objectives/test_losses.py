@@ -166,6 +166,25 @@ def test_bounds_belong_to_what_is_kept():
     assert parts.sequence_mask(logs, ones, 0.6, 2.1).tolist() == [0, 1, 1, 0]
 
 
+def test_the_divergence_of_a_token_that_is_certain():
+    """The probability of a token often rounds to 1, so the probability of all others is 0."""
+    certain, half = torch.zeros(1), torch.tensor([0.5]).log()
+    assert parts.binary_kl(certain, half).item() == pytest.approx(math.log(2))
+    assert parts.binary_kl(half, certain).item() == math.inf
+    assert parts.binary_kl(certain, certain).item() == parts.binary_kl(half, half).item() == 0
+
+
+def test_a_token_that_a_correction_drops_may_have_lost_all_its_probability():
+    inputs = inputs_of("cispo", 0)
+    inputs.mask[0] = 1
+    with torch.no_grad():
+        inputs.logprobs[0] = -math.inf
+        inputs.rollout_logprobs[0] = inputs.old_logprobs[0] - 50.0
+    loss = make_objective("cispo", correction="token_k1_mask")(inputs).loss
+    loss.backward()
+    assert loss.isfinite() and inputs.logprobs.grad.isfinite().all()
+
+
 def test_k3_of_tiny_differences_keeps_its_digits_in_float32():
     inputs = make_inputs(4, spread=0.0, dtype=torch.float32)
     with torch.no_grad():
