@@ -320,11 +320,12 @@ def _recipes(
             "input_layernorm.weight": copy(parts["input_norm"], hidden),
             "pre_mlp_layernorm.weight": copy(parts["mlp_norm"], hidden),
         }
-        latent = shape.megatron.get("multi_latent_attention")
         if delta_nets[number]:
             layer |= _delta_net(parts, shape)
+        elif shape.has_latent_attention:
+            layer |= _latent_attention(parts, shape)
         else:
-            layer |= _latent_attention(parts, shape) if latent else _attention(parts, shape)
+            layer |= _attention(parts, shape)
         if has_experts:
             layer |= _mixture(parts, shape, joint_experts, row_bias=family.router_bias_is_row)
         else:

@@ -155,13 +155,10 @@ class TorchCoreAttention(torch.nn.Module):
             key, value = self._gather(key), self._gather(value)
         outputs = []
         for block in plan.blocks:
+            rows = block.query_rows, block.key_rows, block.key_rows
             parts = (
-                take_rows(states, rows).transpose(1, 2)  # [sequences, heads, length, dim]
-                for states, rows in (
-                    (query, block.query_rows),
-                    (key, block.key_rows),
-                    (value, block.key_rows),
-                )
+                take_rows(states, own).transpose(1, 2)  # [sequences, heads, length, dim]
+                for states, own in zip((query, key, value), rows, strict=True)
             )
             out = self._attend(*parts, block.positions)
             outputs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))

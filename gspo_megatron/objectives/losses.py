@@ -7,7 +7,7 @@ add. The functions of these parts are in parts.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -83,8 +83,8 @@ class PolicyLoss:
             f"ratio {tuple(ratio.shape)} and advantages {tuple(advantages.shape)} would broadcast"
         )
         rule = RULES[recipe.rule]
-        apply_rule = getattr(parts, rule.function)
-        clipped = apply_rule(inputs, ratio, advantages, **self._numbers(rule.defaults))
+        numbers = {name: recipe.parameters[name] for name in rule.defaults}
+        clipped = getattr(parts, rule.function)(inputs, ratio, advantages, **numbers)
 
         # Weights of the terms.
         terms, means = clipped.surrogate, metrics.policy_metrics(inputs, log_ratio)
@@ -114,10 +114,8 @@ class PolicyLoss:
             loss = loss - section.entropy_coefficient * parts.mean_entropy(inputs)
 
         means |= metrics.weight_metrics("ratio", recipe.terms, ratio, inputs)
-        if of_tokens or limited is not None:
-            means |= metrics.token_clip_metrics(limited or clipped, inputs)
-        else:
-            means |= metrics.sequence_clip_metrics(clipped, inputs)
+        level = "token" if limited is not None else recipe.terms
+        means |= metrics.clip_metrics(limited or clipped, level, inputs)
         return LossOutputs(loss, means, metrics.ratio_values(inputs, log_ratio, log_ratio_means))
 
     def complete(self, reduced: dict[str, float]) -> dict[str, float]:
@@ -134,9 +132,6 @@ class PolicyLoss:
             share = completed[f"{name}/weight"] ** 2 / squared if squared else 0.0
             completed[f"{name}/effective_sample_share"] = share
         return completed
-
-    def _numbers(self, names: Iterable[str]) -> dict[str, float]:
-        return {name: self.recipe.parameters[name] for name in names}
 
     def _ratio(self, inputs: LossInputs, log_ratio: Tensor, sums: dict[str, Tensor]) -> Tensor:
         """Return the recipe's ratio: w_it or s_it [tokens] for tokens, s_i or the product of w_it
