@@ -269,9 +269,12 @@ def _choose(router: TopKRouter, states: Tensor) -> Dispatch:
     choices. If the router has a replay hook, the hook chooses."""
     hook, topk = router.router_replay, router.topk
     dtype = _ROUTER_DTYPES.get(router.config.moe_router_dtype, states.dtype)
+    is_before = router.config.moe_router_pre_softmax
+    # Megatron-Core 0.16 rounds such scores before the choice of experts, and 0.19 after it.
+    if is_before and dtype.itemsize < 4:
+        return _choose_by_stock_router(router, states)
     bias = None if router.bias is None else router.bias.to(dtype)
     scores = F.linear(states.flatten(0, 1).to(dtype), router.weight.to(dtype), bias)
-    is_before = router.config.moe_router_pre_softmax
     if is_before:
         scores = scores.softmax(-1, torch.float32).to(dtype)
     if hook is None:
