@@ -95,6 +95,9 @@ _NULLABLE_SIZES = ("num_query_groups", "kv_channels", "ffn_hidden_size", "num_mo
     "moe_shared_expert_intermediate_size",
 )
 
+# Fields for the layers that have something: every n-th layer, or a flag for each layer.
+LAYER_PATTERNS = ("moe_layer_freq", "linear_attention_freq", "window_attn_skip_freq")
+
 
 @functools.cache
 def installed_fields(section_key: str) -> Mapping[str, Any]:
@@ -166,6 +169,10 @@ def _value_problem(name: str, wanted: Any, value: Any) -> str | None:
     if not nullable or name in _NULLABLE_SIZES:
         fits = type(value) is int and value >= 1
         return None if fits else "must be an integer from 1" + (", or null" if nullable else "")
+    if name in LAYER_PATTERNS:
+        fits = type(value) is int and value >= 1
+        fits = fits or (isinstance(value, list) and all(each in (0, 1) for each in value))
+        return None if fits else "must be an integer from 1, or a list with 0 or 1 for each layer"
     if any(word in str(wanted) for word in ("Callable", "torch.dtype", "ContextManager")):
         return f"takes {_words(wanted)}, which a configuration file cannot hold; leave it out"
     return None if _fits(wanted, value) else f"must be {_words(wanted)}"

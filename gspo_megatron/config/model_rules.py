@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from gspo_megatron.config.megatron_fields import LAYER_PATTERNS
 from gspo_megatron.config.parallel import Layout
 from gspo_megatron.config.precision import FP8, engine_lacks
 from gspo_megatron.errors import format_value
@@ -146,15 +147,19 @@ def _must_divide(name: str, size: int) -> str:
 def windows_are_possible(plan: Plan) -> Problems:
     """Check the values for window attention; `window_size` counts the keys before the query's own
     key."""
-    megatron, layers = plan.shape.megatron, plan.shape.num_layers
-    window, layout = megatron.get("window_size"), megatron.get("window_attn_skip_freq")
+    window = plan.shape.megatron.get("window_size")
     if window is None:
         return
     fits = isinstance(window, list) and len(window) == 2 and all(type(n) is int for n in window)
     if not fits or window[0] < 0 or window[1] != 0:
         yield "model.megatron.window_size", "allowed: [keys before a query's own, 0]"
-    if isinstance(layout, list) and len(layout) != layers:
-        yield "model.megatron.window_attn_skip_freq", f"allowed: null, n, or {layers} flags"
+
+
+def patterns_have_all_layers(plan: Plan) -> Problems:
+    for name in LAYER_PATTERNS:
+        flags, layers = plan.shape.megatron.get(name), plan.shape.num_layers
+        if isinstance(flags, list) and len(flags) != layers:
+            yield f"model.megatron.{name}", f"allowed: null, n, or {layers} flags"
 
 
 def experts_have_biases(plan: Plan) -> Problems:
@@ -434,6 +439,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     experts_divide,
     delta_nets_fit,
     windows_are_possible,
+    patterns_have_all_layers,
     experts_have_biases,
     router_is_sound,
     dropout_is_off,

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gspo_megatron.errors import problem
 from gspo_megatron.families import family as f
 from gspo_megatron.families import sigmoid_router as r
 from gspo_megatron.families.rope import RopeKinds
 
-_LAYER = "model.layers.{layer}."
+_ATTENTION = f.LAYER + "attention."
 _GROUPS = r.Groups(count=8, chosen=4, topk=8)
 
 
@@ -23,7 +24,7 @@ def _check(hf: Mapping[str, Any]) -> list[str]:
     problems = _GROUPS.problems(hf)
     if shared not in (None, width):
         wrong = f"not supported; allowed: moe_intermediate_size ({width})"
-        problems.append(f"moe_shared_expert_intermediate_size = {shared}: {wrong}")
+        problems.append(problem("moe_shared_expert_intermediate_size", shared, wrong))
     return problems
 
 
@@ -70,15 +71,15 @@ FAMILY = f.Family(
         **f.EMBEDDINGS,
         "embedding": "model.word_embeddings.weight",
         **f.NORMS,
-        "qkv": _LAYER + "attention.query_key_value.weight",
-        "qkv_bias": _LAYER + "attention.query_key_value.bias",
-        "o": _LAYER + "attention.dense.weight",
-        "q_norm": _LAYER + "attention.query_layernorm.weight",
-        "k_norm": _LAYER + "attention.key_layernorm.weight",
+        "qkv": _ATTENTION + "query_key_value.weight",
+        "qkv_bias": _ATTENTION + "query_key_value.bias",
+        "o": _ATTENTION + "dense.weight",
+        "q_norm": _ATTENTION + "query_layernorm.weight",
+        "k_norm": _ATTENTION + "key_layernorm.weight",
         **f.DENSE,
         **f.ROUTER,
-        "router_bias": _LAYER + "mlp.gate.expert_bias",
+        "router_bias": f.LAYER + "mlp.gate.expert_bias",
         **f.EXPERTS,
-        **{f"shared_{p}": f"{_LAYER}mlp.shared_experts.{p}_proj.weight" for p in f.MLP},
+        **f.shared_experts("shared_experts"),
     },
 )

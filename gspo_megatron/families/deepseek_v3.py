@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from gspo_megatron.errors import problem
 from gspo_megatron.families import family as f
 from gspo_megatron.families import sigmoid_router as r
 from gspo_megatron.families.rope import DEFAULT, YARN, RopeKinds
 
-_ATTENTION = "model.layers.{layer}.self_attn."
-_MLP = "model.layers.{layer}.mlp."
+_ATTENTION = f.LAYER + "self_attn."
 _GROUPS = r.Groups(count=8, chosen=4, topk=8)
 
 
@@ -28,11 +28,12 @@ def check_latent(
         heads = hf.get("num_attention_heads")
         given = hf.get("num_key_value_heads", key_value_heads)
         if given not in (None, heads):
-            problems.append(f"num_key_value_heads = {given}: not supported; allowed: {heads}")
+            wrong = f"not supported; allowed: {heads}"
+            problems.append(problem("num_key_value_heads", given, wrong))
         rotated, width = hf.get("qk_rope_head_dim", 64), hf.get("head_dim")
         if width not in (None, rotated):  # transformers takes the rotary frequencies from head_dim
             wrong = f"not supported; allowed: qk_rope_head_dim ({rotated})"
-            problems.append(f"head_dim = {width}: {wrong}")
+            problems.append(problem("head_dim", width, wrong))
         return problems
 
     return check
@@ -106,8 +107,8 @@ FAMILY = f.Family(
         "o": _ATTENTION + "o_proj.weight",
         **f.DENSE,
         **f.ROUTER,
-        "router_bias": _MLP + "gate.e_score_correction_bias",
+        "router_bias": f.LAYER + "mlp.gate.e_score_correction_bias",
         **f.EXPERTS,
-        **{f"shared_{p}": f"{_MLP}shared_experts.{p}_proj.weight" for p in f.MLP},
+        **f.shared_experts("shared_experts"),
     },
 )

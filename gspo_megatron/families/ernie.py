@@ -7,12 +7,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gspo_megatron.errors import format_value
+from gspo_megatron.errors import problem
 from gspo_megatron.families import family as f
 from gspo_megatron.families import sigmoid_router as r
 from gspo_megatron.families.rope import RopeKinds
 
-_MLP = "model.layers.{layer}.mlp."
 # The first and the last layer that may have experts, and the distance between two layers with
 # experts. The values are transformers' defaults.
 _RANGE = {"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1}
@@ -21,8 +20,8 @@ _RANGE = {"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_inte
 def _check(hf: Mapping[str, Any]) -> list[str]:
     """Refuse keys with two numbers instead of one. Only vision-language models have such keys."""
     return [
-        f"{key} = {format_value(hf[key])}: not supported; allowed: an integer"
-        for key in (*_RANGE, "moe_num_shared_experts")
+        problem(key, hf[key], "not supported; allowed: an integer")
+        for key in ("moe_layer_start_index", "moe_layer_end_index")
         if key in hf and type(hf[key]) is not int
     ]
 
@@ -81,9 +80,9 @@ FAMILY = f.Family(
         **f.ATTENTION,
         **f.DENSE,
         **f.ROUTER,
-        "router_bias": _MLP + "moe_statics.e_score_correction_bias",
+        "router_bias": f.LAYER + "mlp.moe_statics.e_score_correction_bias",
         **f.EXPERTS,
-        **{f"shared_{p}": f"{_MLP}shared_experts.{p}_proj.weight" for p in f.MLP},
+        **f.shared_experts("shared_experts"),
     },
     router_bias_is_row=True,
 )

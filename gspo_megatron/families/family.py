@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from gspo_megatron.errors import format_value
+from gspo_megatron.errors import format_value, problem
 from gspo_megatron.families.model_shape import (
     ModelPreset,
     ModelShape,
@@ -108,8 +108,9 @@ class Family:
         supported."""
         hf, twice = in_one_spelling(hf, self.spellings)
         problems = twice + [
-            f"{key} = {format_value(hf[key])}: not supported; allowed: "
-            + " or ".join(format_value(value) for value in legal)
+            problem(
+                key, hf[key], f"not supported; allowed: {' or '.join(map(format_value, legal))}"
+            )
             for key, legal in (_ONLY | dict(self.only)).items()
             if key in hf and hf[key] not in legal
         ]
@@ -124,14 +125,14 @@ class Family:
             if value is REQUIRED:
                 problems.append(f"{entry.hf}: required and missing")
             elif (wrong := self._wrong_value(entry, value)) is not None:
-                problems.append(f"{entry.hf} = {format_value(value)}: {wrong}")
+                problems.append(problem(entry.hf, value, wrong))
             elif value is not None or entry.nullable:
                 megatron[entry.ours] = not value if entry.negated else value
-        if not hf.get("vocab_size") or not _is_size(hf["vocab_size"]):
+        if not hf.get("vocab_size") or _wrong_size(hf["vocab_size"], 1):
             problems.append("vocab_size: required, and an integer from 1")
         problems += _count_problems(hf) + _group_problems(megatron)
         problems += self.check(hf)
-        rest = self.read_rest(hf)
+        rest = {} if problems else self.read_rest(hf)
         megatron |= {name: value for name, value in rest.items() if value is not None}
         if self.read_pattern is not None and not problems:
             experts = self.read_pattern(hf)
@@ -200,9 +201,7 @@ class Family:
         is_needed = entry.ours in _NEEDED.split()
         if entry.ours == "num_moe_experts" and self.read_pattern is None:
             is_needed = True  # all layers have experts
-        if _is_size(value) and (value or not is_needed):
-            return None
-        return f"must be an integer from {int(is_needed)} to {_LARGEST_SIZE:,}"
+        return _wrong_size(value, int(is_needed))
 
     def config(self, shape: ModelShape, vocab_size: int) -> dict[str, Any] | None:
         """The config.json of a model of this shape, in the form of published checkpoints; None if
@@ -248,11 +247,12 @@ def _count_problems(hf: Mapping[str, Any]) -> list[str]:
     """Return a line for each number of things in config.json that is no size, and for each flag
     that is neither true nor false. The fields of a family do not include these keys."""
     return [
-        f"{key} = {format_value(hf[key])}: must be an integer from 0"
-        for key in _COUNTS.split()
-        if key in hf and not _is_size(hf[key])
+        problem(key, hf[key], wrong)
+        for least, keys in _COUNTS.items()
+        for key in keys.split()
+        if key in hf and (wrong := _wrong_size(hf[key], least))
     ] + [
-        f"{key} = {format_value(hf[key])}: {_NO_FLAG}"
+        problem(key, hf[key], _NO_FLAG)
         for key in _FLAGS
         if hf.get(key) is not None and not isinstance(hf[key], bool)
     ]
@@ -263,7 +263,7 @@ def _group_problems(megatron: Mapping[str, Any]) -> list[str]:
     heads, groups = (megatron.get(f"num_{key}") for key in ("attention_heads", "query_groups"))
     if not heads or not groups or heads % groups == 0:
         return []
-    return [f"num_key_value_heads = {groups}: must divide num_attention_heads = {heads}"]
+    return [problem("num_key_value_heads", groups, f"must divide num_attention_heads = {heads}")]
 
 
 def _label_problems(hf: Mapping[str, Any]) -> list[str]:
@@ -322,23 +322,34 @@ LINEAR_ROUTER: dict[str, Any] = {
     "moe_token_dispatcher_type": "alltoall",
 }
 
+# Names of tensors, by their roles.
+LAYER = "model.layers.{layer}."
 EMBEDDINGS = {
     "embedding": "model.embed_tokens.weight",
     "head": "lm_head.weight",
     "final_norm": "model.norm.weight",
 }
 NORMS = {
-    "input_norm": "model.layers.{layer}.input_layernorm.weight",
-    "mlp_norm": "model.layers.{layer}.post_attention_layernorm.weight",
+    "input_norm": f"{LAYER}input_layernorm.weight",
+    "mlp_norm": f"{LAYER}post_attention_layernorm.weight",
 }
-ATTENTION = {part: f"model.layers.{{layer}}.self_attn.{part}_proj.weight" for part in "qkvo"}
-QK_NORMS = {f"{part}_norm": f"model.layers.{{layer}}.self_attn.{part}_norm.weight" for part in "qk"}
+ATTENTION = {part: f"{LAYER}self_attn.{part}_proj.weight" for part in "qkvo"}
+ATTENTION_BIASES = {f"{part}_bias": f"{LAYER}self_attn.{part}_proj.bias" for part in "qkvo"}
+QK_NORMS = {f"{part}_norm": f"{LAYER}self_attn.{part}_norm.weight" for part in "qk"}
 MLP = ("gate", "up", "down")
-DENSE = {part: f"model.layers.{{layer}}.mlp.{part}_proj.weight" for part in MLP}
-ROUTER = {"router": "model.layers.{layer}.mlp.gate.weight"}
-EXPERTS = {
-    f"expert_{part}": f"model.layers.{{layer}}.mlp.experts.{{expert}}.{part}_proj.weight"
-    for part in MLP
+DENSE = {part: f"{LAYER}mlp.{part}_proj.weight" for part in MLP}
+ROUTER = {"router": f"{LAYER}mlp.gate.weight"}
+EXPERTS = {f"expert_{part}": f"{LAYER}mlp.experts.{{expert}}.{part}_proj.weight" for part in MLP}
+
+
+def shared_experts(module: str) -> dict[str, str]:
+    """The names of the tensors of shared experts, which are the module `module` of the MLP."""
+    return {f"shared_{part}": f"{LAYER}mlp.{module}.{part}_proj.weight" for part in MLP}
+
+
+GATED_SHARED_EXPERT = {
+    "shared_router": f"{LAYER}mlp.shared_expert_gate.weight",
+    **shared_experts("shared_expert"),
 }
 
 
@@ -396,7 +407,7 @@ def _windows(hf: Mapping[str, Any], legal_types: tuple[str, ...]) -> list[str]:
     problems = []
     if window is not None and used:
         legal = "null, or use_sliding_window = false"
-        problems.append(f"sliding_window = {format_value(window)}: not supported; allowed: {legal}")
+        problems.append(problem("sliding_window", window, f"not supported; allowed: {legal}"))
     others = ", ".join(map(str, sorted(set(hf.get("layer_types") or ()) - set(legal_types))))
     if others:
         legal = " or ".join(legal_types)
@@ -411,7 +422,7 @@ def _quantization(hf: Mapping[str, Any], methods: tuple[str, ...]) -> list[str]:
     if given is None:
         return []
     if not isinstance(given, Mapping):
-        return [f"quantization_config = {format_value(given)}: must be a mapping"]
+        return [problem("quantization_config", given, "must be a mapping")]
     blocks, method = given.get("weight_block_size"), given.get("quant_method")
     if method == MXFP4 and method in methods:
         return []
@@ -419,7 +430,7 @@ def _quantization(hf: Mapping[str, Any], methods: tuple[str, ...]) -> list[str]:
     if is_read and isinstance(blocks, list) and len(blocks) == 2 and all(map(_is_block, blocks)):
         return []
     allowed = " or ".join(_QUANTIZED[each] for each in methods)
-    return [f"quantization_config = {format_value(dict(given))}: not supported; allowed: {allowed}"]
+    return [problem("quantization_config", dict(given), f"not supported; allowed: {allowed}")]
 
 
 _FP8_FORMATS = ("e4m3", "float8_e4m3fn")  # two names of one format
@@ -435,21 +446,28 @@ def _is_block(value: Any) -> bool:
     return type(value) is int and value > 0
 
 
-def _is_size(value: Any) -> bool:
-    """Whether a value may be a size in config.json. 0 and null are allowed for parts that the model
-    lacks, such as the experts of a dense model."""
-    return value is None or (type(value) is int and 0 <= value <= _LARGEST_SIZE)
+def _wrong_size(value: Any, least: int) -> str | None:
+    """Return what is wrong with a size in config.json, or None. If `least` is 0, the size is also
+    allowed to be null: the model lacks this part, as a dense model lacks experts."""
+    if (value is None and least == 0) or (type(value) is int and least <= value <= _LARGEST_SIZE):
+        return None
+    return f"must be an integer from {least} to {_LARGEST_SIZE:,}"
 
 
 # Fields that every model of a family with these fields has, and that are above 0.
 _NEEDED = """
     num_layers hidden_size num_attention_heads kv_lora_rank qk_head_dim qk_pos_emb_head_dim
-    v_head_dim
+    v_head_dim linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
+    linear_num_value_heads
 """
-_COUNTS = """
-    max_position_embeddings n_shared_experts num_shared_experts num_nextn_predict_layers
-    num_mtp_modules mtp_num_hidden_layers
-"""
+# Other keys with a number of things or layers, by the smallest number that is allowed.
+_COUNTS = {
+    0: """
+        max_position_embeddings n_shared_experts num_shared_experts moe_num_shared_experts
+        first_k_dense_replace num_nextn_predict_layers num_mtp_modules mtp_num_hidden_layers
+    """,
+    1: "decoder_sparse_step full_attention_interval moe_layer_interval",
+}
 
 _FLAGS = ("tie_word_embeddings", "use_sliding_window")
 _NO_FLAG = "must be true or false"

@@ -11,7 +11,6 @@ from gspo_megatron.families import family as f
 from gspo_megatron.families import sigmoid_router as r
 from gspo_megatron.families.rope import RopeKinds
 
-_LAYER = "model.layers.{layer}."
 _GROUPS = r.Groups(count=1, chosen=1, topk=8)
 _LITE_GROUPS = r.Groups(count=1, chosen=1, topk=4)
 
@@ -49,13 +48,13 @@ GLM4_MOE = f.Family(
         **f.EMBEDDINGS,
         **f.NORMS,
         **f.ATTENTION,
-        **{f"{part}_bias": f"{_LAYER}self_attn.{part}_proj.bias" for part in "qkv"},
+        **f.ATTENTION_BIASES,
         **f.QK_NORMS,
         **f.DENSE,
         **f.ROUTER,
-        "router_bias": f"{_LAYER}mlp.gate.e_score_correction_bias",
+        "router_bias": f.LAYER + "mlp.gate.e_score_correction_bias",
         **f.EXPERTS,
-        **{f"shared_{p}": f"{_LAYER}mlp.shared_experts.{p}_proj.weight" for p in f.MLP},
+        **f.shared_experts("shared_experts"),
     },
 )
 

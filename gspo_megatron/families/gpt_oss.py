@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gspo_megatron.errors import format_value
+from gspo_megatron.errors import problem
 from gspo_megatron.families import family as f
 from gspo_megatron.families.model_shape import windows_in_layers
 from gspo_megatron.families.rope import DEFAULT, YARN, RopeKinds
 
-_ATTENTION = "model.layers.{layer}.self_attn."
-_MLP = "model.layers.{layer}.mlp."
+_MLP = f.LAYER + "mlp."
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _WINDOW = 128  # the window if config.json names none
 
@@ -26,10 +25,10 @@ def _check(hf: Mapping[str, Any]) -> list[str]:
     fits = kinds is None or (isinstance(kinds, list) and len(kinds) == count)
     if not fits or not set(kinds or ()) <= {_SLIDING, _FULL}:
         wrong = f"must be {_SLIDING} or {_FULL} for each of the {count} layers"
-        problems.append(f"layer_types = {format_value(kinds)}: {wrong}")
+        problems.append(problem("layer_types", kinds, wrong))
     elif (kinds is None or _SLIDING in kinds) and (type(window) is not int or window < 1):
         wrong = f"must be an integer from 1, for the layers with {_SLIDING}"
-        problems.append(f"sliding_window = {format_value(window)}: {wrong}")
+        problems.append(problem("sliding_window", window, wrong))
     return problems
 
 
@@ -38,7 +37,7 @@ def _read_windows(hf: Mapping[str, Any]) -> dict[str, Any]:
     its own key. Megatron-Core counts only the keys before it. If config.json has no `layer_types`,
     the layers 2, 4, ... have no window."""
     kinds = hf.get("layer_types")
-    if _check(hf) or (kinds is not None and _SLIDING not in kinds):
+    if kinds is not None and _SLIDING not in kinds:
         return {}
     before, flags = hf.get("sliding_window", _WINDOW) - 1, None
     if kinds is not None:
@@ -106,8 +105,8 @@ FAMILY = f.Family(
         **f.EMBEDDINGS,
         **f.NORMS,
         **f.ATTENTION,
-        **{f"{part}_bias": f"{_ATTENTION}{part}_proj.bias" for part in "qkvo"},
-        "sinks": _ATTENTION + "sinks",
+        **f.ATTENTION_BIASES,
+        "sinks": f.LAYER + "self_attn.sinks",
         "router": _MLP + "router.weight",
         "router_linear_bias": _MLP + "router.bias",
         "interleaved_gate_up": _MLP + "experts.gate_up_proj",

@@ -10,8 +10,6 @@ from gspo_megatron.families import family as f
 from gspo_megatron.families import sigmoid_router as r
 from gspo_megatron.families.rope import RopeKinds
 
-_MLP = "model.layers.{layer}.mlp."
-
 
 def _write_rest(megatron: Mapping[str, Any]) -> dict[str, Any]:
     # vLLM reads the width of an expert from this key.
@@ -52,9 +50,9 @@ FAMILY = f.Family(
         **f.ATTENTION,
         **f.QK_NORMS,
         **f.DENSE,
-        "router": _MLP + "router.gate.weight",
-        "router_bias": _MLP + "expert_bias",
+        "router": f.LAYER + "mlp.router.gate.weight",
+        "router_bias": f.LAYER + "mlp.expert_bias",
         **f.EXPERTS,
-        **{f"shared_{p}": f"{_MLP}shared_mlp.{p}_proj.weight" for p in f.MLP},
+        **f.shared_experts("shared_mlp"),
     },
 )

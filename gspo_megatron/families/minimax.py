@@ -8,7 +8,7 @@ from gspo_megatron.families import family as f
 from gspo_megatron.families import sigmoid_router as r
 from gspo_megatron.families.rope import RopeKinds
 
-_MLP = "model.layers.{layer}.block_sparse_moe."
+_MLP = f.LAYER + "block_sparse_moe."
 
 FAMILY = f.Family(
     model_type="minimax_m2",

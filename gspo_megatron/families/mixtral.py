@@ -5,7 +5,7 @@ from __future__ import annotations
 from gspo_megatron.families import family as f
 from gspo_megatron.families.rope import RopeKinds
 
-_MOE = "model.layers.{layer}.block_sparse_moe."
+_MOE = f.LAYER + "block_sparse_moe."
 
 FAMILY = f.Family(
     model_type="mixtral",

@@ -152,10 +152,10 @@ def delta_net_pattern(frequency: int | Sequence[int] | None, num_layers: int) ->
 
 def delta_net_sizes(megatron: Mapping[str, Any]) -> dict[str, int]:
     """The sizes of delta nets, with TransformerConfig's defaults."""
-    return {name: megatron.get(name) or default for name, default in _DELTA_NET_SIZES.items()}
+    return {name: megatron.get(name) or default for name, default in DELTA_NET_SIZES.items()}
 
 
-_DELTA_NET_SIZES = {
+DELTA_NET_SIZES = {
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
@@ -243,9 +243,9 @@ def config_of_weights(hf_path: str | None, checkpoint_path: str | None) -> dict[
 
 
 def checkpoint_preset(model: Mapping[str, Any]) -> ModelPreset:
-    """The model that the contents of model.json describe. Raises LookupError."""
+    """The model that the contents of model.json describe. Raises an error of WRONG_VALUES."""
     shape: dict[str, Any] = {**_ADDED_FIELDS, **model["shape"]}
-    shape["vocab_size"] = model["vocab_size"]
+    shape |= {"vocab_size": model["vocab_size"], "megatron": dict(shape["megatron"])}
     return ModelPreset(**{field.name: shape[field.name] for field in fields(ModelPreset)})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gspo_megatron.errors import problem
 from gspo_megatron.families import family as f
 
 
@@ -13,7 +14,8 @@ def _check(hf: Mapping[str, Any]) -> list[str]:
     width, heads, given = (hf.get(k) for k in ("hidden_size", "num_attention_heads", "head_dim"))
     if given is None or given * heads == width:
         return []
-    return [f"head_dim = {given}: not supported; allowed: hidden_size / num_attention_heads"]
+    legal = "hidden_size / num_attention_heads"
+    return [problem("head_dim", given, f"not supported; allowed: {legal}")]
 
 
 FAMILY = f.Family(

@@ -34,18 +34,15 @@ _MOE_FIELDS = (
     f.Field("norm_topk_prob", "moe_router_pre_softmax", False, negated=True),
     f.Field("router_aux_loss_coef", "moe_aux_loss_coeff", 1e-3),
 )
-_LAYER = "model.layers.{layer}."
 _QWEN3 = {"qk_layernorm": True, "add_qkv_bias": False}
 _QWEN3_NAMES = {**f.EMBEDDINGS, **f.NORMS, **f.ATTENTION, **f.QK_NORMS, **f.DENSE}
-
-_QKV_BIASES = {f"{part}_bias": f"{_LAYER}self_attn.{part}_proj.bias" for part in "qkv"}
 
 QWEN2 = f.Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     fields=(*f.SIZES, f.key_value_heads(32), f.Field("head_dim", "kv_channels", None)),
     always={"qk_layernorm": False, "add_qkv_bias": True},
-    names={**f.EMBEDDINGS, **f.NORMS, **f.ATTENTION, **_QKV_BIASES, **f.DENSE},
+    names={**f.EMBEDDINGS, **f.NORMS, **f.ATTENTION, **f.ATTENTION_BIASES, **f.DENSE},
 )
 QWEN3 = f.Family(
     model_type="qwen3",
@@ -82,11 +79,10 @@ QWEN2_MOE = f.Family(
         **f.EMBEDDINGS,
         **f.NORMS,
         **f.ATTENTION,
-        **_QKV_BIASES,
+        **f.ATTENTION_BIASES,
         **f.DENSE,
         **f.ROUTER,
         **f.EXPERTS,
-        "shared_router": f"{_LAYER}mlp.shared_expert_gate.weight",
-        **{f"shared_{p}": f"{_LAYER}mlp.shared_expert.{p}_proj.weight" for p in f.MLP},
+        **f.GATED_SHARED_EXPERT,
     },
 )

@@ -12,20 +12,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from gspo_megatron.errors import format_value
+from gspo_megatron.errors import problem
 from gspo_megatron.families import family as f
 from gspo_megatron.families import qwen
-from gspo_megatron.families.model_shape import delta_net_pattern
+from gspo_megatron.families.model_shape import DELTA_NET_SIZES, delta_net_pattern
 from gspo_megatron.families.rope import RopeKinds
 
 FULL, LINEAR = "full_attention", "linear_attention"
-_DELTA_NET_FIELDS = (
-    f.Field("linear_conv_kernel_dim", "linear_conv_kernel_dim", 4),
-    f.Field("linear_key_head_dim", "linear_key_head_dim", 128),
-    f.Field("linear_value_head_dim", "linear_value_head_dim", 128),
-    f.Field("linear_num_key_heads", "linear_num_key_heads", 16),
-    f.Field("linear_num_value_heads", "linear_num_value_heads", 32),
-)
+# These keys of config.json have the names of TransformerConfig, with the same defaults.
+_DELTA_NET_FIELDS = tuple(f.Field(name, name, size) for name, size in DELTA_NET_SIZES.items())
 _EXPERT_FIELDS = (
     f.Field("num_experts", "num_moe_experts"),
     f.Field("num_experts_per_tok", "moe_router_topk"),
@@ -43,36 +38,25 @@ _ALWAYS: dict[str, Any] = {
 _ROUTER: dict[str, Any] = {**f.LINEAR_ROUTER, "moe_shared_expert_gate": True}
 
 
-def _kinds(hf: Mapping[str, Any]) -> Any:
-    """The kind of each layer. As in transformers, `full_attention_interval` counts only if
-    `layer_types` is missing."""
-    if (kinds := hf.get("layer_types")) is not None:
-        return kinds
-    interval, count = hf.get("full_attention_interval", 4), hf["num_hidden_layers"]
-    return [LINEAR if (layer + 1) % interval else FULL for layer in range(count)]
-
-
 def _check(hf: Mapping[str, Any]) -> list[str]:
     problems = []
     kinds, count = hf.get("layer_types"), hf.get("num_hidden_layers")
     if kinds is not None and (not isinstance(kinds, list) or len(kinds) != count):
         wrong = f"must be a list with the kind of each of the {count} layers"
-        problems.append(f"layer_types = {format_value(kinds)}: {wrong}")
-    interval = hf.get("full_attention_interval", 4)
-    if type(interval) is not int or interval < 1:
-        wrong = "must be an integer from 1"
-        problems.append(f"full_attention_interval = {format_value(interval)}: {wrong}")
+        problems.append(problem("layer_types", kinds, wrong))
     keys, values = hf.get("linear_num_key_heads", 16), hf.get("linear_num_value_heads", 32)
-    if not keys or values % keys:
-        wrong = f"must be a multiple of linear_num_key_heads = {format_value(keys)}"
-        problems.append(f"linear_num_value_heads = {format_value(values)}: {wrong}")
+    if type(keys) is type(values) is int and keys and values % keys:
+        wrong = f"must be a multiple of linear_num_key_heads = {keys}"
+        problems.append(problem("linear_num_value_heads", values, wrong))
     return problems
 
 
 def _read_rest(hf: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(hf.get("num_hidden_layers"), int) or _check(hf):
-        return {}
-    flags = [int(kind == LINEAR) for kind in _kinds(hf)]
+    # As in transformers, `full_attention_interval` counts only if `layer_types` is missing.
+    if (kinds := hf.get("layer_types")) is not None:
+        flags = [int(kind == LINEAR) for kind in kinds]
+    else:
+        flags = delta_net_pattern(hf.get("full_attention_interval", 4), hf["num_hidden_layers"])
     # If an interval gives the same flags, the interval is returned, because it stays right if the
     # number of layers is reduced.
     intervals = (n for n in range(1, len(flags) + 1) if delta_net_pattern(n, len(flags)) == flags)
@@ -84,27 +68,23 @@ def _write_rest(megatron: Mapping[str, Any]) -> dict[str, Any]:
     return {"layer_types": [LINEAR if flag else FULL for flag in pattern]}
 
 
-_LAYER = "model.layers.{layer}."
-_DELTA_NET_NAMES = {
-    "conv": f"{_LAYER}linear_attn.conv1d.weight",
-    "decay": f"{_LAYER}linear_attn.A_log",
-    "decay_bias": f"{_LAYER}linear_attn.dt_bias",
-    "delta_norm": f"{_LAYER}linear_attn.norm.weight",
-    "delta_out": f"{_LAYER}linear_attn.out_proj.weight",
-}
-_IN_NAMES = {f"in_{p}": f"{_LAYER}linear_attn.in_proj_{p}.weight" for p in ("qkv", "z", "b", "a")}
+_DELTA_NET = f.LAYER + "linear_attn."
+_IN_NAMES = {f"in_{part}": f"{_DELTA_NET}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")}
 _NAMES = {
     **f.EMBEDDINGS,
     **f.NORMS,
     **f.ATTENTION,
     **f.QK_NORMS,
-    **_DELTA_NET_NAMES,
+    "conv": _DELTA_NET + "conv1d.weight",
+    "decay": _DELTA_NET + "A_log",
+    "decay_bias": _DELTA_NET + "dt_bias",
+    "delta_norm": _DELTA_NET + "norm.weight",
+    "delta_out": _DELTA_NET + "out_proj.weight",
 }
 _EXPERT_NAMES = {
     **f.ROUTER,
     **f.EXPERTS,
-    "shared_router": f"{_LAYER}mlp.shared_expert_gate.weight",
-    **{f"shared_{p}": f"{_LAYER}mlp.shared_expert.{p}_proj.weight" for p in f.MLP},
+    **f.GATED_SHARED_EXPERT,
 }
 
 # vLLM imports the vision model, even if the folder has the language model alone.
@@ -135,8 +115,8 @@ QWEN3_NEXT = f.Family(
         **_EXPERT_NAMES,
         **f.DENSE,
         # `in_qkvz` has q, k, v and z of each key head. `in_ba` has b and a of each key head.
-        "in_qkvz": f"{_LAYER}linear_attn.in_proj_qkvz.weight",
-        "in_ba": f"{_LAYER}linear_attn.in_proj_ba.weight",
+        "in_qkvz": _DELTA_NET + "in_proj_qkvz.weight",
+        "in_ba": _DELTA_NET + "in_proj_ba.weight",
     },
 )
 
@@ -166,8 +146,8 @@ QWEN3_5_MOE = f.Family(
         **_EXPERT_NAMES,
         **_IN_NAMES,
         # published files have all experts of a layer in one tensor, transformers' files do not
-        "experts_gate_up": f"{_LAYER}mlp.experts.gate_up_proj",
-        "experts_down": f"{_LAYER}mlp.experts.down_proj",
+        "experts_gate_up": f.LAYER + "mlp.experts.gate_up_proj",
+        "experts_down": f.LAYER + "mlp.experts.down_proj",
     },
 )
 

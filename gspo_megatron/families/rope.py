@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gspo_megatron.errors import format_value
+from gspo_megatron.errors import format_value, problem
 from gspo_megatron.families.model_shape import ModelShape
 
 DEFAULT, LLAMA3, YARN = "default", "llama3", "yarn"
@@ -69,40 +69,51 @@ class RopeKinds:
     latent: bool = True  # True: layers of latent attention compute the angles; False: GPTModel does
 
 
+@dataclass
+class _Settings:
+    """The settings of a config.json, and what is wrong with them."""
+
+    values: dict[str, Any]
+    names: dict[str, str]  # the name that each setting has in config.json
+    problems: list[str]
+
+    def refuse(self, key: str, wrong: str) -> None:
+        """Add a problem of a setting."""
+        name = self.names.get(key, f"rope_scaling.{key}")
+        self.problems.append(problem(name, self.values.get(key), wrong))
+
+
 def read_rope(hf: Mapping[str, Any], kinds: RopeKinds) -> tuple[Rope, list[str]]:
     """The rotary positions of a config.json, and a line for each setting that is not supported."""
-    settings, names, problems = _settings(hf)
+    settings = _settings(hf)
+    values, problems = settings.values, settings.problems
     if hf.get("rope_parameters") is None and not hf.get("rope_scaling"):
-        settings = {**kinds.unnamed, **settings}
+        values |= {key: each for key, each in kinds.unnamed.items() if key not in values}
     if kinds.width_key is not None:
-        problems += _percent_of_width(hf, kinds.width_key, settings, names)
-    kind = settings.get("rope_type", DEFAULT)
+        problems += _percent_of_width(hf, kinds.width_key, settings)
+    kind = values.get("rope_type", DEFAULT)
     if kind not in kinds.types:
-        legal = " or ".join(kinds.types)
-        wrong = f"{names['rope_type']} = {format_value(kind)}: not supported; allowed: {legal}"
-        problems.append(wrong)
-    default = 1.0 if kinds.percent is None else kinds.percent
-    percent = settings.get("partial_rotary_factor", default)
+        settings.refuse("rope_type", f"not supported; allowed: {' or '.join(kinds.types)}")
+    percent = values.get("partial_rotary_factor", 1.0 if kinds.percent is None else kinds.percent)
     if percent != 1 and kinds.percent is None:
-        where = names["partial_rotary_factor"]
-        problems.append(f"{where} = {format_value(percent)}: not supported; allowed: 1")
+        settings.refuse("partial_rotary_factor", "not supported; allowed: 1")
     elif not is_number(percent) or not 0 < percent <= 1:
-        where = names["partial_rotary_factor"]
-        wrong = "must be a number above 0, and at most 1"
-        problems.append(f"{where} = {format_value(percent)}: {wrong}")
-    base = settings.get("rope_theta", kinds.base)
+        settings.refuse("partial_rotary_factor", "must be a number above 0, and at most 1")
+    base = values.get("rope_theta", kinds.base)
     if not is_number(base) or base <= 0:
-        problems.append(f"rope_theta = {format_value(base)}: must be a number above 0")
+        settings.refuse("rope_theta", "must be a number above 0")
     if problems or kind == DEFAULT:
         return Rope(base, percent), problems
-    factor: Any = settings.get("factor")
+    factor: Any = values.get("factor")
     if not is_number(factor) or factor < 1:
-        wrong = "must be a number of at least 1"
-        return Rope(base), [f"{names.get('factor', 'factor')} = {format_value(factor)}: {wrong}"]
+        settings.refuse("factor", "must be a number of at least 1")
+        return Rope(base), problems
     if kind == LLAMA3:
-        return Rope(base, percent, factor), _llama3_problems(settings, names)
-    megatron, problems = _yarn(settings, names, kinds)
-    return Rope(base, percent, megatron=megatron), problems
+        for key, legal in _LLAMA3_CONSTANTS.items():
+            if values.get(key) != legal:
+                settings.refuse(key, f"not supported; allowed: {legal:g}")
+        return Rope(base, percent, factor), problems
+    return Rope(base, percent, megatron=_yarn(settings, kinds)), problems
 
 
 def write_rope(shape: ModelShape, kinds: RopeKinds) -> dict[str, Any]:
@@ -150,20 +161,20 @@ def in_one_spelling(
     return found, problems
 
 
-def _settings(hf: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """All settings, the name that each setting has in config.json, and a line for each problem."""
-    problems = []
+def _settings(hf: Mapping[str, Any]) -> _Settings:
+    """All settings, and a problem for each that has several values or a wrong type."""
+    problems: list[str] = []
     found: dict[str, dict[str, Any]] = {"": {}, "rope_scaling.": {}, "rope_parameters.": {}}
     for where, values in found.items():
         given = hf.get(where[:-1]) if where else hf
         if given is not None and not isinstance(given, Mapping):
-            problems.append(f"{where[:-1]} = {format_value(given)}: must be a mapping")
+            problems.append(problem(where[:-1], given, "must be a mapping"))
             continue
         for key, value in (given or {}).items():
             # the settings are for the layers of one type only
             if where and isinstance(value, Mapping):
                 wrong = "not supported; allowed: one set of values for all layers"
-                problems.append(f"{where}{key} = {format_value(value)}: {wrong}")
+                problems.append(problem(f"{where}{key}", value, wrong))
             elif key in _KEYS and (where or key in _KEYS_OUTSIDE) and value is not None:
                 values[key] = value
     settings: dict[str, Any] = {}
@@ -175,12 +186,10 @@ def _settings(hf: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str], li
             if key in settings and settings[key] != value:
                 problems.append(two_values(f"{where}{key}", value, names[key], settings[key]))
             settings[key], names[key] = value, f"{where}{key}"
-    return settings, names, problems
+    return _Settings(settings, names, problems)
 
 
-def _percent_of_width(
-    hf: Mapping[str, Any], key: str, settings: dict[str, Any], names: dict[str, str]
-) -> list[str]:
+def _percent_of_width(hf: Mapping[str, Any], key: str, settings: _Settings) -> list[str]:
     """Add the share of rotated channels to the settings, computed from the number of rotated
     channels. Returns the problems of this number."""
     rotated, width = hf.get(key), hf.get("head_dim")
@@ -188,45 +197,30 @@ def _percent_of_width(
         return []
     if type(rotated) is not int or type(width) is not int or not 0 < rotated <= width:
         wrong = f"must be an integer from 1 to head_dim ({format_value(width)})"
-        return [f"{key} = {format_value(rotated)}: {wrong}"]
+        return [problem(key, rotated, wrong)]
     percent = rotated / width
-    given = settings.setdefault("partial_rotary_factor", percent)
-    named = names.setdefault("partial_rotary_factor", key)
+    given = settings.values.setdefault("partial_rotary_factor", percent)
+    named = settings.names.setdefault("partial_rotary_factor", key)
     return [] if given == percent else [two_values(key, rotated, named, given)]
 
 
-def _llama3_problems(settings: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
-    """A line for each constant that differs between config.json and Megatron-Core."""
-    different = [key for key, legal in _LLAMA3_CONSTANTS.items() if settings.get(key) != legal]
-    return [
-        f"{names.get(key, f'rope_scaling.{key}')} = {format_value(settings.get(key))}: "
-        f"not supported; allowed: {_LLAMA3_CONSTANTS[key]:g}"
-        for key in different
-    ]
-
-
-def _yarn(
-    settings: Mapping[str, Any], names: Mapping[str, str], kinds: RopeKinds
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the fields for YaRN, and a line for each setting that is not supported. The fields
-    have the names of MLATransformerConfig (latent attention), or the names that GPTModel reads."""
+def _yarn(settings: _Settings, kinds: RopeKinds) -> dict[str, Any]:
+    """Return the fields for YaRN. The fields have the names of MLATransformerConfig (latent
+    attention), or the names that GPTModel reads."""
+    values = settings.values
     megatron: dict[str, Any] = {"rope_type": YARN}
-    problems = []
     for key, (ours, default) in _YARN_FIELDS.items():
-        megatron[ours] = value = settings.get(key, default)
+        megatron[ours] = value = values.get(key, default)
         if not is_number(value) or value <= 0:
-            where = names.get(key, f"rope_scaling.{key}")
-            problems.append(f"{where} = {format_value(value)}: must be a number above 0")
+            settings.refuse(key, "must be a number above 0")
     legal_values = {"attention_factor": None} | ({"truncate": True} if kinds.latent else {})
     for key, legal in legal_values.items():
-        if settings.get(key, legal) != legal:
-            where, value = names[key], format_value(settings[key])
-            problems.append(f"{where} = {value}: not supported; allowed: {format_value(legal)}")
-    scale, all_dims = settings.get("mscale", 0), settings.get("mscale_all_dim", 0)
+        if values.get(key, legal) != legal:
+            settings.refuse(key, f"not supported; allowed: {format_value(legal)}")
+    scale, all_dims = values.get("mscale", 0), values.get("mscale_all_dim", 0)
     # in this case transformers scales the two parts of attention differently
     if all_dims and not scale:
-        where, value = names["mscale_all_dim"], format_value(all_dims)
-        problems.append(f"{where} = {value}: not supported without mscale; allowed: both, or none")
+        settings.refuse("mscale_all_dim", "not supported without mscale; allowed: both, or none")
     # If only one of mscale and mscale_all_dim is set, transformers uses mscale = 1 for the angles.
     megatron |= {
         "mscale": float(scale) if scale and all_dims else 1.0,
@@ -234,12 +228,11 @@ def _yarn(
     }
     if not kinds.latent:
         del megatron["rope_type"]
-        megatron[_ROUNDED] = truncates = settings.get("truncate", True)
+        megatron[_ROUNDED] = truncates = values.get("truncate", True)
         if not isinstance(truncates, bool):
-            where, value = names.get("truncate", "rope_scaling.truncate"), format_value(truncates)
-            problems.append(f"{where} = {value}: must be true or false")
+            settings.refuse("truncate", "must be true or false")
         megatron = {f"{YARN_PREFIX}{name}": value for name, value in megatron.items()}
-    return megatron, problems
+    return megatron
 
 
 def is_number(value: Any) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gspo_megatron.errors import format_value
+from gspo_megatron.errors import format_value, problem
 from gspo_megatron.families import family as f
 
 ALWAYS: dict[str, Any] = {
@@ -50,7 +50,7 @@ class Groups:
         if count in (None, 1) or topk == 2 * chosen:
             return []
         wrong = f"not supported with topk_group = {chosen}; allowed: {2 * chosen}, or n_group = 1"
-        return [f"num_experts_per_tok = {topk}: {wrong}"]
+        return [problem("num_experts_per_tok", topk, wrong)]
 
     def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of TransformerConfig for the groups."""
@@ -104,11 +104,11 @@ def layer_problems(hf: Mapping[str, Any]) -> list[str]:
     fits = isinstance(kinds, list) and set(kinds) <= {"dense", "sparse"} and len(kinds) == count
     if not fits:
         wrong = f"must be `dense` or `sparse` for each of the {count} layers"
-        return [f"mlp_layer_types = {format_value(kinds)}: {wrong}"]
+        return [problem("mlp_layer_types", kinds, wrong)]
     dense = hf.get("first_k_dense_replace")
     if dense is not None and kinds != ["dense" if n < dense else "sparse" for n in range(count)]:
         wrong = f"contradicts mlp_layer_types = {format_value(kinds)}; keep the right one"
-        return [f"first_k_dense_replace = {format_value(dense)}: {wrong}"]
+        return [problem("first_k_dense_replace", dense, wrong)]
     return []
 
 

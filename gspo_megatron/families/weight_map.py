@@ -169,15 +169,8 @@ def interleave(recipes: Sequence[TensorRecipe], groups: int) -> TensorRecipe:
     for group, recipe in itertools.product(range(groups), recipes):
         count, rest = divmod(recipe.shape[0], groups)
         assert not rest, "groups of unequal size"
-        chunks.append(rows(recipe, group * count, count))
+        chunks.append(rows_of(recipe, [group * count], count))
     return concatenate(chunks)
-
-
-def rows(recipe: TensorRecipe, first: int, count: int) -> TensorRecipe:
-    """The `count` rows from row `first` on."""
-    rest = recipe.shape[1:]
-    slices = [slice(first, first + count), *(slice(0, n) for n in rest)]
-    return TensorRecipe((count, *rest), tuple(recipe.cut(slices)))
 
 
 def stack(recipes: Sequence[TensorRecipe]) -> TensorRecipe:
@@ -327,11 +320,12 @@ def _recipes(
             "input_layernorm.weight": copy(parts["input_norm"], hidden),
             "pre_mlp_layernorm.weight": copy(parts["mlp_norm"], hidden),
         }
-        latent = shape.megatron.get("multi_latent_attention")
         if delta_nets[number]:
             layer |= _delta_net(parts, shape)
+        elif shape.has_latent_attention:
+            layer |= _latent_attention(parts, shape)
         else:
-            layer |= _latent_attention(parts, shape) if latent else _attention(parts, shape)
+            layer |= _attention(parts, shape)
         if has_experts:
             layer |= _mixture(parts, shape, joint_experts, row_bias=family.router_bias_is_row)
         else:
@@ -356,7 +350,7 @@ def _attention(parts: Mapping[str, str], shape: ModelShape) -> dict[str, TensorR
         if f"qkv{suffix}" in parts:  # the files have q, k and v in one tensor
             whole = copy(parts[f"qkv{suffix}"], sum(heights.values()), *sizes)
             starts = itertools.accumulate(heights.values(), initial=0)
-            pieces = [rows(whole, *each) for each in zip(starts, heights.values())]
+            pieces = [rows_of(whole, [at], height) for at, height in zip(starts, heights.values())]
         else:
             pieces = [copy(parts[part + suffix], heights[part], *sizes) for part in "qkv"]
         if shape.megatron.get("attention_output_gate"):

@@ -216,10 +216,7 @@ class KeyValueCache:
         if self._prompts is not None:
             query, key, value = (states.permute(1, 2, 0, 3) for states in (query, key, value))
             self._prompts[layer] = key, value
-            if window is None and sinks is None:
-                out = attend(query, key, value, scale, mask=None)
-            else:
-                out = attend_causally(query, key, value, scale, window, sinks)
+            out = attend_causally(query, key, value, scale, window, sinks)
             return out.permute(2, 0, 1, 3).flatten(2)
         return self._attend_once(layer, query[0], key[0], value[0], scale, sinks).unsqueeze(0)
 

@@ -155,29 +155,22 @@ class TorchCoreAttention(torch.nn.Module):
             key, value = self._gather(key), self._gather(value)
         outputs = []
         for block in plan.blocks:
+            rows = block.query_rows, block.key_rows, block.key_rows
             parts = (
-                _rows(states, rows).transpose(1, 2)  # [sequences, heads, length, dim]
-                for states, rows in (
-                    (query, block.query_rows),
-                    (key, block.key_rows),
-                    (value, block.key_rows),
-                )
+                take_rows(states, own).transpose(1, 2)  # [sequences, heads, length, dim]
+                for states, own in zip((query, key, value), rows, strict=True)
             )
             out = self._attend(*parts, block.positions)
             outputs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
         joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         assert plan.restore is not None
-        return _rows(joined, plan.restore)  # [tokens, heads * dim]
+        return take_rows(joined, plan.restore)  # [tokens, heads * dim]
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, positions: Positions | None
     ) -> Tensor:
-        if self.window is not None or self.softmax_offset is not None:
-            sinks = self.softmax_offset
-            return attend_causally(query, key, value, self.scale, self.window, sinks, positions)
-        if positions is None:
-            return attend(query, key, value, self.scale, mask=None)
-        return TiledAttention.apply(query, key, value, self.scale, positions)
+        rest = self.scale, self.window, self.softmax_offset, positions
+        return attend_causally(query, key, value, *rest)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -216,6 +209,10 @@ def attend_causally(
     """Causal attention of [batch, heads, queries, dim]. `window` and `sinks` [heads] are used if
     they are not None. positions: the positions of the queries, if they differ from those of the
     keys."""
+    if window is None and sinks is None:
+        if positions is None:
+            return attend(query, key, value, scale, mask=None)
+        return TiledAttention.apply(query, key, value, scale, positions)
     length = query.shape[2]
     of_queries = torch.arange(length)[None] if positions is None else positions.on_host
     # for estimates: one tile without a mask needs as much memory as a fused kernel
@@ -376,7 +373,7 @@ def _attend_with_sinks(
     return (weights.to(value.dtype) @ value.unsqueeze(2)).flatten(1, 2)
 
 
-def _rows(states: Tensor, rows: Tensor) -> Tensor:
+def take_rows(states: Tensor, rows: Tensor) -> Tensor:
     """Return states[rows]. The backward pass is three times as fast on a CPU as that of
     indexing."""
     return states.index_select(0, rows.flatten()).unflatten(0, rows.shape)

@@ -10,7 +10,7 @@ change.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -62,11 +62,18 @@ def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Generat
     # Rotary angles come from the cache, one for each sequence's position. GPTModel would cut its
     # angles over the context-parallel ranks, which fails for one token.
     changes += [(model, "position_embedding_type", "none") for model in models]
+    # whether a module of training can be replaced, and the class of the plain module
+    replacements: list[tuple[Any, Any]] = [
+        (_has_all_of, LocalLinear),
+        (_has_all_experts, LocalExperts),
+        (_is_plain, LocalLayer),
+        (_is_plain_attention, LocalAttention),
+    ]
     changes += [
         (owner, name, plain(child))
         for owner in modules
         for name, child in owner.named_children()
-        for is_replaceable, plain in _replacements()
+        for is_replaceable, plain in replacements
         if is_replaceable(child)
     ]
     # In inference mode all operations are cheaper. But a stock module of Megatron-Core may keep a
@@ -76,17 +83,6 @@ def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Generat
     mode = torch.inference_mode() if all_plain else torch.no_grad()
     with changed(changes), without_fp8(models), mode:
         yield
-
-
-def _replacements() -> list[tuple[Callable[[Any], bool], Callable[[Any], torch.nn.Module]]]:
-    """Return pairs: a test whether a module of training can be replaced, and the class of the plain
-    module that replaces it."""
-    return [
-        (_has_all_of, LocalLinear),
-        (_has_all_experts, LocalExperts),
-        (_is_plain, LocalLayer),
-        (_is_plain_attention, LocalAttention),
-    ]
 
 
 def _has_all_of(module: Any) -> bool:
@@ -155,12 +151,11 @@ def _is_plain_router(router: TopKRouter) -> bool:
 
 def _is_plain_throughout(layer: TransformerLayer) -> bool:
     """Whether modules of this file replace everything in the layer."""
-    return (
-        _is_plain(layer)
-        and _is_plain_attention(layer.self_attention)
-        and (not isinstance(layer.mlp, MoELayer) or _has_all_experts(layer.mlp))
-        and (not isinstance(layer.mlp, MoELayer) or _is_plain_router(layer.mlp.router))
+    mlp = layer.mlp
+    is_mlp_plain = not isinstance(mlp, MoELayer) or (
+        _has_all_experts(mlp) and _is_plain_router(mlp.router)
     )
+    return _is_plain(layer) and _is_plain_attention(layer.self_attention) and is_mlp_plain
 
 
 class LocalLayer(torch.nn.Module):
@@ -274,9 +269,12 @@ def _choose(router: TopKRouter, states: Tensor) -> Dispatch:
     choices. If the router has a replay hook, the hook chooses."""
     hook, topk = router.router_replay, router.topk
     dtype = _ROUTER_DTYPES.get(router.config.moe_router_dtype, states.dtype)
+    is_before = router.config.moe_router_pre_softmax
+    # Megatron-Core 0.16 rounds such scores before the choice of experts, and 0.19 after it.
+    if is_before and dtype.itemsize < 4:
+        return _choose_by_stock_router(router, states)
     bias = None if router.bias is None else router.bias.to(dtype)
     scores = F.linear(states.flatten(0, 1).to(dtype), router.weight.to(dtype), bias)
-    is_before = router.config.moe_router_pre_softmax
     if is_before:
         scores = scores.softmax(-1, torch.float32).to(dtype)
     if hook is None:

@@ -11,7 +11,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from torch import Tensor
 
 from gspo_megatron.models.attention import KeyValueCache
-from gspo_megatron.models.core_attention import plan_of
+from gspo_megatron.models.core_attention import plan_of, take_rows
 from gspo_megatron.models.delta_rule import delta_rule, delta_step, normalized, widened
 from gspo_megatron.platform.megatron_fixes import has_delta_rule_kernels
 
@@ -93,8 +93,8 @@ class CachedDeltaNet(GatedDeltaNet):
         if plan.whole is not None:
             return self._mix(mixed.unflatten(0, plan.whole))[0].flatten(0, 1)
         assert plan.restore is not None
-        outputs = [self._mix(_rows(mixed, b.query_rows))[0].flatten(0, 1) for b in plan.blocks]
-        return _rows(torch.cat(outputs), plan.restore)
+        outputs = [self._mix(take_rows(mixed, b.query_rows))[0].flatten(0, 1) for b in plan.blocks]
+        return take_rows(torch.cat(outputs), plan.restore)
 
     def _mix(self, mixed: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Any]:
         """Compute everything between the two projections: [sequences, length, channels] ->
@@ -165,8 +165,3 @@ class CachedDeltaNet(GatedDeltaNet):
         heads = self._heads(self._convolved(window.transpose(1, 2)))
         out = delta_step(state, *heads, decay, rate)
         return self._gated(out, gate).unsqueeze(1)
-
-
-def _rows(states: Tensor, rows: Tensor) -> Tensor:
-    """Return states[rows], with a backward pass that is three times as fast on a CPU."""
-    return states.index_select(0, rows.flatten()).unflatten(0, rows.shape)

@@ -57,10 +57,7 @@ class GroupedExperts(MegatronModule):
         etp = pg_collection.expt_tp.size()
         ffn = config.moe_ffn_hidden_size // etp
         parts = 2 if config.gated_linear_unit else 1
-        kind: dict[str, Any] = {
-            "dtype": config.params_dtype,
-            "device": torch.cuda.current_device(),
-        }
+        kind: dict[str, Any] = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
         shape = (num_local_experts, parts, ffn, config.hidden_size)
         self.weight1 = torch.nn.Parameter(torch.empty(shape, **kind))
         shape = (num_local_experts, config.hidden_size, ffn)
@@ -158,20 +155,11 @@ class GroupedExperts(MegatronModule):
 
 def weighted_swiglu(states: Tensor, weights: Tensor) -> Tensor:
     """states [rows, 2 * ffn] (gate, up), weights [rows, 1] -> [rows, ffn] of states' dtype"""
-    if states.numel() <= faster.STRIP:
-        return _swiglu_of_strip(states, weights)
     result = states.new_empty((len(states), states.shape[1] // 2))
     for strip, factors, out in faster.strips(states, weights, result):
-        out.copy_(_swiglu_of_strip(strip, factors))
+        gate, up = strip.chunk(2, dim=-1)
+        torch.mul(F.silu(gate).mul_(up), factors, out=out)
     return result
-
-
-def _swiglu_of_strip(states: Tensor, weights: Tensor) -> Tensor:
-    gate, up = states.chunk(2, dim=-1)
-    product = F.silu(gate).mul_(up)
-    if weights.dtype == states.dtype:
-        return product.mul_(weights)
-    return (product * weights).to(states.dtype)
 
 
 class WeightedSwiGlu(torch.autograd.Function):

@@ -86,13 +86,16 @@ def logprob_and_entropy(
     )
     assert temperature > 0, f"temperature {temperature}"
     assert chunk_size is None or chunk_size > 0, f"chunk_size {chunk_size}"
-    used = len(weight)  # rows in the vocabulary; the last rank may hold only padding
-    if vocab_size is not None:
-        used = min(max(vocab_size - vocab_start, 0), used)
+    used = rows_in_vocabulary(weight, vocab_start, vocab_size)
     local = targets - vocab_start
     return VocabParallelLogProb.apply(
         hidden, weight, local, used, temperature, chunk_size, process_group, entropy_gradient
     )
+
+
+def rows_in_vocabulary(weight: Tensor, vocab_start: int, vocab_size: int | None) -> int:
+    """The number of rows of `weight` that are no padding. The last rank may hold only padding."""
+    return len(weight) if vocab_size is None else min(max(vocab_size - vocab_start, 0), len(weight))
 
 
 class VocabParallelLogProb(torch.autograd.Function):

@@ -17,7 +17,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -133,17 +133,50 @@ class Pair:
 class Adapter(torch.nn.Module):
     """The adapters of one module, with the place of their tensors in the whole model."""
 
-    def __init__(self, lora: Lora) -> None:
+    layer: Any
+
+    def __init__(self, lora: Lora, layer: torch.nn.Module | None = None) -> None:
         super().__init__()
         self.lora = lora
+        # The layer does not become a submodule, because the layer is a module of the model already.
+        vars(self)["layer"] = layer
         self._places: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {}
 
-    def add_part(self, leaf: str, a: Tensor, b: Tensor, places: dict[str, Any]) -> AdapterPart:
-        """Add A and B of a matrix. places: for "a" and for "b" the shape of the whole tensor, the
-        offset of this rank's part in it, and the replica id."""
+    def add_matrix(
+        self,
+        matrix: Matrix,
+        kind: str,
+        like: Tensor,
+        rows: tuple[int, int],
+        columns: tuple[int, int],
+        ranks: tuple[int, int],
+        experts: tuple[int, int, int] | None = None,
+    ) -> AdapterPart:
+        """Add A and B of one matrix, or of the same matrix of all local experts.
+
+        kind: how the ranks divide the matrix; like: a tensor of the dtype and device to use; rows:
+        the first row of the matrix on this rank, and the number of its rows on this rank; columns:
+        the same for columns; ranks: this rank's numbers in the group of ranks that divide the
+        matrix, and in the data-parallel group; experts: the number of all experts, the first local
+        expert, and the number of local experts."""
+        rank = self.lora.rank
+        every, first, local = ((), (), ()) if experts is None else ((each,) for each in experts)
+        a, b = like.new_zeros(*local, rank, columns[1]), like.new_zeros(*local, rows[1], rank)
         part = AdapterPart(torch.nn.Parameter(a), torch.nn.Parameter(b))
-        self.add_module(leaf, part)
-        self._places |= {f"{leaf}.{name}": place for name, place in places.items()}
+        self.add_module(matrix.leaf, part)
+        cut, whole = (0, 0, ranks[1]), (0, *ranks)
+        self._places[f"{matrix.leaf}.a"] = (
+            (*every, rank, matrix.columns),
+            (*first, 0, columns[0]),
+            cut if kind == ROW else whole,
+        )
+        self._places[f"{matrix.leaf}.b"] = (
+            (*every, matrix.rows, rank),
+            (*first, rows[0], 0),
+            cut if kind == COLUMN else whole,
+        )
+        if experts is None:
+            self.lora.pairs[matrix.name] = Pair(part, None, rows[0], columns[0])
         return part
 
     def sharded_state_dict(
@@ -167,34 +200,25 @@ class Adapter(torch.nn.Module):
         return found
 
 
-def _in_order(up: Tensor, order: Tensor | None) -> Tensor:
-    """Return the rows of the joined B matrices, `up` [..., rows, rank], in the order of the layer's
+def _joined_b(parts: Sequence[AdapterPart], order: Tensor | None) -> Tensor:
+    """Join the B matrices [..., out, rank] to one block-diagonal matrix, whose columns have the
+    same order as the rows of the joined A matrices. Its rows are put in the order of the layer's
     rows. If a matrix has no adapter, its rows are zeros."""
-    if order is None:
-        return up
-    return F.pad(up, (0, 0, 0, 1)).index_select(-2, order)
-
-
-def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """Join B matrices [..., out, rank] to one block-diagonal matrix. Its columns have the same
-    order as the rows of the joined A matrices."""
-    count, rank = len(parts), parts[0].shape[-1]
-    if count == 1:
-        return parts[0]
-    padded = [F.pad(b, (n * rank, (count - 1 - n) * rank)) for n, b in enumerate(parts)]
-    return torch.cat(padded, dim=-2)
+    count, rank = len(parts), parts[0].b.shape[-1]
+    joined: Tensor = parts[0].b
+    if count > 1:
+        padded = [F.pad(p.b, (n * rank, (count - 1 - n) * rank)) for n, p in enumerate(parts)]
+        joined = torch.cat(padded, dim=-2)
+    return joined if order is None else F.pad(joined, (0, 0, 0, 1)).index_select(-2, order)
 
 
 class LinearAdapter(Adapter):
     """The adapters of a linear layer."""
 
     order: Tensor | None
-    layer: Any
 
     def __init__(self, lora: Lora, layer: torch.nn.Module, kind: str) -> None:
-        super().__init__(lora)
-        # The layer does not become a submodule, because the layer is a module of the model already.
-        vars(self)["layer"] = layer
+        super().__init__(lora, layer)
         self.kind = kind
         self.parts: list[AdapterPart] = []
         # [local rows]: for each row of the layer's weight, the number of its row in the joined B
@@ -206,7 +230,7 @@ class LinearAdapter(Adapter):
         input [..., in]."""
         normed = _normed(self.layer, states)
         a = self.lora.once(self, "a", lambda: torch.cat([part.a for part in self.parts]))
-        up = self.lora.once(self, "b", self._joined_b)
+        up = self.lora.once(self, "b", lambda: _joined_b(self.parts, self.order))
         down = F.linear(normed, a.to(normed.dtype))
         down, up = self._exchanged(down).to(output.dtype), up.to(output.dtype)
         sum_ = torch.addmm(
@@ -214,13 +238,10 @@ class LinearAdapter(Adapter):
         )
         return sum_.view(output.shape)
 
-    def _joined_b(self) -> Tensor:
-        return _in_order(_side_by_side([part.b for part in self.parts]), self.order)
-
     def _exchanged(self, down: Tensor) -> Tensor:
         """Return A x [tokens, ..., rank] after the exchange with the other tensor-parallel
         ranks."""
-        layer: Any = self.layer
+        layer = self.layer
         if self.kind == COPIED or getattr(layer, "explicit_expert_comm", False):
             return down
         group = tensor_parallel_group(layer)
@@ -255,24 +276,13 @@ class HeadAdapter(Adapter):
     """The adapter of the output layer. The log-prob head, which multiplies the hidden states by
     that layer's weight (models/policy.py), computes with the adapter, too."""
 
-    layer: Any
-
     def __init__(self, lora: Lora, layer: torch.nn.Module, shard: Shard, matrix: Matrix) -> None:
-        super().__init__(lora)
-        vars(self)["layer"] = layer  # no submodule, as in LinearAdapter
-        weight, group = shard.parameter, tensor_parallel_group(layer)
-        replica, first = _replica(group), shard.offset[0]
-        self.part = self.add_part(
-            matrix.leaf,
-            weight.new_zeros(lora.rank, matrix.columns),
-            weight.new_zeros(len(weight), lora.rank),  # rows for the padding of the vocabulary, too
-            {
-                "a": ((lora.rank, matrix.columns), (0, 0), (0, *replica)),
-                "b": ((shard.global_shape[0], lora.rank), (first, 0), (0, 0, replica[1])),
-            },
-        )
+        super().__init__(lora, layer)
+        weight, ranks = shard.parameter, _ranks(tensor_parallel_group(layer))
+        rows, columns = (shard.offset[0], len(weight)), (0, matrix.columns)
+        padded = replace(matrix, rows=shard.global_shape[0])  # rows for padding of the vocabulary
+        self.part = self.add_matrix(padded, COLUMN, weight, rows, columns, ranks)
         set_tensor_model_parallel_attributes(self.part.b, is_parallel=True, dim=0, stride=1)
-        lora.pairs[matrix.name] = Pair(self.part, None, first, 0)
 
     def extended(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Append the adapter's columns to hidden [rows, in] and weight [vocabulary / TP, in], so
@@ -314,9 +324,7 @@ class ExpertsAdapter(Adapter):
             return output
         order = getattr(self, f"order{number}")
         a = self.lora.once(self, f"a{number}", lambda: torch.cat([part.a for part in parts], 1))
-        up = self.lora.once(
-            self, f"b{number}", lambda: _in_order(_side_by_side([part.b for part in parts]), order)
-        )
+        up = self.lora.once(self, f"b{number}", lambda: _joined_b(parts, order))
         down = grouped_linear(states, a, counts, ends)
         return torch.add(output, grouped_linear(down, up, counts, ends), alpha=self.lora.scale)
 
@@ -410,7 +418,7 @@ def _linear_adapter(
 ) -> LinearAdapter:
     adapter = LinearAdapter(lora, module, kind)
     weight, group = module.weight, tensor_parallel_group(module)
-    replica, chosen = _replica(group), {matrix.name: matrix for matrix in adapted.matrices}
+    ranks, chosen = _ranks(group), {matrix.name: matrix for matrix in adapted.matrices}
     places: dict[str, list[tuple[int, int, int, int, int]]] = {}
     for shard in shards:
         first = (shard.data.storage_offset() - weight.storage_offset()) // weight.shape[1]
@@ -436,7 +444,8 @@ def _linear_adapter(
             order[local : local + count] = torch.arange(used + rows, used + rows + count)
             rows += count
         used += rows
-        part = _linear_part(adapter, matrix, (row, rows), (column, columns), replica)
+        part = adapter.add_matrix(matrix, kind, weight, (row, rows), (column, columns), ranks)
+        adapter.parts.append(part)
         for tensor, axis in ((part.a, 1), (part.b, 0)):
             if kind == (COLUMN, ROW)[axis]:
                 set_tensor_model_parallel_attributes(tensor, is_parallel=True, dim=axis, stride=1)
@@ -454,37 +463,10 @@ def _set_order(adapter: Adapter, name: str, order: Tensor, used: int) -> None:
         setattr(adapter, name, order.to(torch.cuda.current_device()))
 
 
-def _replica(group: dist.ProcessGroup) -> tuple[int, int]:
-    """Return this rank's numbers in the TP group and in the DP group, for `replica_id` of a dense
-    weight."""
+def _ranks(group: dist.ProcessGroup) -> tuple[int, int]:
+    """Return this rank's numbers in the TP group `group` and in the DP group of a dense weight."""
     data = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return group.rank(), data.rank()
-
-
-def _linear_part(
-    adapter: LinearAdapter,
-    matrix: Matrix,
-    rows: tuple[int, int],
-    columns: tuple[int, int],
-    replica: tuple[int, int],
-) -> AdapterPart:
-    """Add A and B of one matrix. rows: the first row of the matrix on this rank, and the number of
-    its rows on this rank; columns: the same for columns."""
-    like: Tensor = adapter.layer.weight
-    rank = adapter.lora.rank
-    cut, whole = (0, 0, replica[1]), (0, *replica)
-    part = adapter.add_part(
-        matrix.leaf,
-        like.new_zeros(rank, columns[1]),
-        like.new_zeros(rows[1], rank),
-        {
-            "a": ((rank, matrix.columns), (0, columns[0]), cut if adapter.kind == ROW else whole),
-            "b": ((matrix.rows, rank), (rows[0], 0), cut if adapter.kind == COLUMN else whole),
-        },
-    )
-    adapter.parts.append(part)
-    adapter.lora.pairs[matrix.name] = Pair(part, None, rows[0], columns[0])
-    return part
 
 
 def _attach_to_experts(
@@ -534,39 +516,28 @@ def _add_expert_parts(
     """Add the adapters of one weight (1 or 2) of all local experts; first: the number of the first
     local expert in the model."""
     etp = parallel_state.get_expert_tensor_parallel_group()
-    data = parallel_state.get_expert_data_parallel_group().rank()
-    lora, rank, local = adapter.lora, adapter.lora.rank, len(names)
+    ranks = etp.rank(), parallel_state.get_expert_data_parallel_group().rank()
+    lora = adapter.lora
     total = sum(name.startswith(names[0].rpartition("[")[0] + "[") for name in weights.recipes)
-    chosen = {matrix.leaf: matrix for matrix in lora.adapted[names[0]].matrices}
-    is_first = number == "1"  # ranks divide the first weight by rows, the second by columns
+    chosen = {matrix.leaf for matrix in lora.adapted[names[0]].matrices}
+    kind = COLUMN if number == "1" else ROW
     order, used = [], 0
     for matrix in matrices_of(weights.recipes[names[0]]):
         rows, columns = matrix.rows, matrix.columns
-        if is_first:
+        if kind == COLUMN:
             rows //= etp.size()
         else:
             columns //= etp.size()
-        has_adapter = matrix.leaf in chosen
-        order.append(torch.arange(used, used + rows) if has_adapter else torch.full((rows,), -1))
-        if not has_adapter:
+        if matrix.leaf not in chosen:
+            order.append(torch.full((rows,), -1))
             continue
+        order.append(torch.arange(used, used + rows))
         used += rows
-        row, column = (etp.rank() * rows, 0) if is_first else (0, etp.rank() * columns)
-        cut, whole = (0, 0, data), (0, etp.rank(), data)
-        part = adapter.add_part(
-            matrix.leaf,
-            like.new_zeros(local, rank, columns),
-            like.new_zeros(local, rows, rank),
-            {
-                "a": (
-                    (total, rank, matrix.columns),
-                    (first, 0, column),
-                    whole if is_first else cut,
-                ),
-                "b": ((total, matrix.rows, rank), (first, row, 0), cut if is_first else whole),
-            },
-        )
-        for tensor, is_cut in ((part.a, not is_first), (part.b, is_first)):
+        row, column = (etp.rank() * rows, 0) if kind == COLUMN else (0, etp.rank() * columns)
+        experts = total, first, len(names)
+        place = (row, rows), (column, columns)
+        part = adapter.add_matrix(matrix, kind, like, *place, ranks, experts)
+        for tensor, is_cut in ((part.a, kind == ROW), (part.b, kind == COLUMN)):
             # The gradient norm counts a parameter with this mark on every rank that has the
             # parameter.
             set_tensor_model_parallel_attributes(tensor, is_parallel=True, dim=2, stride=1)

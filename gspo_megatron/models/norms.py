@@ -37,8 +37,7 @@ class TorchNorm(torch.nn.Module):
         # `weight`.
         self.zero_centered = bool(config.layernorm_zero_centered_gamma)
         start = 0.0 if self.zero_centered else 1.0
-        device = torch.cuda.current_device()
-        kind: dict[str, Any] = {"dtype": config.params_dtype, "device": device}
+        kind: dict[str, Any] = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
         self.weight = torch.nn.Parameter(torch.full((hidden_size,), start, **kind))
         self.bias = torch.nn.Parameter(torch.zeros(hidden_size, **kind)) if self.centered else None
         sum_gradients_over_tp([self.weight, self.bias], config)
@@ -162,10 +161,7 @@ class QKNorm(torch.nn.Module):
         self.eps = eps
         self.tp_group = parallel_state.get_tensor_model_parallel_group()
         self.heads = getattr(config, self.heads_field)  # the heads of all ranks together
-        kind: dict[str, Any] = {
-            "dtype": config.params_dtype,
-            "device": torch.cuda.current_device(),
-        }
+        kind: dict[str, Any] = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
         self.weight = torch.nn.Parameter(torch.ones(self.heads * hidden_size, **kind))
 
     def forward(self, states: Tensor) -> Tensor:

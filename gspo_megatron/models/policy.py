@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabPara
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
 )
 from torch import Tensor
 
@@ -146,16 +147,11 @@ class PolicyModel(GPTModel):
         weight."""
         group = self.pg_collection.tp
         weight = self.head_weight
-        size = (len(hidden), len(weight))
-        logits = hidden.new_empty(size, dtype=torch.promote_types(weight.dtype, torch.float32))
+        dtype = torch.promote_types(weight.dtype, torch.float32)
         hidden = hidden.to(weight.dtype)
-        multiply(hidden, weight, logits)
+        logits = multiply(hidden, weight, hidden.new_empty((len(hidden), len(weight)), dtype=dtype))
         if (adapter := self._head_adapter()) is not None:  # avoids a copy of the weight
             up = adapter.part.b.to(weight.dtype)
             logits += multiply(adapter.down(hidden), up, torch.empty_like(logits))
-        if group.size() > 1:
-            rows, columns = logits.shape
-            shards = logits.new_empty((group.size() * rows, columns))
-            torch.distributed.all_gather_into_tensor(shards, logits.contiguous(), group=group)
-            logits = shards.view(-1, rows, columns).transpose(0, 1).flatten(1)
-        return logits[:, : self.true_vocab_size].float()
+        whole = gather_from_tensor_model_parallel_region(logits, group=group)
+        return whole[:, : self.true_vocab_size].float()

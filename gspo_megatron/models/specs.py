@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import gpt_layer_specs
@@ -69,8 +70,6 @@ class TorchSpecProvider(LocalSpecProvider):
 def choose_backend(wanted: str, precision: str) -> str:
     """The layer backend to use. `auto` is Transformer Engine if it is installed and there is a GPU,
     except in fp32 and fp64, for which Transformer Engine has few kernels or none."""
-    import torch
-
     installed = importlib.util.find_spec("transformer_engine") is not None
     usable = installed and torch.cuda.is_available()
     if wanted == "transformer_engine" and not usable:

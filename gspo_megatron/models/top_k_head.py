@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -19,6 +20,7 @@ from gspo_megatron.models.logprob_head import (
     GradientSums,
     locate,
     row_maximum,
+    rows_in_vocabulary,
     tile_buffer,
     tile_logits,
     tiles_of,
@@ -55,9 +57,8 @@ def bucket_logprobs(
     assert candidates.dim() == 2 and len(candidates) == len(hidden), (
         f"candidates {tuple(candidates.shape)} for hidden {tuple(hidden.shape)}"
     )
-    last = vocab_start + len(weight) if vocab_size is None else vocab_size
-    used = min(max(last - vocab_start, 0), len(weight))
-    local = (candidates - vocab_start).where(candidates < last, NO_TOKEN - vocab_start)
+    used = rows_in_vocabulary(weight, vocab_start, vocab_size)
+    local = candidates - vocab_start
     return _Buckets.apply(hidden, weight, local, used, temperature, chunk_size, process_group)
 
 
@@ -166,8 +167,7 @@ def most_probable(
     Rows are filled up with NO_TOKEN if the vocabulary has fewer tokens. Each rank of the group
     sends k tokens of its own shard for each row.
     """
-    last = vocab_start + len(weight) if vocab_size is None else vocab_size
-    used = min(max(last - vocab_start, 0), len(weight))
+    used = rows_in_vocabulary(weight, vocab_start, vocab_size)
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     row_blocks, column_blocks = tiles_of(len(hidden), used, None, dtype.itemsize, hidden.device)
     buffer = tile_buffer(hidden, row_blocks, column_blocks, dtype)
@@ -182,14 +182,10 @@ def most_probable(
             logits[rows], chosen = more.topk(k)
             tokens[rows] = ids.gather(1, chosen)
     if process_group is not None:
-        size = process_group.size()
-        everyones = [
-            logits.new_empty((size * len(hidden), k)),
-            tokens.new_empty((size * len(hidden), k)),
-        ]
-        for all_of_it, own in zip(everyones, (logits, tokens), strict=True):
-            dist.all_gather_into_tensor(all_of_it, own.contiguous(), group=process_group)
-        logits, tokens = (each.view(size, -1, k).transpose(0, 1).flatten(1) for each in everyones)
+        logits, tokens = (
+            gather_from_tensor_model_parallel_region(each, group=process_group)
+            for each in (logits, tokens)
+        )
         tokens = tokens.gather(1, logits.topk(k)[1])
     return tokens
 

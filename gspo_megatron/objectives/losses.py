@@ -7,19 +7,20 @@ add. The functions of these parts are in parts.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from gspo_megatron.config.objectives import CORRECTIONS, RULES, Recipe, resolve_objective
 from gspo_megatron.config.schema import ObjectiveSection
+from gspo_megatron.errors import ConfigError, UserError
 from gspo_megatron.objectives import metrics, parts
 from gspo_megatron.objectives.advantages import AdvantageEstimator, build_advantages
-from gspo_megatron.objectives.custom import custom_objective
+from gspo_megatron.plugins import load_function, option_problems, without_exit
 from gspo_megatron.types import LossInputs, LossOutputs
 
 
@@ -82,8 +83,8 @@ class PolicyLoss:
             f"ratio {tuple(ratio.shape)} and advantages {tuple(advantages.shape)} would broadcast"
         )
         rule = RULES[recipe.rule]
-        apply_rule = getattr(parts, rule.function)
-        clipped = apply_rule(inputs, ratio, advantages, **self._numbers(rule.defaults))
+        numbers = {name: recipe.parameters[name] for name in rule.defaults}
+        clipped = getattr(parts, rule.function)(inputs, ratio, advantages, **numbers)
 
         # Weights of the terms.
         terms, means = clipped.surrogate, metrics.policy_metrics(inputs, log_ratio)
@@ -100,23 +101,21 @@ class PolicyLoss:
 
         # The loss as one number.
         if of_tokens:
-            loss, means["loss"] = self._aggregate_tokens(terms, inputs)
+            loss, means["loss"] = self.aggregate_tokens(terms, inputs)
         else:
             loss, means["loss"] = aggregate_sequences(terms, inputs, recipe.aggregation)
         if section.kl != "none" and section.kl_in == "loss":
             # the rules of the configuration guarantee this
             assert section.kl_coefficient is not None
             # The sign is negative, because aggregation returns minus the mean.
-            penalty, means["kl/penalty"] = self._aggregate_tokens(-self._divergence(inputs), inputs)
+            penalty, means["kl/penalty"] = self.aggregate_tokens(-self._divergence(inputs), inputs)
             loss = loss + section.kl_coefficient * penalty
         if section.entropy_coefficient:
             loss = loss - section.entropy_coefficient * parts.mean_entropy(inputs)
 
         means |= metrics.weight_metrics("ratio", recipe.terms, ratio, inputs)
-        if of_tokens or limited is not None:
-            means |= metrics.token_clip_metrics(limited or clipped, inputs)
-        else:
-            means |= metrics.sequence_clip_metrics(clipped, inputs)
+        level = "token" if limited is not None else recipe.terms
+        means |= metrics.clip_metrics(limited or clipped, level, inputs)
         return LossOutputs(loss, means, metrics.ratio_values(inputs, log_ratio, log_ratio_means))
 
     def complete(self, reduced: dict[str, float]) -> dict[str, float]:
@@ -133,9 +132,6 @@ class PolicyLoss:
             share = completed[f"{name}/weight"] ** 2 / squared if squared else 0.0
             completed[f"{name}/effective_sample_share"] = share
         return completed
-
-    def _numbers(self, names: Iterable[str]) -> dict[str, float]:
-        return {name: self.recipe.parameters[name] for name in names}
 
     def _ratio(self, inputs: LossInputs, log_ratio: Tensor, sums: dict[str, Tensor]) -> Tensor:
         """Return the recipe's ratio: w_it or s_it [tokens] for tokens, s_i or the product of w_it
@@ -200,14 +196,14 @@ class PolicyLoss:
         """The divergence from the reference policy, [tokens]. Outside the mask it is 0, because a
         NaN there would reach the gradient."""
         assert inputs.reference_logprobs is not None, "no log-probs of the reference policy"
-        masked = inputs.mask > 0
-        reference = inputs.reference_logprobs.where(masked, 0.0)
-        logprobs = inputs.logprobs.where(masked, 0.0)
+        reference = parts.inside_mask(inputs, inputs.reference_logprobs)
+        logprobs = parts.inside_mask(inputs, inputs.logprobs)
         if self.section.kl == "k3_unbiased":
             return parts.k3_unbiased(inputs, logprobs, reference)
         return parts.divergence(self.section.kl, logprobs, reference)
 
-    def _aggregate_tokens(self, terms: Tensor, inputs: LossInputs) -> tuple[Tensor, Tensor]:
+    def aggregate_tokens(self, terms: Tensor, inputs: LossInputs) -> tuple[Tensor, Tensor]:
+        """Aggregate terms [tokens] with the recipe's aggregation."""
         return aggregate_tokens(terms, inputs, self.recipe.aggregation, self.max_response_tokens)
 
 
@@ -250,7 +246,7 @@ def aggregate_tokens(
     assert terms.shape == inputs.mask.shape, f"terms {tuple(terms.shape)}"
     if aggregation == "sequence_mean":
         terms = terms / inputs.sequence_lengths.clamp_min(1)[inputs.sequence_index]
-    total = terms.where(inputs.mask > 0, 0.0).sum()
+    total = parts.inside_mask(inputs, terms).sum()
     if aggregation == "token_mean":
         # The loss of a mini-batch without tokens in the mask is 0, not 0/0.
         return -total / max(inputs.global_num_tokens, 1), metrics.pair(
@@ -293,33 +289,54 @@ class Objective:
 def build_objective(section: ObjectiveSection, max_response_tokens: int) -> Objective:
     """Return the objective of a checked configuration. Raises UserError if a custom objective
     cannot be loaded."""
-    advantages = build_advantages(section)
-    recipe = resolve_objective(section)
-    aggregation = "sequence_mean" if section.import_path is not None else recipe.aggregation
-    aggregate = partial(
-        aggregate_tokens, aggregation=aggregation, max_response_tokens=max_response_tokens
-    )
-    if section.import_path is not None:
-        function, checked = custom_objective(section.import_path, section.options)
-        return Objective(
-            name=section.import_path,
-            function=checked,
-            advantages=advantages,
-            complete=dict,
-            # A KL term of the configuration needs the reference, even if the function does not.
-            needs_reference=section.kl != "none" or getattr(function, "needs_reference", False),
-            needs_entropy_gradient=getattr(function, "needs_entropy_gradient", False),
-            of_tokens=True,
-            aggregate=aggregate,
-        )
-    loss = PolicyLoss(section, recipe, max_response_tokens)
-    return Objective(
+    loss = PolicyLoss(section, resolve_objective(section), max_response_tokens)
+    objective = Objective(
         name=section.name,
         function=loss,
-        advantages=advantages,
+        advantages=build_advantages(section),
         complete=loss.complete,
         needs_reference=section.kl != "none",
         needs_entropy_gradient=section.entropy_coefficient > 0,
         of_tokens=loss.recipe.terms == "token",
-        aggregate=aggregate,
+        aggregate=loss.aggregate_tokens,
     )
+    if section.import_path is None:
+        return objective
+    function = load_function("objective.import_path", section.import_path)
+    problems = option_problems("objective", section.import_path, function, section.options)
+    if problems:
+        raise ConfigError(problems)
+    sequence_mean = {"aggregation": "sequence_mean", "max_response_tokens": max_response_tokens}
+    return replace(
+        objective,
+        name=section.import_path,
+        function=partial(_checked_loss, section, function),
+        complete=dict,
+        # A KL term of the configuration needs the reference, even if the function does not.
+        needs_reference=objective.needs_reference or getattr(function, "needs_reference", False),
+        needs_entropy_gradient=getattr(function, "needs_entropy_gradient", False),
+        of_tokens=True,
+        aggregate=partial(aggregate_tokens, **sequence_mean),
+    )
+
+
+def _checked_loss(
+    section: ObjectiveSection, function: Callable[..., Any], inputs: LossInputs
+) -> LossOutputs:
+    """Call a custom objective with its options, and check its results."""
+    name = f"objective.import_path = {section.import_path}"
+    with without_exit(name):
+        outputs = function(inputs, **section.options)
+    if not isinstance(outputs, LossOutputs):
+        raise UserError(f"{name}: returned {type(outputs).__name__}, not LossOutputs")
+    results = [("the loss", outputs.loss, (), "a scalar")]
+    for key, mean in outputs.means.items():
+        results.append((f"means[{key!r}]", mean, (2,), "what objectives.pair returns"))
+    for what, value, shape, legal in results:
+        is_tensor = isinstance(value, Tensor)
+        if not is_tensor or value.shape != shape:
+            found = (
+                f"has shape {tuple(value.shape)}" if is_tensor else f"is a {type(value).__name__}"
+            )
+            raise UserError(f"{name}: {what} {found}; allowed: {legal}")
+    return outputs

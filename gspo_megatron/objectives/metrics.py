@@ -88,41 +88,32 @@ def share_of_sequences(flags: Tensor, inputs: LossInputs) -> Tensor:
     return _mean(flags, _present(inputs))
 
 
-def sequence_clip_metrics(clipped: Clipped, inputs: LossInputs) -> dict[str, Tensor]:
-    """Clip fractions of an objective that clips whole sequences; fields of `clipped` are
-    [num_sequences].
+def clip_metrics(
+    clipped: Clipped, level: Literal["token", "sequence"], inputs: LossInputs
+) -> dict[str, Tensor]:
+    """Clip fractions of an objective that clips whole sequences or single tokens (`level`); fields
+    of `clipped` are [num_sequences] or [tokens].
 
-    "clip/sequence/...": the share of clipped sequences among those with tokens in the mask.
-    "clip/token/...": the share of tokens in clipped sequences among the tokens in the mask, as the
-    GSPO paper counts.
+    "clip/sequence/...": the share of clipped sequences among those with tokens in the mask. A
+    sequence of which at least one token is clipped is a clipped sequence. So it may count in low
+    and in high.
+    "clip/token/...": the share of clipped tokens among the tokens in the mask. All tokens of a
+    clipped sequence count, as the GSPO paper counts.
     Both shares are measured in two ways. Binding: the clip changes the surrogate and cuts the
     gradient off, at the lower bound (low) or at the upper bound (high). Outside: the ratio is out
     of the range, for any sign of the advantage. Sequences with an advantage of 0 count in the
     denominators, but a clip of them is never binding.
     """
-    flags = torch.stack([clipped.outside, clipped.low, clipped.high])
-    lengths = inputs.sequence_lengths.double() * inputs.is_primary_shard
-    return _fractions("clip/sequence", flags, _present(inputs)) | _fractions(
-        "clip/token", flags, lengths
-    )
-
-
-def token_clip_metrics(clipped: Clipped, inputs: LossInputs) -> dict[str, Tensor]:
-    """Clip fractions of an objective that clips tokens; fields of `clipped` are [tokens].
-
-    "clip/token/...": the share of clipped tokens among the tokens in the mask. "clip/sequence/...":
-    the share of sequences with at least one clipped token, among those with tokens in the mask. So
-    a sequence may count in low and in high. Binding and outside are explained at
-    `sequence_clip_metrics`.
-    """
-    masked = inputs.mask > 0
-    flags = torch.stack([clipped.outside, clipped.low, clipped.high]) & masked  # [3, tokens]
-    # for each sequence, how many of its tokens on all shards have each flag: 12 bytes a sequence
-    counts = segment_sum(flags.float(), inputs.sequence_index, len(inputs.advantages))
-    anywhere = inputs.sum_over_shards(counts) > 0  # [3, num_sequences]
-    return _fractions("clip/sequence", anywhere, _present(inputs)) | _fractions(
-        "clip/token", flags, masked
-    )
+    sequences = tokens = torch.stack([clipped.outside, clipped.low, clipped.high])
+    counted = inputs.sequence_lengths.double() * inputs.is_primary_shard
+    if level == "token":
+        counted = inputs.mask > 0
+        tokens = tokens & counted  # [3, tokens]
+        # for each sequence, how many of its tokens on all shards have each flag: 12 bytes
+        counts = segment_sum(tokens.float(), inputs.sequence_index, len(inputs.advantages))
+        sequences = inputs.sum_over_shards(counts) > 0  # [3, num_sequences]
+    shares = _fractions("clip/sequence", sequences, _present(inputs))
+    return shares | _fractions("clip/token", tokens, counted)
 
 
 def _fractions(prefix: str, flags: Tensor, counted: Tensor) -> dict[str, Tensor]:

@@ -118,9 +118,14 @@ def sequence_sums(inputs: LossInputs, *values: Tensor) -> Tensor:
 # --- Ratios --------------------------------------------------------------------------------------
 
 
+def inside_mask(inputs: LossInputs, values: Tensor) -> Tensor:
+    """`values` [tokens], with 0 outside the mask, where values and gradients may be NaN."""
+    return values.where(inputs.mask > 0, 0.0)
+
+
 def token_log_ratio(inputs: LossInputs) -> Tensor:
     """log pi(y_t) - log pi_old(y_t), [tokens]; 0 outside the mask."""
-    return (inputs.logprobs - inputs.old_logprobs).where(inputs.mask > 0, 0.0)
+    return inside_mask(inputs, inputs.logprobs - inputs.old_logprobs)
 
 
 def sequence_log_ratio(inputs: LossInputs, log_ratio: Tensor) -> Tensor:
@@ -205,7 +210,7 @@ def cispo_cap(inputs: LossInputs, ratio: Tensor, advantages: Tensor, clip_high: 
     """
     above = ratio.detach() > 1.0 + clip_high
     weights = ratio.detach().clamp(max=1.0 + clip_high)
-    surrogate = weights * advantages * inputs.logprobs.where(inputs.mask > 0, 0.0)
+    surrogate = weights * advantages * inside_mask(inputs, inputs.logprobs)
     return Clipped(surrogate, torch.zeros_like(above), above & (advantages != 0), above)
 
 
@@ -230,8 +235,8 @@ def policy_gradient_mask(
     policy."""
     assert inputs.rollout_logprobs is not None, "rule masked needs the rollout's log-probs"
     bounds = min_clip(inputs, ratio.detach(), advantages, clip_low, clip_high)
-    logprobs = inputs.logprobs.where(inputs.mask > 0, 0.0)
-    rollout_logprobs = inputs.rollout_logprobs.where(inputs.mask > 0, 0.0)
+    logprobs = inside_mask(inputs, inputs.logprobs)
+    rollout_logprobs = inside_mask(inputs, inputs.rollout_logprobs)
     surrogate = exponentiate(logprobs.detach() - rollout_logprobs) * advantages * logprobs
     surrogate = surrogate.where(~(bounds.low | bounds.high), 0.0)
     return Clipped(surrogate, bounds.low, bounds.high, bounds.outside)
@@ -269,9 +274,8 @@ def binary_kl_mask(
 ) -> Clipped:
     """`total_variation_mask`, but the move is measured by KL(old, new) of two events, the token and
     all others (DPPO with binary KL)."""
-    masked = inputs.mask > 0
-    old = inputs.old_logprobs.where(masked, 0.0)
-    far = binary_kl(old, inputs.logprobs.detach().where(masked, 0.0)) > max_divergence
+    old, new = (inside_mask(inputs, x) for x in (inputs.old_logprobs, inputs.logprobs.detach()))
+    far = binary_kl(old, new) > max_divergence
     return _masked(ratio * advantages, advantages, _moved(inputs), far)
 
 
@@ -307,13 +311,12 @@ def gamma_weight(
     k = torch.full_like(weight, k_negative).masked_fill(positive, k_positive)
     fall = torch.full_like(weight, lambda_negative).masked_fill(positive, lambda_positive)
     gamma = torch.exp(k * weight.log() + fall * (1.0 - weight))  # gamma is 0 where W = 0
-    return _unclipped(gamma * advantages * inputs.logprobs.where(inputs.mask > 0, 0.0))
+    return _unclipped(gamma * advantages * inside_mask(inputs, inputs.logprobs))
 
 
 def _moved(inputs: LossInputs) -> Tensor:
     """pi(y_t) - pi_old(y_t), [tokens], detached; 0 outside the mask."""
-    moved = inputs.logprobs.detach().exp() - inputs.old_logprobs.exp()
-    return moved.where(inputs.mask > 0, 0.0)
+    return inside_mask(inputs, inputs.logprobs.detach().exp() - inputs.old_logprobs.exp())
 
 
 def _masked(surrogate: Tensor, advantages: Tensor, moved: Tensor, outside: Tensor) -> Clipped:
@@ -352,7 +355,7 @@ def _unclipped(surrogate: Tensor) -> Clipped:
 def log_mismatch(inputs: LossInputs) -> Tensor:
     """log k = log pi_old - log pi_rollout, [tokens]; 0 outside the mask."""
     assert inputs.rollout_logprobs is not None, "a correction needs the rollout's log-probs"
-    return (inputs.old_logprobs - inputs.rollout_logprobs).where(inputs.mask > 0, 0.0)
+    return inside_mask(inputs, inputs.old_logprobs - inputs.rollout_logprobs)
 
 
 def token_tis(inputs: LossInputs, log_k: Tensor, correction_high: float) -> Tensor:
@@ -374,9 +377,7 @@ def kpop(inputs: LossInputs, log_k: Tensor, correction_high: float) -> Tensor:
     """k if the binary KL divergences of pi_old and pi_rollout are at most high in both directions,
     else 0, [tokens] (KPop of the Ring team: https://ringtech.notion.site/kpop)."""
     assert inputs.rollout_logprobs is not None
-    old, sampled = (
-        log.where(inputs.mask > 0, 0.0) for log in (inputs.old_logprobs, inputs.rollout_logprobs)
-    )
+    old, sampled = (inside_mask(inputs, x) for x in (inputs.old_logprobs, inputs.rollout_logprobs))
     largest = torch.maximum(binary_kl(old, sampled), binary_kl(sampled, old))
     return _kept_ratio(log_k, largest <= correction_high)
 
@@ -492,5 +493,4 @@ def k3(log_ratio: Tensor) -> Tensor:
 def mean_entropy(inputs: LossInputs) -> Tensor:
     """This shard's part of the mean entropy of the mini-batch's response tokens, with gradient."""
     assert inputs.entropy is not None
-    total = inputs.entropy.where(inputs.mask > 0, 0.0).sum()
-    return total / max(inputs.global_num_tokens, 1)
+    return inside_mask(inputs, inputs.entropy).sum() / max(inputs.global_num_tokens, 1)

@@ -37,7 +37,7 @@ class TransformerConfig(ModelParallelConfig):
     dispatcher: Literal["allgather", "alltoall"] = "allgather"
     granularity: Optional[Literal["full", "selective"]] = None
     version: Optional[Literal[2, 3]] = None
-    frequency: Union[int, List[int]] = 1
+    moe_layer_freq: Union[int, List[int]] = 1
     name: str = ""
     unit: int = None  # type: ignore[assignment]
     modern: int | str | None = None
@@ -69,7 +69,7 @@ def test_fields_are_the_public_ones_of_class_and_base(fields: Mapping[str, Any])
     [
         {"num_layers": 3, "hidden_dropout": 0, "overlap": True, "name": "x"},
         {"num_query_groups": None, "version": 3, "granularity": None, "unit": None},
-        {"dispatcher": "alltoall", "frequency": [1, 0], "window_size": [1, 2]},
+        {"dispatcher": "alltoall", "moe_layer_freq": [1, 0], "window_size": [1, 2]},
         {"modern": "x", "activation_func": "silu", "attention_backend": "flash"},
     ],
 )
@@ -88,6 +88,10 @@ def test_values_that_fit_their_type_pass(values: dict[str, Any]) -> None:
         ("num_layers", None, "num_layers = null: must be an integer from 1"),
         ("num_layers", True, "num_layers = true: must be an integer from 1"),
         ("num_query_groups", "2", "num_query_groups = '2': must be an integer from 1, or null"),
+        ("moe_layer_freq", 0, "moe_layer_freq = 0: must be an integer from 1, or a list with "
+         "0 or 1 for each layer"),
+        ("moe_layer_freq", [2, 0], "moe_layer_freq = [2, 0]: must be an integer from 1, or a list "
+         "with 0 or 1 for each layer"),
         ("hidden_dropout", "0", "hidden_dropout = '0': must be float"),
         ("hidden_dropout", True, "hidden_dropout = true: must be float"),
         ("overlap", 1, "overlap = 1: must be bool"),

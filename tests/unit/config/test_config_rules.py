@@ -135,6 +135,8 @@ DELTA_NETS = [
          "allowed: [keys before a query's own, 0]"),
         (1, ["model.megatron={window_size: [7, 0], window_attn_skip_freq: [1, 0]}"],
          "model.megatron.window_attn_skip_freq = [1, 0]", "allowed: null, n, or 4 flags"),
+        (1, ["model.megatron.moe_layer_freq=[1]"], "model.megatron.moe_layer_freq = [1]",
+         "allowed: null, n, or 4 flags"),
         (1, ["rollout.max_response_tokens=128"], "rollout.max_response_tokens = 128",
          "leaves no room for a prompt in max_sequence_length = 128; allowed: at most 127"),
         (1, ["data.max_prompt_tokens=97"], "data.max_prompt_tokens = 97", "allowed: at most 96"),

@@ -123,14 +123,23 @@ def assert_same_with_gradients(
         torch.testing.assert_close(gradient, by_hand, atol=tolerance, rtol=tolerance)
 
 
+RAGGED = [random_boundaries(seed) for seed in range(3)]
+OF_ONE_LENGTH = [list(range(0, end + 1, step)) for end, step in ((1, 1), (23, 23), (5, 1), (28, 7))]
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (6, 1)])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("boundaries", [*RAGGED, *OF_ONE_LENGTH], ids=str)
 def test_packed_attention_with_gradients(
-    seed: int, heads: int, groups: int, dtype: torch.dtype
+    boundaries: list[int],
+    heads: int,
+    groups: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    boundaries = random_boundaries(seed)
-    states = random_states(seed, boundaries[-1], heads, groups)
+    if boundaries in OF_ONE_LENGTH:  # the test fails if rows are copied
+        monkeypatch.setattr(core_attention, "take_rows", None)
+    states = random_states(boundaries[-1], boundaries[-1], heads, groups)
     output = attention()(
         *(s.to(dtype) for s in states), packed_seq_params=packed_params(boundaries)
     )
@@ -201,21 +210,6 @@ def test_padded_attention_with_gradients(heads: int, groups: int, dtype: torch.d
     assert output.shape == (length, batch, heads * DIM)
     expected = reference(*states, [n * length for n in range(batch + 1)])
     output = output.transpose(0, 1).flatten(0, 1)
-    assert_same_with_gradients(output, expected, states, TOLERANCES[dtype])
-
-
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize(("sequences", "length"), [(1, 1), (1, 23), (5, 1), (4, 7)])
-def test_sequences_of_one_length_attend_as_they_are(
-    monkeypatch: pytest.MonkeyPatch, sequences: int, length: int, dtype: torch.dtype
-) -> None:
-    monkeypatch.setattr(core_attention, "_rows", None)  # fails if rows are copied
-    boundaries = [length * n for n in range(sequences + 1)]
-    states = random_states(length, boundaries[-1], 4, 2)
-    output = attention()(
-        *(s.to(dtype) for s in states), packed_seq_params=packed_params(boundaries)
-    )
-    expected = reference(*states, boundaries)
     assert_same_with_gradients(output, expected, states, TOLERANCES[dtype])
 
 

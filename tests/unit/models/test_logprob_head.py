@@ -70,16 +70,6 @@ def assert_all_close(actual, expected, **tolerance) -> None:
         )
 
 
-@pytest.mark.parametrize("entropy_gradient", [False, True])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("chunk_size", [1, 3, 17, 1024, None])
-def test_equals_the_dense_softmax(chunk_size, temperature, entropy_gradient):
-    case = make_case(17, 5, 31)
-    options = {"temperature": temperature, "entropy_gradient": entropy_gradient}
-    actual = chunked(*case, chunk_size=chunk_size, **options)
-    assert_all_close(actual, dense(*case, **options), **EXACT)
-
-
 def test_float32_gives_float32():
     case = make_case(40, 8, 50, seed=2, dtype=torch.float32)
     actual = chunked(*case, chunk_size=16)
@@ -100,14 +90,16 @@ def small_tiles(monkeypatch):
 
 
 @pytest.mark.parametrize("entropy_gradient", [False, True])
-@pytest.mark.parametrize("elements", [1, 40, 17 * 7, 17 * 64, 17 * 100, 17 * 150])
-@pytest.mark.parametrize("chunk_size", [1, 4, None])
-def test_blocks_of_columns_equal_the_dense_softmax(
-    chunk_size, elements, entropy_gradient, small_tiles
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("elements", [None, 1, 40, 17 * 7, 17 * 64, 17 * 100, 17 * 150])
+@pytest.mark.parametrize("chunk_size", [1, 4, 1024, None])
+def test_tiles_equal_the_dense_softmax(
+    chunk_size, elements, temperature, entropy_gradient, small_tiles
 ):
-    small_tiles(elements)
+    if elements is not None:  # else all columns are one block, whose exponentials are kept
+        small_tiles(elements)
     case = make_case(17, 5, 150)
-    options = {"temperature": 0.9, "entropy_gradient": entropy_gradient}
+    options = {"temperature": temperature, "entropy_gradient": entropy_gradient}
     actual = chunked(*case, chunk_size=chunk_size, **options)
     assert_all_close(actual, dense(*case, **options), **EXACT)
 
@@ -370,9 +362,8 @@ def count_collectives(rank: int, world_size: int) -> None:
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_shards_of_the_vocabulary_equal_the_dense_softmax(world_size, tmp_path: Path):
-    mp.spawn(compare_shard, (world_size, str(tmp_path / "rendezvous")), nprocs=world_size)
+def test_shards_of_the_vocabulary_equal_the_dense_softmax(tmp_path: Path):
+    mp.spawn(compare_shard, (3, str(tmp_path / "rendezvous")), nprocs=3)
 
 
 def assert_precise(actual, expected) -> None:

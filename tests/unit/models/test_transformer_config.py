@@ -213,62 +213,45 @@ def test_decoding_is_in_bf16_and_leaves_fp8_as_it_was(monkeypatch: pytest.Monkey
     assert policy.config.fp8 == "hybrid" and policy.config.moe_router_padding_for_quantization
 
 
-@pytest.mark.parametrize(
-    ("backend", "joint_qk_norm", "changes", "parts"),
-    [
-        (
-            "torch_native",
-            True,
-            {"tensor_model_parallel_size": 4},
-            ("parallel.tensor_model_parallel_size = 4: ", " 2 heads"),
-        ),
-        (
-            "torch_native",
-            False,
-            {
-                "multi_latent_attention": True,
-                "tensor_model_parallel_size": 2,
-                "sequence_parallel": False,
-            },
-            ("parallel.sequence_parallel = false: ",),
-        ),
-        (
-            "transformer_engine",
-            False,
-            {"multi_latent_attention": True, "layernorm_epsilon": 1e-5},
-            ("model.backend = transformer_engine: ", "1e-05"),
-        ),
-        (
-            "torch_native",
-            False,
-            {"softmax_type": "off-by-one"},
-            ("model.megatron.softmax_type = off-by-one: ", "vanilla or learnable"),
-        ),
-        (
-            "torch_native",
-            False,
-            {"multi_latent_attention": True, "window_size": (7, 0)},
-            ("model.megatron.multi_latent_attention = true: ", "leave out window_size"),
-        ),
-        (
-            "transformer_engine",
-            False,
-            {"softmax_type": "learnable", "context_parallel_size": 2},
-            ("parallel.context_parallel_size = 2: ", "sinks", "allowed: 1, or"),
-        ),
-    ],
-    ids=[
-        "norms need whole heads",
-        "latent attention",
-        "one epsilon of fused norms",
-        "another softmax",
-        "a window in latent attention",
-        "sinks on parts of a sequence",
-    ],
-)
-def test_attention_that_cannot_be_built_is_refused_by_name(
-    backend: str, joint_qk_norm: bool, changes: dict[str, Any], parts: tuple[str, ...]
-) -> None:
+NATIVE, ENGINE = "torch_native", "transformer_engine"
+LATENT = {"multi_latent_attention": True}
+REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "norms need whole heads": (
+        NATIVE,
+        {"joint_qk_norm": True, "tensor_model_parallel_size": 4},
+        ("parallel.tensor_model_parallel_size = 4: ", " 2 heads"),
+    ),
+    "latent attention": (
+        NATIVE,
+        {**LATENT, "tensor_model_parallel_size": 2, "sequence_parallel": False},
+        ("parallel.sequence_parallel = false: ",),
+    ),
+    "one epsilon of fused norms": (
+        ENGINE,
+        {**LATENT, "layernorm_epsilon": 1e-5},
+        ("model.backend = transformer_engine: ", "1e-05"),
+    ),
+    "another softmax": (
+        NATIVE,
+        {"softmax_type": "off-by-one"},
+        ("model.megatron.softmax_type = off-by-one: ", "vanilla or learnable"),
+    ),
+    "a window in latent attention": (
+        NATIVE,
+        {**LATENT, "window_size": (7, 0)},
+        ("model.megatron.multi_latent_attention = true: ", "leave out window_size"),
+    ),
+    "sinks on parts of a sequence": (
+        ENGINE,
+        {"softmax_type": "learnable", "context_parallel_size": 2},
+        ("parallel.context_parallel_size = 2: ", "sinks", "allowed: 1, or"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_attention_that_cannot_be_built_is_refused_by_name(name: str) -> None:
+    backend, changes, parts = REFUSED[name]
     values = {
         "tensor_model_parallel_size": 1,
         "num_query_groups": 2,
@@ -280,8 +263,9 @@ def test_attention_that_cannot_be_built_is_refused_by_name(
         "bf16": True,
         "softmax_type": "vanilla",
         "window_size": None,
-    }
-    config = SimpleNamespace(**values | changes)
+        "joint_qk_norm": False,
+    } | changes
+    joint = values.pop("joint_qk_norm")
     with pytest.raises(UserError) as error:
-        block_spec(config, backend, [False], None, joint_qk_norm=joint_qk_norm)
+        block_spec(SimpleNamespace(**values), backend, [False], None, joint_qk_norm=joint)
     assert str(error.value).startswith(parts[0]) and all(part in str(error.value) for part in parts)

@@ -32,7 +32,6 @@ ALL = {
     "leave one out": leave_one_out,
     "max rl": max_rl,
 }
-ONE_GROUP = torch.zeros(3, dtype=torch.long)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -54,6 +54,14 @@ def returns_a_vector(inputs):
     return LossOutputs(inputs.logprobs, {}, {})
 
 
+def returns_a_number(inputs):
+    return LossOutputs(0.5, {}, {})
+
+
+def returns_a_mean(inputs):
+    return LossOutputs(inputs.logprobs.sum(), {"mine": inputs.mask.mean()}, {})
+
+
 def exits(*arguments):
     raise SystemExit(0)
 
@@ -155,6 +163,12 @@ def test_a_result_that_is_no_loss_is_refused():
         build("returns_a_tensor")(make_inputs(0))
     with pytest.raises(UserError, match=r"the loss has shape \(36,\); allowed: a scalar"):
         build("returns_a_vector")(make_inputs(0))
+    with pytest.raises(UserError, match="the loss is a float; allowed: a scalar"):
+        build("returns_a_number")(make_inputs(0))
+    with pytest.raises(
+        UserError, match=r"means\['mine'\] has shape \(\); allowed: what objectives"
+    ):
+        build("returns_a_mean")(make_inputs(0))
     with pytest.raises(UserError, match=r"my_losses:exits: ended with SystemExit\(0\) \(my_losses"):
         build("exits")(make_inputs(0))
 

@@ -23,8 +23,10 @@ from tests.unit.objectives.batches import (
     make_inputs,
     make_objective,
     owners,
+    poisoned,
     run_shards,
 )
+from tests.unit.objectives.papers import expect
 from tests.unit.objectives.test_oracle import BOUNDS, OF_TOKENS
 
 # Objectives with one clip flag for each sequence. All other objectives need the flags of all shards
@@ -164,6 +166,25 @@ def test_bounds_belong_to_what_is_kept():
     assert parts.sequence_mask(logs, ones, 0.6, 2.1).tolist() == [0, 1, 1, 0]
 
 
+def test_the_divergence_of_a_token_that_is_certain():
+    """The probability of a token often rounds to 1, so the probability of all others is 0."""
+    certain, half = torch.zeros(1), torch.tensor([0.5]).log()
+    assert parts.binary_kl(certain, half).item() == pytest.approx(math.log(2))
+    assert parts.binary_kl(half, certain).item() == math.inf
+    assert parts.binary_kl(certain, certain).item() == parts.binary_kl(half, half).item() == 0
+
+
+def test_a_token_that_a_correction_drops_may_have_lost_all_its_probability():
+    inputs = inputs_of("cispo", 0)
+    inputs.mask[0] = 1
+    with torch.no_grad():
+        inputs.logprobs[0] = -math.inf
+        inputs.rollout_logprobs[0] = inputs.old_logprobs[0] - 50.0
+    loss = make_objective("cispo", correction="token_k1_mask")(inputs).loss
+    loss.backward()
+    assert loss.isfinite() and inputs.logprobs.grad.isfinite().all()
+
+
 def test_k3_of_tiny_differences_keeps_its_digits_in_float32():
     inputs = make_inputs(4, spread=0.0, dtype=torch.float32)
     with torch.no_grad():
@@ -216,10 +237,43 @@ def test_one_runaway_token_leaves_no_nan_and_the_other_sequences_gradient(name, 
     torch.testing.assert_close(gradients[1][3:], gradients[0][3:])
 
 
+@pytest.mark.parametrize("delta", [200.0, -200.0])
+@pytest.mark.parametrize(
+    ("name", "correction"),
+    # Rules and corrections that drop a token with a very large or small ratio, or give it a small
+    # weight. In float64, exp(200) is finite, so papers.py can compute their losses.
+    [
+        *((name, None) for name in ("dppo_tv", "dppo_kl", "ipo", "vespo")),
+        *(("grpo", name) for name in BOUNDS),
+    ],
+)
+def test_the_loss_of_a_token_whose_log_probs_differ_by_200(name, correction, delta):
+    inputs = inputs_of(name, 0)
+    inputs.mask[0] = 1
+    inputs.sequence_lengths[0] = inputs.mask[inputs.sequence_index == 0].sum()
+    first, second, keys = -0.5 + min(delta, 0.0), -0.5 - max(delta, 0.0), {}
+    with torch.no_grad():
+        if correction is None:  # the policy has moved in the direction of the advantage
+            inputs.advantages[0] = math.copysign(0.7, delta)
+            inputs.logprobs[0], inputs.old_logprobs[0] = first, second
+        else:
+            keys = {"correction": correction, **BOUNDS[correction][0]}
+            inputs.logprobs[0] = first + 0.05
+            inputs.old_logprobs[0], inputs.rollout_logprobs[0] = first, second
+    inputs = poisoned(inputs, -math.inf)
+    outputs, expected = make_objective(name, **keys)(inputs), expect(name, inputs, **keys)
+    outputs.loss.backward()
+    torch.testing.assert_close(outputs.loss.detach(), expected.loss, **EXACT)
+    torch.testing.assert_close(inputs.logprobs.grad, expected.gradient, **EXACT)
+
+
+@pytest.mark.parametrize("policy", ["rollout_logprobs", "old_logprobs"])
 @pytest.mark.parametrize("correction", BOUNDS)
-def test_a_runaway_mismatch_stays_finite_and_weights_are_constants_to_the_gradient(correction):
+def test_a_runaway_mismatch_stays_finite_and_weights_are_constants_to_the_gradient(
+    correction, policy
+):
     inputs = make_inputs(1, spread=0.4, dtype=torch.float32)
-    inputs.rollout_logprobs[0] = -5000.0
+    getattr(inputs, policy)[0] = -5000.0
     inputs.rollout_logprobs.requires_grad_()
     outputs = make_objective("grpo", correction=correction, **BOUNDS[correction][0])(inputs)
     outputs.loss.backward()
