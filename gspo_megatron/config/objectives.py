@@ -297,7 +297,7 @@ class ObjectiveSection(Section):
     )
     max_token_staleness: int | None = shapes(
         None,
-        "largest staleness of a token that is learned from, in updates; null: all tokens, up to "
+        "largest staleness of a token that is learned from, in steps; null: all tokens, up to "
         "rollout.max_staleness",
         ge=0,
     )

@@ -1,9 +1,12 @@
-"""The figures in docs/costs.md are the figures that `check` prints."""
+"""The figures in docs/costs.md are the figures that `check` prints. The recipes of the page save
+checkpoints."""
 
 from __future__ import annotations
 
 import pytest
+import yaml
 
+from tests.programs import ROOT
 from tools.make_costs_doc import PAGE, RECIPES, markdown, row
 
 
@@ -23,3 +26,10 @@ def test_every_recipe_for_gpus_has_a_row() -> None:
         f"examples/{name}/config.yaml; {ranks} ranks" in recipes
         for name, (ranks, _) in RECIPES.items()
     )
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_job_with_the_recipe_can_be_resumed(name: str) -> None:
+    """Without checkpoints, a Slurm job that reaches its time limit would begin at step 0 again."""
+    recipe = yaml.safe_load((ROOT / "examples" / name / "config.yaml").read_text("utf-8"))
+    assert recipe["checkpoint"]["interval"] > 0
