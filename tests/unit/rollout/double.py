@@ -25,7 +25,7 @@ from gspo_megatron.families.model_shape import shape_of
 from gspo_megatron.rollout.vllm.weight_check import WeightCheck
 from gspo_megatron.rollout.vllm.weights import Weights
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Answers, ModelFacts
-from tools.bench.asgi import handler_of
+from tests.unit.rollout.asgi import handler_of
 
 VOCABULARY, LAYERS, EXPERTS, TOP_K, LENGTH = 50, 3, 8, 2, 64
 FACTS = ModelFacts(VOCABULARY, LAYERS, EXPERTS, TOP_K, (1, 2))  # layer 0 has no experts

@@ -27,9 +27,9 @@ from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import PROOF, proof_of
 from tests.fleets import ScheduledFleet
 from tests.listeners import addresses_of_listeners
 from tests.unit.other_user import needs_root, said_by
+from tests.unit.rollout.asgi import handler_of
 from tests.unit.rollout.double import FACTS, LENGTH, weights
 from tests.unit.rollout.test_service_client import settings
-from tools.bench.asgi import handler_of
 
 sys.path.append(str(WORKER_FOLDER))  # the folder is on the path of a server, too
 

@@ -22,7 +22,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from limit import measure_limit
 from workload import (
     ROUTER_AUX_LOSS_COEF,
     SEED,
@@ -78,7 +77,7 @@ class PlannedLengths:
 
     def __init__(self, engine: RolloutEngine, work: Workload) -> None:
         self.engine, self.work = engine, work
-        self.step = 0  # number of the RL step
+        self.step = 0  # the number of the RL step, set before it begins
         self.update_weights = engine.update_weights
 
     def generate(self, requests: Requests, sampling: Sampling, seed: int) -> RolloutBatch:
@@ -114,17 +113,6 @@ def configuration(size: str, steps: int, folder: str) -> Any:
     )
 
 
-def build_loop(size: str, steps: int, folder: str) -> Any:
-    """Build the package's loop on random prompts."""
-    loop = loop_of(
-        configuration(size, steps, folder), WORKLOADS[size], shape_of(size)["vocab_size"]
-    )
-    if WORKLOADS[size].median is not None:
-        source = loop.collector.source
-        source.engine = PlannedLengths(source.engine, WORKLOADS[size])
-    return loop
-
-
 def loop_of(config: Any, work: Workload, vocab_size: int) -> Any:
     """Build the loop of a configuration, with enough random prompts for all its steps."""
     from gspo_megatron.config import check_config
@@ -148,12 +136,6 @@ def loop_of(config: Any, work: Workload, vocab_size: int) -> Any:
     return ReinforcementLoop(job)
 
 
-def step(loop: Any, number: int) -> dict[str, float]:
-    """Run RL step `number`. Returns its metrics."""
-    loop.collector.source.engine.step = number  # the engine is a PlannedLengths
-    return loop.step(number)
-
-
 def measure(size: str, steps: int) -> dict[str, Any]:
     """Measure `steps` steps after the warm-up. Returns the record with median seconds."""
     import torch
@@ -162,16 +144,22 @@ def measure(size: str, steps: int) -> dict[str, Any]:
     torch.set_num_threads(THREADS // world_size())
     last = work.warmup_steps + steps
     with tempfile.TemporaryDirectory() as folder:
-        loop = build_loop(size, last + 1, folder)
-        records = [step(loop, number) for number in range(1, last + 1)][work.warmup_steps :]
-        memory = peak_memory_gb()  # the record has the memory of rank 0
-        limit = measure_limit(lambda: step(loop, last + 1), loop.updater)
+        config = configuration(size, last, folder)
+        loop = loop_of(config, work, shape_of(size)["vocab_size"])
+        engine = PlannedLengths(loop.collector.source.engine, work)
+        if work.median is not None:
+            loop.collector.source.engine = engine
+        records = []
+        for number in range(1, last + 1):
+            engine.step = number
+            records.append(loop.step(number))
+    records = records[work.warmup_steps :]
     for number, record in enumerate(records, work.warmup_steps + 1):
         mean = sum(work.lengths(number)) / work.responses
         assert abs(record["response/length_mean"] - mean) < 0.01, "other lengths"
     parts = {
         name: statistics.median(record[f"perf/{name}_seconds"] for record in records)
-        for name in PARTS
+        for name in ("step", "rollout", "logprob", "train", "sync")
     }
     return {
         "peer": "gspo-megatron",
@@ -182,17 +170,13 @@ def measure(size: str, steps: int) -> dict[str, Any]:
             work.rate([record["perf/step_seconds"] for record in records]), 1
         ),
         "seconds": {name: round(value, 4) for name, value in parts.items()},
-        "peak_memory_gb": round(memory, 2),
-        "limit": limit,
+        "peak_memory_gb": round(peak_memory_gb(), 2),  # of rank 0
     }
 
 
 def world_size() -> int:
     """Return the number of ranks: 1 unless the launcher started this process as one of several."""
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-PARTS = ("step", "rollout", "logprob", "train", "sync")
 
 
 def main() -> None:
