@@ -11,7 +11,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING
 
 from gspo_megatron.errors import UserError
-from gspo_megatron.process.nodes import Node, node_of_job, number_in, world_size_on
+from gspo_megatron.process.nodes import Node, node_of_job, number_in, port_in, world_size_on
 
 if TYPE_CHECKING:
     from gspo_megatron.config.stages import AnyConfig
@@ -98,6 +98,8 @@ def world_size_of_rank(environ: MutableMapping[str, str]) -> int | None:
             f"WORLD_SIZE = {world_size}: {' and '.join(missing)} must be set too, so that the "
             "ranks find each other"
         )
+    if world_size > 1:
+        port_in(environ)
     return world_size
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import resource
@@ -117,19 +118,21 @@ def test_a_damaged_file_is_not_truncated_and_can_still_be_written(tmp_path: Path
     assert path.read_bytes().count(b"\n") == 3
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def small_files() -> Iterator[None]:
-    """During the test no file may grow beyond 100 bytes, as if the disk were full."""
+    """Let no file grow beyond 100 bytes, as if the disk were full. (A fixture would also hold while
+    pytest writes its progress, perhaps to a file.)"""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.usefixtures("small_files")
 def test_a_full_disk_is_told_with_the_file_and_what_to_do(tmp_path: Path) -> None:
     told = r"metrics\.jsonl: cannot be written: File too large; .*the same command continues"
-    with MetricsWriter(tmp_path) as writer:
+    with small_files(), MetricsWriter(tmp_path) as writer:
         writer.write({"step": 1})
         with pytest.raises(UserError, match=told):
             writer.write({"step": 2, "loss": [0.5] * 40})
@@ -139,15 +142,13 @@ def test_a_full_disk_is_told_with_the_file_and_what_to_do(tmp_path: Path) -> Non
     assert read_metrics(tmp_path) == [{"step": 1}]
 
 
-def test_a_full_disk_when_going_on_leaves_the_file_as_it_was(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_full_disk_when_going_on_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     content = b"".join(b'{"step": %d, "loss": 0.5}\n' % step for step in range(1, 10))
     path.write_bytes(content)
-    request.getfixturevalue("small_files")  # from here on no file may grow
-    with MetricsWriter(tmp_path) as writer, pytest.raises(UserError, match="cannot be written"):
-        writer.truncate_after(8)
+    with small_files(), MetricsWriter(tmp_path) as writer:
+        with pytest.raises(UserError, match="cannot be written"):
+            writer.truncate_after(8)
     assert path.read_bytes() == content
 
 
