@@ -319,7 +319,7 @@ class _Job:
         elif signum in _SAVED_AT and self.saves_on_signals and self.saving_by is None:
             self.saving_by = signum
             if signum == signal.SIGTERM:  # at Ctrl-C rank 0 tells whether the run is saved
-                print("told to end: saving the run; a second signal ends it now", file=sys.stderr)
+                _tell("told to end: saving the run; a second signal ends it now")
             self.send(signum)
         else:
             if not self.failed:
@@ -373,6 +373,16 @@ def _report(failed: Sequence[_Rank], world_size: int) -> int:
             lines.append(f"failed too, and not shown: {', '.join(others)}")
         why = f": {failure.summary}" if failure else ""
         lines.append(f"rank {cause.number} of {world_size} {cause.manner_of_death()}{why}")
-    for line in lines:
-        print(line, file=sys.stderr)
+    _tell(*lines)
     return cause.code
+
+
+def _tell(*lines: str) -> None:
+    """Print lines to stderr. If nobody reads stderr any more, go on without them: a signal to a
+    whole process group also ends a program such as `tee`."""
+    try:
+        for line in lines:
+            print(line, file=sys.stderr, flush=True)
+    except OSError:
+        # the rest of the output would fail at the end of this process, and change its exit code
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
