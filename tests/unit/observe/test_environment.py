@@ -13,7 +13,7 @@ import pytest
 
 from gspo_megatron.config.load import STAGES, parse_config
 from gspo_megatron.observe import environment
-from gspo_megatron.observe.environment import describe_environment, write_environment
+from gspo_megatron.observe.environment import describe_environment
 from gspo_megatron.observe.run_logger import RunLogger
 
 
@@ -37,12 +37,6 @@ def test_the_slurm_job_is_told_only_inside_one(monkeypatch: pytest.MonkeyPatch) 
     assert describe_environment()["slurm"] is None
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     assert describe_environment()["slurm"] == {"job_id": "4711"}
-
-
-def test_it_is_written_as_json_into_the_run_folder(tmp_path: Path) -> None:
-    path = write_environment(tmp_path / "run")
-    assert path == tmp_path / "run" / "environment.json"
-    assert json.loads(path.read_text())["world_size"] == 1
 
 
 def test_the_version_of_vllm_is_that_of_the_interpreter_that_runs_the_servers(

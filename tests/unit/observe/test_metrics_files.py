@@ -108,14 +108,29 @@ def test_a_response_with_a_field_of_a_wrong_type_is_named(
     assert str(caught.value).startswith(f"{path}: the `{field}` of record 3 ")
 
 
-def test_a_damaged_file_is_not_truncated_and_can_still_be_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"st\n{"step": 2}\n', ":1: not a JSON object: '{\"st'"),
+        (
+            '{"step": 1}\n{"step": 2, "phase": "rlhf"}\n',
+            ": phase = 'rlhf': not a phase of training; allowed: pretrain, sft, reward_model, "
+            "warm_start, rl",
+        ),
+    ],
+)
+def test_a_damaged_file_is_not_truncated_and_can_still_be_written(
+    tmp_path: Path, text: str, told: str
+) -> None:
+    """A file with a record of an unknown phase is not cut, because the phase's order is unknown."""
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"st\n{"step": 2}\n')
-    with MetricsWriter(tmp_path) as writer:
-        with pytest.raises(DataError, match=":1: "):
+    path.write_text(text)
+    with JsonLinesWriter(path) as writer:
+        with pytest.raises(DataError) as caught:
             writer.truncate_after(1)
-        writer.write({"step": 3})
-    assert path.read_bytes().count(b"\n") == 3
+        assert str(caught.value) == f"{path}{told}"
+        writer.append({"step": 3})
+    assert path.read_text() == text + '{"step": 3}\n'
 
 
 @contextlib.contextmanager
@@ -200,17 +215,3 @@ def test_a_series_is_by_step_of_one_phase_and_the_later_record_counts() -> None:
     assert series(records, "loss") == ([1, 2, 3], pytest.approx([2.0, 3.0, math.nan], nan_ok=True))
     assert series(records, "loss", "sft") == ([1], [9.0])
     assert series(records, "name") == ([], [])
-
-
-def test_a_record_of_an_unknown_phase_is_named(tmp_path: Path) -> None:
-    """A file with such a record is not cut, because the order of the phase is unknown."""
-    path, text = tmp_path / "metrics.jsonl", '{"step": 1}\n{"step": 2, "phase": "rlhf"}\n'
-    allowed = "pretrain, sft, reward_model, warm_start, rl"
-    wrong = f"phase = 'rlhf': not a phase of training; allowed: {allowed}"
-    path.write_text(text)
-    with JsonLinesWriter(path) as writer:
-        with pytest.raises(DataError) as caught:
-            writer.truncate_after(1)
-        assert str(caught.value) == f"{path}: {wrong}"
-        writer.append({"step": 3})  # the writer can still be used
-    assert path.read_text() == text + '{"step": 3}\n'
