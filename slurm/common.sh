@@ -22,8 +22,10 @@ gspo_set_up() {
     # Settings of the cluster: modules, network interfaces, containers. The file is optional.
     local site=${GSPO_SITE:-$GSPO_HOME/slurm/site.sh}
     if [ -f "$site" ]; then
+        set +u # `module` and `conda activate` read variables that may not be set
         # shellcheck source=/dev/null
         . "$site"
+        set -u
     elif [ -n "${GSPO_SITE:-}" ]; then
         gspo_say "GSPO_SITE = $GSPO_SITE: no such file"
         exit 2
@@ -207,7 +209,8 @@ gspo_main() {
 gspo_gpu_memory() {
     local gigabytes=${GSPO_GPU_MEMORY:-}
     # If the job hides the GPUs, its tasks use none.
-    if [ -z "$gigabytes" ] && [ -n "${CUDA_VISIBLE_DEVICES-all}" ] && command -v nvidia-smi >/dev/null; then
+    case ${CUDA_VISIBLE_DEVICES-all} in '' | -1 | NoDevFiles) gigabytes=${gigabytes:-none} ;; esac
+    if [ -z "$gigabytes" ] && command -v nvidia-smi >/dev/null; then
         # One line for each GPU: a number in MiB, or words such as [N/A].
         gigabytes=$(timeout 30 nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits |
             awk '/^ *[0-9]+ *$/ && (!least || $1 < least) { least = $1 }

@@ -49,13 +49,9 @@ The first steps of a real run replace the estimate: `perf/step_seconds` of
 def figures(name: str) -> dict[str, str]:
     """Return the name=value pairs that `check` prints for a recipe."""
     ranks, preset = RECIPES[name]
-    words = [f"examples/{name}/config.yaml", "--no-files", "--world-size", str(ranks)]
-    words += ["--gpu-memory", "80"]
-    if preset is not None:
-        words.insert(1, f"model.preset={preset}")
-    else:
-        words.insert(1, f"model.hf_path=examples/{name}")
-    command = [sys.executable, "-m", "gspo_megatron", "check", *words]
+    model = f"model.preset={preset}" if preset else f"model.hf_path=examples/{name}"
+    words = (f"examples/{name}/config.yaml", model, "--no-files", "--gpu-memory", "80")
+    command = [sys.executable, "-m", "gspo_megatron", "check", *words, "--world-size", str(ranks)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{name}: {done.stderr[-2000:]}")

@@ -128,7 +128,8 @@ def _git_state(source: Path) -> dict[str, Any] | None:
     if commit is None:
         return None
     changes = _git(source, "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "modified": bool(changes)}
+    # None: git could not tell, for example because the file system is too slow
+    return {"commit": commit, "modified": None if changes is None else bool(changes)}
 
 
 def _git(source: Path, *arguments: str) -> str | None:

@@ -31,7 +31,6 @@ from gspo_megatron.observe.metrics_files import (
     RL,
     Run,
     groups,
-    load_runs,
     phase_of,
     read_json_lines,
 )
@@ -296,14 +295,12 @@ ABLATION = Page(
 # --- pictures -------------------------------------------------------------------------------------
 
 
-def plot_run(run_dir: str | Path, out_dir: str | Path | None = None) -> list[Path]:
-    """Write plots/*.png, one picture for each subject, into `out_dir` or the run's folder.
+def plot_run(run: Run, out: Path) -> list[Path]:
+    """Write OUT/plots/*.png, one picture for each subject. Returns their paths.
 
-    Returns their paths. Subjects and panels without metrics in this run are left out. Dotted lines
-    mark the steps at which values of the configuration changed. Raises DataError if the folder
-    holds no run, or a damaged run.
+    Subjects and panels without metrics in this run are left out. Dotted lines mark the steps at
+    which values of the configuration changed. Raises DataError if the file of changes is damaged.
     """
-    run = load_runs([run_dir])[0]
     changes = run.path / CHANGES_FILE
     borders = [each["step"] for each in read_json_lines(changes)] if changes.is_file() else []
     written = []
@@ -323,8 +320,7 @@ def plot_run(run_dir: str | Path, out_dir: str | Path | None = None) -> list[Pat
             fans = [axes for axes, panel in zip(all_axes, panels) if panel.kind == "fan"]
             if len(fans) > 1:
                 _share_scale(fans)
-            path = Path(run_dir if out_dir is None else out_dir) / "plots" / f"{page.name}.png"
-            written.append(save_figure(figure, path))
+            written.append(save_figure(figure, out / "plots" / f"{page.name}.png"))
     return written
 
 

@@ -32,9 +32,7 @@ from gspo_megatron.observe.metrics_files import (
     groups,
     load_runs,
     phase_of,
-    read_metrics,
     read_samples,
-    run_names,
     series,
     steps_done,
 )
@@ -255,12 +253,11 @@ def _last_interval(records: Sequence[Record]) -> tuple[str, str, float] | None:
     return percent(low), percent(high), prompts
 
 
-def _terminal_table(run_dir: str | Path) -> rich_table.Table:
-    records = read_metrics(run_dir)
-    steps = steps_done(records, main_phase(records))
-    summary = _summary_table(Path(run_dir), records)
+def _terminal_table(run: Run) -> rich_table.Table:
+    steps = steps_done(run.records, main_phase(run.records))
+    summary = _summary_table(run.path, run.records)
     table = rich_table.Table(
-        title=f"{run_names([Path(run_dir).resolve()])[0]}: {steps} step{'s' * (steps != 1)}",
+        title=f"{run.name}: {steps} step{'s' * (steps != 1)}",
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
@@ -272,7 +269,7 @@ def _terminal_table(run_dir: str | Path) -> rich_table.Table:
         table.add_column(name, justify=justify, style=style, no_wrap=bool(name))
     for row in summary.rows:
         table.add_row(*row)
-    table.add_row("wall time", "", duration(wall_seconds(records)), "", "")
+    table.add_row("wall time", "", duration(wall_seconds(run.records)), "", "")
     return table
 
 
@@ -314,11 +311,11 @@ def finish_run(run_dir: str | Path, stream: TextIO | None = None, *, plots: bool
         except Exception as error:
             _logger.debug("the report was not written", exc_info=True)
             lines.append(f"report  not written: {type(error).__name__}: {error}")
-    records = read_metrics(run_dir)
-    if not only_suites(records):
-        console.print(_terminal_table(run_dir))
+    [run] = load_runs([run_dir])
+    if not only_suites(run.records):
+        console.print(_terminal_table(run))
     print_suites(run_dir, console)
-    _print_warnings(console, load_runs([run_dir]))
+    _print_warnings(console, [run])
     for line in lines:
         # soft_wrap keeps each path on one line, so that a user can copy it.
         console.print(line, soft_wrap=True, markup=False)
@@ -326,14 +323,11 @@ def finish_run(run_dir: str | Path, stream: TextIO | None = None, *, plots: bool
 
 def print_results(run_dirs: Sequence[str | Path], stream: TextIO | None = None) -> None:
     """Print the main metrics: a table for one run, or one line for each of several runs."""
-    console = console_for(stream)
-    if len(run_dirs) == 1:
-        console.print(_terminal_table(run_dirs[0]))
+    runs, console = load_runs(run_dirs), console_for(stream)
+    if len(runs) == 1:
+        console.print(_terminal_table(runs[0]))
         return
-    by_phase: dict[str, list[Run]] = {}
-    for run in load_runs(run_dirs):
-        by_phase.setdefault(main_phase(run.records), []).append(run)
-    for phase, members in by_phase.items():
+    for phase, members in _by_phase(runs).items():
         columns = (_RL_COLUMNS if phase == RL else _SUPERVISED_COLUMNS)[:_IN_TERMINAL]
         folders = [run.path for run in members]
         names = [f"{kind} {_name(metric, folders)}" for kind, metric in columns]
@@ -403,7 +397,7 @@ def _report_one(run: Run, out: Path) -> str:
     sections = [ReportSection("Metrics", [_summary_table(run.path, records)])]
     sections += [ReportSection("History", told)] if (told := history(run.path)) else []
     sections += warning_section([run])
-    pictures = [*plot_run(run.path, out), plot_timeline(run, out / "plots" / "timeline.png")]
+    pictures = [*plot_run(run, out), plot_timeline(run, out / "plots" / "timeline.png")]
     if shown := [Picture(path, path.stem) for path in pictures if path is not None]:
         sections.append(ReportSection("Plots", [*shown]))
     if samples := read_samples(run.path):
@@ -423,11 +417,16 @@ def _headline(entry: Summary, run: Run) -> str:
     return f"{name} (n = {interval[2]:.0f}, 95% of the last {interval[0]} to {interval[1]})"
 
 
-def _report_several(runs: Sequence[Run]) -> str:
+def _by_phase(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Return the runs by the phase to report, in the order in which the phases first appear."""
     by_phase: dict[str, list[Run]] = {}
     for run in runs:
         by_phase.setdefault(main_phase(run.records), []).append(run)
-    sections = []
+    return by_phase
+
+
+def _report_several(runs: Sequence[Run]) -> str:
+    by_phase, sections = _by_phase(runs), []
     with tempfile.TemporaryDirectory() as scratch:
         for phase, members in by_phase.items():
             path = Path(scratch) / f"{phase}.png"
@@ -545,7 +544,7 @@ def _differing_settings(runs: Sequence[Run]) -> Table:
 
 def _stages_differ(runs: Sequence[Run]) -> list[str]:
     """Return a note above the settings if the runs are of different stages; else an empty list."""
-    stages = dict.fromkeys(main_phase(run.records) for run in runs)
+    stages = _by_phase(runs)
     told = f"The stages differ ({', '.join(stages)}): only keys that all runs have are compared."
     return [told] if len(stages) > 1 else []
 

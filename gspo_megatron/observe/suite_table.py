@@ -103,8 +103,6 @@ def failed_text(figures: Mapping[str, float]) -> str:
     responses counted as wrong or their problems were left out."""
     calls = int(figures["failed"])
     told = f"{calls} call{'s' if calls > 1 else ''} of the reward failed"
-    if "left_out" not in figures:  # recorded by an earlier version
-        return told
     left_out = int(figures["left_out"])
     if not left_out:
         return f"{told}: counted as wrong"

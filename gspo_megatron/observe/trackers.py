@@ -129,11 +129,6 @@ def flattened(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 _TRACKERS = {"tensorboard": _open_tensorboard, "wandb": _open_wandb, "mlflow": _open_mlflow}
-_TRACES = {  # the file or folder that each tracker creates in the run folder when it opens
-    "tensorboard": "tensorboard",
-    "wandb": "wandb_run_id",
-    "mlflow": "mlflow_run_id",
-}
 _ADVICE = {
     "tensorboard": "see that the run folder can be written",
     "wandb": "log in with `wandb login`, or keep the run on this machine with WANDB_MODE=offline",
@@ -160,13 +155,13 @@ class TrackerSet:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Send one step's metrics to every tracker that does not have the step yet."""
         self._send({**metrics, "step": step})
-        self.note()
+        self._note()
 
     def catch_up(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Send each tracker the records of earlier starts that it has not got yet."""
         for record in sorted(records, key=position_of):
             self._send(record)
-        self.note()
+        self._note()
 
     def close(self, end: RunEnd) -> None:
         for name, tracker in self._trackers.items():
@@ -190,7 +185,7 @@ class TrackerSet:
             else:
                 self._sent[name] = {"phase": phase_of(record), "step": step}
 
-    def note(self) -> None:
+    def _note(self) -> None:
         """Write SENT_FILE for the next start.
 
         Call it after sending a record. If the run is killed before this call, the record is sent
@@ -232,9 +227,7 @@ def open_trackers(
     except UserError:
         TrackerSet(opened).close(RunEnd.FAILED)
         raise
-    found = TrackerSet(opened, run_dir, sent)
-    found.note()  # so that SENT_FILE also names a tracker that fails before its first record
-    return found
+    return TrackerSet(opened, run_dir, sent)
 
 
 def require_packages(names: Sequence[str]) -> None:
@@ -264,28 +257,21 @@ def _open(name: str, run_dir: Path, config: Mapping[str, Any]) -> Tracker | None
 
 
 def _sent_before(names: Sequence[str], run_dir: Path) -> dict[str, Mapping[str, Any]]:
-    """Return the last record that each tracker got in earlier starts.
-
-    Call this before the trackers are opened. All of metrics.jsonl counts as sent if SENT_FILE is
-    damaged, or if a version of this program that wrote no SENT_FILE opened the tracker. Raises
-    DataError if metrics.jsonl is needed and damaged.
-    """
+    """Return the last record that each tracker got in earlier starts. If SENT_FILE is damaged, all
+    of metrics.jsonl counts as sent. Raises DataError if metrics.jsonl is needed and damaged."""
     path = run_dir / SENT_FILE
-    if path.exists():
-        with contextlib.suppress(DataError, KeyError, ValueError, TypeError):
-            lines = read_json_lines(path)
-            for line in lines:
-                if not isinstance(line["step"], int):
-                    raise ValueError(line["step"])
-                position_of(line)  # raises DataError if the phase is unknown
-            if lines:
-                return dict.fromkeys(names, NOTHING) | {line["tracker"]: line for line in lines}
-        have_all = list(names)
-    else:
-        have_all = [name for name in names if (run_dir / _TRACES[name]).exists()]
-    last = max(read_metrics(run_dir), key=position_of, default=NOTHING) if have_all else NOTHING
-    position = {"phase": phase_of(last), "step": last["step"]}
-    return {name: position if name in have_all else NOTHING for name in names}
+    if not path.exists():
+        return dict.fromkeys(names, NOTHING)
+    with contextlib.suppress(DataError, KeyError, ValueError, TypeError):
+        lines = read_json_lines(path)
+        for line in lines:
+            if not isinstance(line["step"], int):
+                raise ValueError(line["step"])
+            position_of(line)  # raises DataError if the phase is unknown
+        if lines:
+            return dict.fromkeys(names, NOTHING) | {line["tracker"]: line for line in lines}
+    last = max(read_metrics(run_dir), key=position_of, default=NOTHING)
+    return {name: {"phase": phase_of(last), "step": last["step"]} for name in names}
 
 
 def tracked_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

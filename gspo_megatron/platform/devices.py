@@ -66,9 +66,7 @@ def set_seeds(seed: int) -> None:
     layout."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed_all(seed)
+    torch.manual_seed(seed)  # of the CPU and of all GPUs
 
 
 def count_values(values: torch.Tensor, size: int) -> torch.Tensor:

@@ -67,8 +67,9 @@ def start_processes(timeout_minutes: float = _PATIENCE_MINUTES) -> Ranks:
         # These variables are not set here: then the programs that this process starts, and a later
         # run in this process, would take themselves for ranks.
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        # A single process needs no port, so two runs on one machine cannot collide.
-        is_alone = world_size == 1 and "MASTER_ADDR" not in os.environ
+        # A single process needs no port, so two runs on one machine cannot collide. A cluster's
+        # settings may name an address alone.
+        is_alone = world_size == 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
         patience = datetime.timedelta(minutes=timeout_minutes)
         dist.init_process_group(
             backend=collective_backend(device),

@@ -50,7 +50,7 @@ def keep(lifeline: int) -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans become the keeper's children
     child = os.fork()
     if child == 0:
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent()
         os.setpgid(0, 0)  # so kill(0, ...) in the child does not reach the keeper
         os.close(lifeline)
         return
@@ -66,13 +66,18 @@ def keep(lifeline: int) -> None:
     # Another process that the owner has forked may hold the pipe open. Then only the signal shows
     # that the owner has died.
     signal.signal(_OWNER_DIED, end)
-    _prctl(_PR_SET_PDEATHSIG, _OWNER_DIED)
+    end_with_parent(_OWNER_DIED)
     threading.Thread(target=watch, daemon=True).start()
     while (found := os.waitpid(-1, 0))[0] != child:
         pass
     _end_descendants()
     code = os.waitstatus_to_exitcode(found[1])
     os._exit(code if code >= 0 else SIGNALLED - code)
+
+
+def end_with_parent(number: int = signal.SIGKILL) -> None:
+    """Let the kernel send this signal to this process when the thread that started it ends."""
+    _prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _end_descendants() -> None:

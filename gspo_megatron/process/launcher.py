@@ -30,7 +30,7 @@ from gspo_megatron.process.failures import (
     is_lost_connection,
     parse_failure,
 )
-from gspo_megatron.process.nodes import Node
+from gspo_megatron.process.nodes import Node, port_in
 from gspo_megatron.process.ranks import FAILURE_DESCRIPTOR, LAUNCHER_PID
 from gspo_megatron.process.signals import SAVES, signal_name
 
@@ -147,16 +147,14 @@ def store_socket(environ: Mapping[str, str]) -> Generator[socket.socket]:
     The socket listens from now on, and rank 0 inherits it. So no other program can take the port
     while rank 0 imports torch. Raises UserError if MASTER_PORT is not a port or is in use.
     """
-    given = environ.get("MASTER_PORT", "")
-    if given and not (given.isascii() and given.isdigit() and 1 <= int(given) <= 65535):
-        raise UserError(f"MASTER_PORT = {given!r} in the environment: allowed: 1 to 65535")
+    port = port_in(environ, default=0)  # 0: the system chooses a free one
     try:
-        listener = listen(LOOPBACK, int(given or 0))
+        listener = listen(LOOPBACK, port)
     except OSError as error:
-        if not given:
+        if not port:
             raise
         raise UserError(
-            f"MASTER_PORT = {given} in the environment: port {given} cannot be used "
+            f"MASTER_PORT = {port} in the environment: port {port} cannot be used "
             f"({error.strerror}); unset it to have a free one chosen"
         ) from error
     with listener:
@@ -321,7 +319,7 @@ class _Job:
         elif signum in _SAVED_AT and self.saves_on_signals and self.saving_by is None:
             self.saving_by = signum
             if signum == signal.SIGTERM:  # at Ctrl-C rank 0 tells whether the run is saved
-                print("told to end: saving the run; a second signal ends it now", file=sys.stderr)
+                _tell("told to end: saving the run; a second signal ends it now")
             self.send(signum)
         else:
             if not self.failed:
@@ -375,6 +373,16 @@ def _report(failed: Sequence[_Rank], world_size: int) -> int:
             lines.append(f"failed too, and not shown: {', '.join(others)}")
         why = f": {failure.summary}" if failure else ""
         lines.append(f"rank {cause.number} of {world_size} {cause.manner_of_death()}{why}")
-    for line in lines:
-        print(line, file=sys.stderr)
+    _tell(*lines)
     return cause.code
+
+
+def _tell(*lines: str) -> None:
+    """Print lines to stderr. If nobody reads stderr any more, go on without them: a signal to a
+    whole process group also ends a program such as `tee`."""
+    try:
+        for line in lines:
+            print(line, file=sys.stderr, flush=True)
+    except OSError:
+        # the rest of the output would fail at the end of this process, and change its exit code
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115

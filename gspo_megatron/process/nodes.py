@@ -61,7 +61,7 @@ def node_of_job(environ: Mapping[str, str]) -> Node | None:
 def _of_skypilot(environ: Mapping[str, str]) -> Node:
     addresses = environ["SKYPILOT_NODE_IPS"].split()
     gpus = number_in(environ, "SKYPILOT_NUM_GPUS_PER_NODE", default=0)
-    port = number_in(environ, "MASTER_PORT", default=_PORT)
+    port = port_in(environ, default=_PORT)
     number = number_in(environ, "SKYPILOT_NODE_RANK")
     return _checked(
         Node(number, len(addresses), gpus or None, addresses[0], port, "SKYPILOT_NODE_IPS"),
@@ -89,7 +89,7 @@ def _of_torchrun(environ: Mapping[str, str]) -> Node:
         )
     if number == 0 and count > 1 and master in ("localhost", "127.0.0.1"):
         master = socket.gethostname()  # some releases of PyTorchJob set localhost here
-    port = number_in(environ, port_name, default=_PORT)
+    port = port_in(environ, port_name, default=_PORT)
     return _checked(Node(number, count, ranks or None, master, port, "PET_NNODES"), "PET_NODE_RANK")
 
 
@@ -99,8 +99,6 @@ def _checked(node: Node, number_variable: str) -> Node:
             f"{number_variable} = {node.number}: must be below the {node.count} machines of "
             f"{node.count_variable}"
         )
-    if not 1 <= node.port <= 65535:
-        raise UserError(f"MASTER_PORT = {node.port}: allowed: 1 to 65535")
     return node
 
 
@@ -144,7 +142,8 @@ def _gpus_here() -> int | None:
     """Return the number of GPUs that this process may use; None if there are none."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([each for each in visible.split(",") if each.strip()]) or None
+        names = [each.strip() for each in visible.split(",") if each.strip()]
+        return None if names[:1] in ([], ["-1"], ["NoDevFiles"]) else len(names)
     try:
         listed = subprocess.run(
             ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False
@@ -163,4 +162,16 @@ def number_in(environ: Mapping[str, str], name: str, default: int | None = None)
         raise UserError(f"{name} is not set in the environment, and is needed")
     if not (text.isascii() and text.isdigit()):
         raise UserError(f"{name} = {text!r} in the environment: not an integer from 0")
+    return int(text)
+
+
+def port_in(
+    environ: Mapping[str, str], name: str = "MASTER_PORT", default: int | None = None
+) -> int:
+    """Return a port from the environment. Raises UserError."""
+    text = environ.get(name, "")
+    if not text and default is not None:
+        return default
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 65535):
+        raise UserError(f"{name} = {text!r} in the environment: allowed: 1 to 65535")
     return int(text)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
-import signal
 import sys
 from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING
 
 from gspo_megatron.errors import UserError
-from gspo_megatron.process.nodes import Node, node_of_job, number_in, world_size_on
+from gspo_megatron.process.keeper import end_with_parent
+from gspo_megatron.process.nodes import Node, node_of_job, number_in, port_in, world_size_on
 
 if TYPE_CHECKING:
     from gspo_megatron.config.stages import AnyConfig
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
 # Set by our launcher for the ranks that it starts.
 LAUNCHER_PID = "GSPO_PARENT_PID"
 FAILURE_DESCRIPTOR = "GSPO_FAILURE_FD"
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 # If a layout needs more ranks than this, and more than the machine has cores, the ranks are started
 # on one machine only if --nproc is given. Without --nproc, the user may have started a cluster's
@@ -45,7 +42,7 @@ def join_launcher() -> None:
     if launcher is None:
         return
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        end_with_parent()
     if os.getppid() != int(launcher):  # the launcher died before the call above
         raise SystemExit("the launcher of this rank has ended")
 
@@ -98,6 +95,8 @@ def world_size_of_rank(environ: MutableMapping[str, str]) -> int | None:
             f"WORLD_SIZE = {world_size}: {' and '.join(missing)} must be set too, so that the "
             "ranks find each other"
         )
+    if world_size > 1:
+        port_in(environ)
     return world_size
 
 

@@ -464,6 +464,21 @@ def test_the_ranks_take_the_time_they_need(
     assert (ended, out) == (code, "") and re.fullmatch(told, err, re.DOTALL), err
 
 
+@pytest.mark.parametrize(("script", "code"), [(SAVES_LONG, 75), (SAVES_IN_VAIN, 2)])
+def test_a_log_without_a_reader_does_not_keep_the_ranks_from_saving(
+    start_saving: Start, script: str, code: int
+) -> None:
+    """A signal to a whole process group also ends the program `tee` that writes the log."""
+    launch = start_saving(script)
+    launch.await_word("ready", 0, 1)
+    assert launch.process.stderr is not None
+    launch.process.stderr.close()
+    launch.process.stderr = None
+    launch.ask(signal.SIGTERM)
+    launch.say("go", 0)
+    assert launch.end()[0] == code
+
+
 SAVED_AT = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 
 

@@ -104,8 +104,9 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
-    programs = tmp_path / "bin"
-    programs.mkdir()
+    folder = tmp_path / "my jobs"
+    programs = folder / "bin"
+    programs.mkdir(parents=True)
     stand_ins = {
         "srun": _SRUN,
         "scontrol": _SCONTROL,
@@ -120,7 +121,7 @@ def job(tmp_path: Path) -> Job:
         (programs / name).chmod(0o755)
     environ = {
         "PATH": f"{programs}:{os.environ['PATH']}",
-        "CALLS": str(tmp_path / "calls"),
+        "CALLS": str(folder / "calls"),
         "COMMAND": f"{ROOT}/slurm/train_gspo.sbatch CONFIG a=1",
         "JOB_STATE": "RUNNING",
         "GSPO_PYTHON": "python",
@@ -131,7 +132,7 @@ def job(tmp_path: Path) -> Job:
         "SLURM_NTASKS": "2",
         "SLURMD_NODENAME": "n1",
     }
-    return Job(tmp_path, environ)
+    return Job(folder, environ)
 
 
 CHECK = "python -m gspo_megatron check c.yaml a=1 --stage rl --world-size 2"
@@ -184,6 +185,7 @@ def test_nothing_starts_with_check_only_and_where_the_check_fails(
         ({"MEMORY": "81559\\n", "GSPO_GPU_MEMORY": "0"}, ""),
         ({"MEMORY": "81559\\n", "GSPO_GPU_MEMORY": "none"}, ""),
         ({"MEMORY": "81559\\n", "CUDA_VISIBLE_DEVICES": ""}, ""),
+        ({"MEMORY": "81559\\n", "CUDA_VISIBLE_DEVICES": "-1"}, ""),
         ({}, ""),
     ],
 )
@@ -415,7 +417,7 @@ def test_pyxis(job: Job) -> None:
 
 def test_the_settings_of_a_cluster_are_read_first(job: Job) -> None:
     site = job.folder / "site.sh"
-    site.write_text("GSPO_CPU_BIND=none\n")
+    site.write_text("[ -n $NEVER_SET ]\nGSPO_CPU_BIND=none\n")  # as `module load` may read it
     job.environ["GSPO_SITE"] = str(site)
     job.run("c.yaml")
     assert "--cpu-bind=none" in job.calls("srun")[0]

@@ -60,7 +60,8 @@ def run_step(step: Step, seconds: float, log: Path) -> dict[str, Any]:
         status = {0: "ok", NOT_HERE: "not here"}.get(process.returncode, "FAILED")
     except subprocess.TimeoutExpired:
         status = "TIME OUT"
-    _end_group(process)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)  # what is left of the step
     if status == "TIME OUT":
         with contextlib.suppress(subprocess.TimeoutExpired):
             output, _ = process.communicate(timeout=5)  # the output before the step was ended
@@ -104,12 +105,6 @@ def _number(text: str) -> float | str:
         return float(text)
     except ValueError:
         return text
-
-
-def _end_group(process: subprocess.Popen[str]) -> None:
-    """Kill the remaining processes of the step's process group."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def describe() -> dict[str, Any]:
@@ -178,11 +173,6 @@ def run_all(
     return failed
 
 
-def limit_of(step: Step, hour: bool) -> float:
-    """Return the seconds that a step may take."""
-    return float(60 * step.minutes if hour or step.seconds is None else step.seconds)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, metavar="OUT", help="folder of the results")
@@ -211,20 +201,21 @@ def main() -> int:
     if unknown:
         parser.error(f"no such step: {', '.join(unknown)}; there are "
                      f"{', '.join(step.name for step in known)}")  # fmt: skip
-    chosen = [
-        (step, arguments.patience * limit_of(step, arguments.hour))
-        for step in known
-        if (step.name in arguments.only or step.name == "data")
-        or (not arguments.only and (arguments.hour or step.seconds is not None))
-    ]
+    chosen = []
+    for step in known:
+        is_named = step.name in arguments.only or step.name == "data"
+        in_all = not arguments.only and (arguments.hour or step.seconds is not None)
+        if is_named or in_all:
+            is_long = arguments.hour or step.seconds is None
+            limit = 60 * step.minutes if is_long else step.seconds
+            chosen.append((step, arguments.patience * limit))
     try:
         write_config(machine)
     except OSError as error:  # the disk may be full; steps without a run are still possible
         print(f"{machine.config}: not written: {error.strerror}", flush=True)
     results: dict[str, Any] = {"machine": describe(), "steps": {}}
     most = float("inf") if arguments.hour else VISIT_SECONDS * arguments.patience
-    seconds = arguments.seconds or most
-    failed = run_all(chosen, machine.out, results, seconds)
+    failed = run_all(chosen, machine.out, results, arguments.seconds or most)
     print(f"\n{table(results)}\n\n{failed} steps failed; results in {machine.out}/visit.json")
     return int(failed > 0)
 

@@ -72,13 +72,11 @@ def _said(record: dict[str, Any]) -> str:
 
 def add(source: Path, name: str) -> None:
     """Copy a result without the names that identify a machine."""
-    text = source.read_text()
-    visit = json.loads(text)
+    visit = json.loads(source.read_text())
     for secret in ("system", "host", "command", "time", "world_size", "slurm"):
         visit["machine"].pop(secret, None)
     text = json.dumps(visit, indent=1)
     text = re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", text)  # folders of that machine
-    VISITS.mkdir(exist_ok=True)
     (VISITS / f"{name}.json").write_text(text + "\n")
 
 

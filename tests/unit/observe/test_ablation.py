@@ -82,14 +82,6 @@ def report_of(variants: Sequence[VariantRuns], out: Path) -> tuple[str, list[str
     return path.read_text(), found
 
 
-def three_variants(folder: Path) -> list[VariantRuns]:
-    return [
-        written(folder, "grpo", [0.5, 0.6, 0.55]),
-        written(folder, "gspo", [0.7, 0.8, 0.76]),
-        written(folder, "gspo+r3", [0.6, 0.9, 0.75], seconds=1.1, **{"replay/bytes": 1000.0}),
-    ]
-
-
 def rows(page: str, heading: str) -> list[list[str]]:
     """The cells of the table below a heading, with the head first."""
     section = re.split(r"<h2[ >]", page.split(f"{heading}</h2>")[1])[0]
@@ -315,15 +307,20 @@ def test_values_that_are_not_finite_are_shown_and_break_nothing(tmp_path: Path) 
 # --- the report -----------------------------------------------------------------------------------
 
 
-def test_the_picture_and_the_findings_are_in_the_page(tmp_path: Path) -> None:
-    page, found = report_of(three_variants(tmp_path), tmp_path)
+def test_the_page_has_findings_picture_rules_and_tables_with_means_and_spreads(
+    tmp_path: Path,
+) -> None:
+    variants = [
+        written(tmp_path, "grpo", [0.5, 0.6, 0.55]),
+        written(tmp_path, "gspo", [0.7, 0.8, 0.76]),
+        written(tmp_path, "gspo+r3", [0.6, 0.9, 0.75], seconds=1.1, **{"replay/bytes": 1000.0}),
+    ]
+    text, found = report_of(variants, tmp_path)
     assert [path.name for path in (tmp_path / "plots").iterdir()] == ["variants.png"]
-    assert page.count("data:image/png;base64,") == 1
-    assert all(line in page for line in found)
-
-
-def test_the_tables_have_means_and_spreads(tmp_path: Path) -> None:
-    text, _ = report_of(three_variants(tmp_path), tmp_path)
+    assert text.count("data:image/png;base64,") == 1
+    rules = ("has collapsed when", "significant when", "no correction for the number")
+    for part in (*found, *rules, "objective.name=gspo routing.replay=r3"):
+        assert part in text
     head, grpo, gspo, _ = rows(text, "Outcome")
     column = head.index("held-out accuracy at the end")
     assert (grpo[0], grpo[column]) == ("grpo", "55.0% ± 5.0%")
@@ -348,13 +345,6 @@ def test_warnings_name_variant_and_seed(tmp_path: Path) -> None:
         metrics.write({"step": 15, "grad_norm": 50.0})
     [row] = rows(report_of(variants, tmp_path)[0], "Warnings")[1:]
     assert row[:3] == ["gspo/2", "grad_norm", "step 15"]
-
-
-def test_the_rules_are_stated(tmp_path: Path) -> None:
-    text, _ = report_of(three_variants(tmp_path), tmp_path)
-    for part in ("has collapsed when", "significant when", "no correction for the number"):
-        assert part in text
-    assert "objective.name=gspo routing.replay=r3" in text
 
 
 def test_variants_without_a_finished_run_are_named_and_left_out(tmp_path: Path) -> None:

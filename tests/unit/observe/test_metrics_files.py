@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import resource
@@ -107,29 +108,46 @@ def test_a_response_with_a_field_of_a_wrong_type_is_named(
     assert str(caught.value).startswith(f"{path}: the `{field}` of record 3 ")
 
 
-def test_a_damaged_file_is_not_truncated_and_can_still_be_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"st\n{"step": 2}\n', ":1: not a JSON object: '{\"st'"),
+        (
+            '{"step": 1}\n{"step": 2, "phase": "rlhf"}\n',
+            ": phase = 'rlhf': not a phase of training; allowed: pretrain, sft, reward_model, "
+            "warm_start, rl",
+        ),
+    ],
+)
+def test_a_damaged_file_is_not_truncated_and_can_still_be_written(
+    tmp_path: Path, text: str, told: str
+) -> None:
+    """A file with a record of an unknown phase is not cut, because the phase's order is unknown."""
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"st\n{"step": 2}\n')
-    with MetricsWriter(tmp_path) as writer:
-        with pytest.raises(DataError, match=":1: "):
+    path.write_text(text)
+    with JsonLinesWriter(path) as writer:
+        with pytest.raises(DataError) as caught:
             writer.truncate_after(1)
-        writer.write({"step": 3})
-    assert path.read_bytes().count(b"\n") == 3
+        assert str(caught.value) == f"{path}{told}"
+        writer.append({"step": 3})
+    assert path.read_text() == text + '{"step": 3}\n'
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def small_files() -> Iterator[None]:
-    """During the test no file may grow beyond 100 bytes, as if the disk were full."""
+    """Let no file grow beyond 100 bytes, as if the disk were full. (A fixture would also hold while
+    pytest writes its progress, perhaps to a file.)"""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.usefixtures("small_files")
 def test_a_full_disk_is_told_with_the_file_and_what_to_do(tmp_path: Path) -> None:
     told = r"metrics\.jsonl: cannot be written: File too large; .*the same command continues"
-    with MetricsWriter(tmp_path) as writer:
+    with small_files(), MetricsWriter(tmp_path) as writer:
         writer.write({"step": 1})
         with pytest.raises(UserError, match=told):
             writer.write({"step": 2, "loss": [0.5] * 40})
@@ -139,14 +157,12 @@ def test_a_full_disk_is_told_with_the_file_and_what_to_do(tmp_path: Path) -> Non
     assert read_metrics(tmp_path) == [{"step": 1}]
 
 
-def test_a_full_disk_when_going_on_leaves_the_file_as_it_was(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_full_disk_when_going_on_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     content = b"".join(b'{"step": %d, "loss": 0.5}\n' % step for step in range(1, 10))
     path.write_bytes(content)
-    request.getfixturevalue("small_files")  # from here on no file may grow
-    with MetricsWriter(tmp_path) as writer, pytest.raises(UserError, match="cannot be written"):
+    refused = pytest.raises(UserError, match="cannot be written")
+    with small_files(), MetricsWriter(tmp_path) as writer, refused:
         writer.truncate_after(8)
     assert path.read_bytes() == content
 
@@ -199,17 +215,3 @@ def test_a_series_is_by_step_of_one_phase_and_the_later_record_counts() -> None:
     assert series(records, "loss") == ([1, 2, 3], pytest.approx([2.0, 3.0, math.nan], nan_ok=True))
     assert series(records, "loss", "sft") == ([1], [9.0])
     assert series(records, "name") == ([], [])
-
-
-def test_a_record_of_an_unknown_phase_is_named(tmp_path: Path) -> None:
-    """A file with such a record is not cut, because the order of the phase is unknown."""
-    path, text = tmp_path / "metrics.jsonl", '{"step": 1}\n{"step": 2, "phase": "rlhf"}\n'
-    allowed = "pretrain, sft, reward_model, warm_start, rl"
-    wrong = f"phase = 'rlhf': not a phase of training; allowed: {allowed}"
-    path.write_text(text)
-    with JsonLinesWriter(path) as writer:
-        with pytest.raises(DataError) as caught:
-            writer.truncate_after(1)
-        assert str(caught.value) == f"{path}: {wrong}"
-        writer.append({"step": 3})  # the writer can still be used
-    assert path.read_text() == text + '{"step": 3}\n'

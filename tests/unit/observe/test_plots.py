@@ -23,13 +23,17 @@ from gspo_megatron.observe.metrics_files import (
 from gspo_megatron.observe.plots import (
     COMPARISONS,
     plot_comparison,
-    plot_run,
     small_unit,
     smoothed,
 )
 from tests.unit.observe.conftest import RunMaker, rl_record
 
 PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def plotted(folder: Path) -> list[Path]:
+    [run] = load_runs([folder])
+    return plots.plot_run(run, folder)
 
 
 SUBJECTS = ["learning", "ratios", "optimizer", "routing", "timing"]
@@ -54,7 +58,7 @@ def test_a_run_gets_a_picture_for_each_subject_it_has_figures_of(
     with MetricsWriter(tmp_path) as writer:
         for record in records:
             writer.write(record)
-    written = plot_run(tmp_path)
+    written = plotted(tmp_path)
     assert written == [tmp_path / "plots" / f"{name}.png" for name in pictures]
     assert all(path.read_bytes().startswith(PNG) for path in written)
 
@@ -77,7 +81,7 @@ def test_a_run_with_a_reward_model_has_the_signs_of_gaming_on_one_page(
     monkeypatch.setattr(
         plots, "finish_axes", lambda *a, **k: titles.append(a[1]) or native(*a, **k)
     )
-    assert tmp_path / "plots" / "gaming.png" in plot_run(tmp_path)
+    assert tmp_path / "plots" / "gaming.png" in plotted(tmp_path)
     signs = ["Score of the reward model", "Divergence from the start", "Response length"]
     start = titles.index(signs[0])
     assert titles[start : start + 4] == [*signs, "Repeated text"]
@@ -94,7 +98,7 @@ def test_lines_mark_where_keys_have_changed(
     drawn: list[float] = []
     native = Axes.axvline
     monkeypatch.setattr(Axes, "axvline", lambda *a, **k: drawn.append(a[1]) or native(*a, **k))
-    plot_run(tmp_path)
+    plotted(tmp_path)
     assert drawn and set(drawn) == {4.5}  # between steps 4 and 5
 
 
@@ -111,7 +115,7 @@ def test_plotting_leaves_matplotlib_as_it_was(make_run: RunMaker) -> None:
     import matplotlib
 
     before = dict(matplotlib.rcParams)
-    plot_run(make_run("run"))
+    plotted(make_run("run"))
     assert dict(matplotlib.rcParams) == before
 
 
@@ -200,7 +204,7 @@ def test_the_ratios_of_tokens_and_sequences_are_drawn_on_one_scale(
                 for name, place in (("min", -2), ("p01", -1), ("p50", 0), ("p99", 1), ("max", 2)):
                     record[f"ratio/{unit}/{name}"] = 1 + place * width
             writer.write(record)
-    plots.plot_run(tmp_path)
+    plotted(tmp_path)
     sequence, token = drawn["ratios.png"].axes
     assert sequence.get_ylim() == token.get_ylim() == pytest.approx((-0.22, 0.22))
     assert sequence.get_yscale() == token.get_yscale() == "symlog"

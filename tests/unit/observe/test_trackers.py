@@ -229,20 +229,6 @@ def test_half_a_note_and_one_without_a_step_count_for_nothing(step: str, crashin
     assert crashing.steps == [("loss", 1), ("loss", 2)]
 
 
-def test_a_run_of_a_version_that_kept_no_notes_is_not_sent_twice(crashing: Run) -> None:
-    """The tracker's folder exists, so an earlier start has opened the tracker and sent the earlier
-    records."""
-    records = [{"phase": "rl", "step": step, "loss": 0.5} for step in (1, 2)]
-    with MetricsWriter(crashing.folder) as writer:
-        for record in records:
-            writer.write(record)
-    (crashing.folder / "tensorboard").mkdir()
-    trackers = open_trackers(["tensorboard"], crashing.folder)
-    trackers.catch_up(records)
-    trackers.log(3, {"phase": "rl", "loss": 0.5})
-    assert crashing.steps == [("loss", 3)]
-
-
 def test_a_tracker_that_failed_before_its_first_record_gets_all_at_the_next_start(
     crashing: Run,
 ) -> None:

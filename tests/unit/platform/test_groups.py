@@ -27,7 +27,11 @@ from gspo_megatron.platform.groups import (
 from tests.unit.models.one_rank import one_rank_groups, tiny_config, tiny_policy
 
 
-def test_alone_without_a_rendezvous() -> None:
+@pytest.mark.parametrize("given", [None, "MASTER_ADDR", "MASTER_PORT"])
+def test_alone_without_a_rendezvous(given: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster may set one of the variables in every shell."""
+    if given is not None:
+        monkeypatch.setenv(given, "node1")
     before = dict(os.environ)
     with one_rank_groups():
         ranks = start_processes()  # a second call changes nothing

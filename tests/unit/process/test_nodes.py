@@ -93,7 +93,8 @@ def test_the_first_pod_of_a_pytorchjob_may_be_told_localhost(
         (TRAINJOB | {"PET_NODE_RANK": "2"}, "PET_NODE_RANK = 2: must be below the 2 machines"),
         (TRAINJOB | {"PET_MASTER_ADDR": ""}, "PET_NNODES = 2: PET_MASTER_ADDR must be set too"),
         (TRAINJOB | {"PET_MASTER_PORT": "tcp://10.0.0.1:80"}, "PET_MASTER_PORT = 'tcp://"),
-        (TRAINJOB | {"PET_MASTER_PORT": "99999"}, "allowed: 1 to 65535"),
+        (TRAINJOB | {"PET_MASTER_PORT": "99999"}, "PET_MASTER_PORT = '99999' .*: 1 to 65535"),
+        (PYTORCHJOB | {"MASTER_PORT": "0"}, "^MASTER_PORT = '0' .* allowed: 1 to 65535"),
         (SKYPILOT | {"SKYPILOT_NODE_RANK": "5"}, "SKYPILOT_NODE_RANK = 5: must be below the 2"),
     ],
 )
@@ -102,8 +103,9 @@ def test_senseless_variables_are_refused(environ: dict[str, str], told: str) -> 
         node_of_job(environ)
 
 
-def test_ranks_on_each_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+@pytest.mark.parametrize("no_gpus", ["", "-1", "NoDevFiles"])  # the last is Slurm's
+def test_ranks_on_each_machine(no_gpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", no_gpus)
     given, unsaid = Node(1, 2, 8, "a", 1, "PET_NNODES"), Node(1, 2, None, "a", 1, "PET_NNODES")
     assert world_size_on(given, None, 4) == 16
     assert world_size_on(given, 3, 4) == 6

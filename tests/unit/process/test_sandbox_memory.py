@@ -96,12 +96,10 @@ print("held")
         group.close()
 
 
-def test_it_goes_first_and_cannot_take_it_back(user: User) -> None:
-    program = "print(open('/proc/self/oom_score_adj').read())\n"
-    change = "open('/proc/self/oom_score_adj', 'w').write('0')"
-    told, refused = user.run([program, change], LIMITS)
+def test_it_goes_first_where_memory_gets_scarce(user: User) -> None:
+    """hostile_programs.py shows that a program cannot change this."""
+    (told,) = user.run(["print(open('/proc/self/oom_score_adj').read())"], LIMITS)
     assert told.stdout.strip() == b"1000"
-    assert (refused.failure or "").startswith("OSError: [Errno 30] Read-only file system")
 
 
 def test_a_group_that_cannot_be_made_is_a_fault_of_the_sandbox(
