@@ -50,6 +50,7 @@ def of_gpus_alone(arguments: Sequence[str], folder: Path) -> bool:
     return bool(paths) and all(path.is_relative_to(_GPU_TESTS) for path in paths)
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own function of this name
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order the tests for several processes. Without a GPU, skip tests with the mark `gpu`."""
     if getattr(config.option, "loadgroup", False):  # true in the processes of pytest-xdist
@@ -75,7 +76,7 @@ def _share_out(items: list[pytest.Item]) -> None:
     def place(item: pytest.Item) -> tuple[int, bool, bool]:
         folder = item.path.relative_to(_TESTS).parts[0]
         is_marked = item.get_closest_marker("xdist_group") is not None
-        if folder in _BY_FILE or (not is_marked and _shares_with_its_file(item)):
+        if folder in _BY_FILE or (not is_marked and shares_with_its_file(item)):
             item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(_TESTS))))
         is_alone = item.get_closest_marker("xdist_group") is None
         at = _ORDER.index(folder) if folder in _ORDER else len(_ORDER)
@@ -84,7 +85,7 @@ def _share_out(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
-def _shares_with_its_file(item: pytest.Item) -> bool:
+def shares_with_its_file(item: pytest.Item) -> bool:
     assert isinstance(item, pytest.Function)
     fixtures = item._fixtureinfo.name2fixturedefs.values()
     return any(definition.scope == "module" for *_, definition in fixtures)

@@ -14,6 +14,7 @@ from tests.slurm.packages import Unavailable, slurm_prefix
 from tests.vllm.environment import find_vllm_python
 
 
+@pytest.hookimpl(tryfirst=True)  # before the function in tests/conftest.py
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give all tests that use the undisturbed run to one process of pytest-xdist."""
     folder = Path(__file__).parent

@@ -14,6 +14,7 @@ from tests.vllm.environment import find_vllm_python
 from tests.vllm.servers import Server, run_options, serve
 
 
+@pytest.hookimpl(tryfirst=True)  # before the function in tests/conftest.py
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give all tests of the server to one process of pytest-xdist, because the server takes long to
     start."""
