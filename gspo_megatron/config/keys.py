@@ -96,7 +96,7 @@ def _legal(node: dict[str, Any]) -> list[str]:
     found = [str(value) for value in node.get("enum", [])]
     found += [text.format(node[limit]) for limit, text in _LIMITS.items() if limit in node]
     if node.get("pattern", "").endswith(r":\w+$"):
-        found.append("package.module:function")
+        found.append("package.module:name")
     for inner in (*node.get("anyOf", ()), *([node["items"]] if "items" in node else ())):
         found += _legal(inner)
     return list(dict.fromkeys(found))

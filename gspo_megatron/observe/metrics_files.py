@@ -118,6 +118,17 @@ def read_draws(run_dir: str | Path) -> list[Record]:
     return read_json_lines(path) if path.is_file() else []
 
 
+def read_changes(run_dir: str | Path) -> list[Record]:
+    """Return a record for each step after which values of the configuration changed. Returns an
+    empty list without the file. Raises DataError."""
+    path = Path(run_dir) / CHANGES_FILE
+    records = read_json_lines(path) if path.is_file() else []
+    for number, record in enumerate(records, start=1):
+        if not isinstance(record.get("step"), int):
+            raise DataError(f"{path}: the `step` of record {number} is not a number")
+    return records
+
+
 NOTHING: Record = {"phase": _PHASES[0], "step": -1}  # its position is before all records
 
 

@@ -24,7 +24,6 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from gspo_megatron.files import make_folder, os_errors
 from gspo_megatron.observe.metrics_files import (
-    CHANGES_FILE,
     FINE_TUNING,
     PREFERENCES,
     PRETRAINING,
@@ -32,7 +31,7 @@ from gspo_megatron.observe.metrics_files import (
     Run,
     groups,
     phase_of,
-    read_json_lines,
+    read_changes,
 )
 
 # Colours that stay distinct with common colour vision deficiencies and in grey print.
@@ -301,8 +300,7 @@ def plot_run(run: Run, out: Path) -> list[Path]:
     Subjects and panels without metrics in this run are left out. Dotted lines mark the steps at
     which values of the configuration changed. Raises DataError if the file of changes is damaged.
     """
-    changes = run.path / CHANGES_FILE
-    borders = [each["step"] for each in read_json_lines(changes)] if changes.is_file() else []
+    borders = [each["step"] for each in read_changes(run.path)]
     written = []
     with matplotlib.rc_context(STYLE):
         for page in _PAGES:

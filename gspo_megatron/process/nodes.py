@@ -140,10 +140,9 @@ def wait_for_master(node: Node, seconds: float = NAME_SECONDS) -> None:
 
 def _gpus_here() -> int | None:
     """Return the number of GPUs that this process may use; None if there are none."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = visible_gpus()
     if visible is not None:
-        names = [each.strip() for each in visible.split(",") if each.strip()]
-        return None if names[:1] in ([], ["-1"], ["NoDevFiles"]) else len(names)
+        return len(visible) or None
     try:
         listed = subprocess.run(
             ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False
@@ -151,6 +150,15 @@ def _gpus_here() -> int | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) or None
+
+
+def visible_gpus() -> list[str] | None:
+    """Return the names of the GPUs in CUDA_VISIBLE_DEVICES; None if the variable is not set."""
+    text = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if text is None:
+        return None
+    names = [each.strip() for each in text.split(",") if each.strip()]
+    return [] if names[:1] in (["-1"], ["NoDevFiles"]) else names  # Slurm writes the latter
 
 
 def number_in(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

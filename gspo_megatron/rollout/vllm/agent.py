@@ -13,6 +13,7 @@ from typing import Any
 
 from gspo_megatron.addresses import route_to
 from gspo_megatron.errors import DataError, RolloutError
+from gspo_megatron.process.nodes import visible_gpus
 from gspo_megatron.rollout.vllm.process import ServerProcess
 from gspo_megatron.rollout.vllm.remote import (
     HeartbeatFile,
@@ -142,13 +143,12 @@ def _devices(gpus: list[int]) -> dict[str, str]:
     few GPUs."""
     if not gpus:
         return {}
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    numbers = list(map(str, range(gpus[-1] + 1)))
-    if visible is not None:
-        numbers = visible.split(",") if visible else []
+    numbers = visible_gpus()
+    if numbers is None:
+        numbers = list(map(str, range(gpus[-1] + 1)))
     if len(numbers) <= gpus[-1]:
         raise RolloutError(
             f"needs GPU {gpus[-1]} of its node, counted from 0, but the node has {len(numbers)} "
-            f"(CUDA_VISIBLE_DEVICES = {visible})"
+            f"(CUDA_VISIBLE_DEVICES = {os.environ['CUDA_VISIBLE_DEVICES']})"
         )
     return {"CUDA_VISIBLE_DEVICES": ",".join(numbers[each] for each in gpus)}

@@ -22,6 +22,7 @@ from gspo_megatron.config import Config
 from gspo_megatron.config.servers import rollout_nodes
 from gspo_megatron.errors import RolloutError, error_of
 from gspo_megatron.families.model_shape import experts_in_layers
+from gspo_megatron.process.nodes import visible_gpus
 from gspo_megatron.process.signals import signal_name
 from gspo_megatron.rollout.store import step_of
 from gspo_megatron.rollout.vllm.process import end_with_parent, hold_port
@@ -303,10 +304,10 @@ def _gpus_for_servers(config: Config) -> list[str]:
     if not section.servers or rollout_nodes():
         return []
     used, needed = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), section.tensor_parallel_size
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
-        map(str, range(torch.cuda.device_count()))
-    )
-    free = visible.split(",")[used:]
+    visible = visible_gpus()
+    if visible is None:
+        visible = list(map(str, range(torch.cuda.device_count())))
+    free = visible[used:]
     if len(free) < section.servers * needed:
         raise RolloutError(
             f"rollout.vllm.servers = {section.servers}: {section.servers * needed} GPUs beside "

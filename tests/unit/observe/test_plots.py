@@ -100,6 +100,10 @@ def test_lines_mark_where_keys_have_changed(
     monkeypatch.setattr(Axes, "axvline", lambda *a, **k: drawn.append(a[1]) or native(*a, **k))
     plotted(tmp_path)
     assert drawn and set(drawn) == {4.5}  # between steps 4 and 5
+    with JsonLinesWriter(tmp_path / CHANGES_FILE) as changes:
+        changes.append({"phase": "rl"})
+    with pytest.raises(DataError, match=r"changes\.jsonl: the `step` of record 2 is not a number"):
+        plotted(tmp_path)
 
 
 def test_percentiles_of_the_length_are_drawn_where_a_run_has_them() -> None:

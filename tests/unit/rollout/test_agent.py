@@ -168,9 +168,10 @@ def test_gpus_are_those_of_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     assert agent_module._devices([1, 2]) == {"CUDA_VISIBLE_DEVICES": "5,GPU-6"}
     with pytest.raises(RolloutError, match="GPU 3 of its node.* has 3 "):
         agent_module._devices([2, 3])
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(RolloutError, match="GPU 0 of its node.* has 0 "):
-        agent_module._devices([0])
+    for hidden in ("", "-1", "NoDevFiles"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        with pytest.raises(RolloutError, match="GPU 0 of its node.* has 0 "):
+            agent_module._devices([0])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert agent_module._devices([2, 3]) == {"CUDA_VISIBLE_DEVICES": "2,3"}
 
