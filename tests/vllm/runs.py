@@ -85,22 +85,32 @@ class Run:
         return [json.loads(line) for line in (self.folder / "calls").read_text().splitlines()]
 
     def services(self) -> list[psutil.Process]:
-        return [p for p in self._below() if "gspo_megatron.rollout.vllm.service" in p.cmdline()]
+        return self._below("gspo_megatron.rollout.vllm.service")
 
     def trainers(self) -> list[psutil.Process]:
         """The processes of the train command and of its ranks."""
-        below = [p for p in self._below() if "gspo_megatron" in p.cmdline()]
-        return [*below, *(psutil.Process(p.pid) for p in self.processes if p.poll() is None)]
+        command = [psutil.Process(p.pid) for p in self.processes if p.poll() is None]
+        return [*self._below("gspo_megatron"), *command]
 
     def servers(self) -> list[psutil.Process]:
-        return [p for p in self._below() if "gspo_vllm_server" in p.cmdline()]
+        return self._below("gspo_vllm_server")
 
-    def _below(self) -> list[psutil.Process]:
+    def _below(self, word: str) -> list[psutil.Process]:
+        """The living descendants of the train commands with this word in their command lines."""
         found = []
         for process in self.processes:
             if process.poll() is None:
                 found += psutil.Process(process.pid).children(recursive=True)
-        return sorted(filter(is_alive, found), key=lambda each: each.create_time())
+        chosen = [each for each in found if is_alive(each) and word in _words_of(each)]
+        return sorted(chosen, key=lambda each: each.create_time())
+
+
+def _words_of(process: psutil.Process) -> list[str]:
+    """The command line of a process, which may end at any time."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
 
 
 def make_run(folder: Path, python: Path, **sections: Mapping[str, Any]) -> Run:
