@@ -153,5 +153,6 @@ class PolicyModel(GPTModel):
         if (adapter := self._head_adapter()) is not None:  # avoids a copy of the weight
             up = adapter.part.b.to(weight.dtype)
             logits += multiply(adapter.down(hidden), up, torch.empty_like(logits))
-        whole = gather_from_tensor_model_parallel_region(logits, group=group)
-        return whole[:, : self.true_vocab_size].float()
+        if group.size() > 1:  # for one rank, the call would only make an object at each token
+            logits = gather_from_tensor_model_parallel_region(logits, group=group)
+        return logits[:, : self.true_vocab_size].float()

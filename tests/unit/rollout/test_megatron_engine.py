@@ -401,8 +401,8 @@ def test_the_adapters_of_each_rollout_are_joined_once(
 ) -> None:
     megatron = {"init_method_std": 0.15}
     policy = tiny_policy(model={"megatron": megatron, "lora": {"rank": 4}})
-    join, calls = lora._side_by_side, []
-    monkeypatch.setattr(lora, "_side_by_side", lambda parts: calls.append(1) or join(parts))
+    join, calls = lora._joined_b, []
+    monkeypatch.setattr(lora, "_joined_b", lambda *given: calls.append(1) or join(*given))
     first, joined = generate(policy), len(calls)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():  # an update of the adapters
