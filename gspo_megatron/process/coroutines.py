@@ -21,10 +21,11 @@ async def gathered(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return list(await asyncio.gather(*tasks))
-    finally:
+    except BaseException:
         for task in tasks:  # if one task has raised an error, the others still run
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 class OwnLoop:
