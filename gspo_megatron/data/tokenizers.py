@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +54,7 @@ def load_tokenizer(
     return tokenizer
 
 
-class Tokenizer:
+class Tokenizer(ABC):
     """The interface to a tokenizer, whatever its kind."""
 
     name: str  # its path
@@ -111,34 +112,35 @@ class Tokenizer:
             self.name, self.chat_template, messages, open_answer, variables, self.controls
         )
 
+    @abstractmethod
     def encode_rendered(self, text: str, quoted: Sequence[Span] = ()) -> Encoded:
         """Encode a chat template's output. Control symbols become their ids, except those with a
         character inside the `quoted` spans, which are data."""
-        raise NotImplementedError
 
+    @abstractmethod
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text without special tokens."""
-        raise NotImplementedError
 
+    @abstractmethod
     def symbol_id(self, symbol: str) -> int | None:
         """Return the id of a piece or special token; None if the tokenizer lacks it."""
-        raise NotImplementedError
 
     def _checked(self, text: str, ids: list[int]) -> list[int]:
         """Return the ids of a text; encode it again if they contain a control token."""
         return self._as_text(text).ids if self.controls.among(ids) else ids
 
+    @abstractmethod
     def _controls_with(self, template: str | None) -> Controls:
-        raise NotImplementedError
+        """Return the control tokens if this is the chat template."""
 
+    @abstractmethod
     def _ids(self, text: str | list[str]) -> Any:
         """Return the ids of one text or of several texts. They may contain control tokens, such as
         marks of the template that are no special tokens."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _as_text(self, text: str) -> Encoded:
         """Encode text without control tokens."""
-        raise NotImplementedError
 
 
 class SentencePieceTokenizer(Tokenizer):
