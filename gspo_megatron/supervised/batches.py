@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
@@ -44,7 +45,7 @@ class SupervisedBatch:
         return {"batch/tokens": self.num_tokens, "batch/learned_tokens": self.num_learned}
 
 
-class ExampleBatches(Generic[E, B]):
+class ExampleBatches(ABC, Generic[E, B]):
     """The batches of a run. Every layout has the same batches; their order depends only on the seed
     and the file. All ranks call `next` together."""
 
@@ -94,9 +95,9 @@ class ExampleBatches(Generic[E, B]):
             numbers = range(start, min(start + self.batch_size, len(data)))
             yield self.batch([data[number] for number in numbers])
 
+    @abstractmethod
     def batch(self, examples: Sequence[E]) -> B:
         """Return a batch of the examples, which must be the same on every rank."""
-        raise NotImplementedError
 
     def plan(
         self,
