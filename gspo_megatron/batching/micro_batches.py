@@ -20,6 +20,7 @@ from gspo_megatron.batching.plan import MiniBatch
 from gspo_megatron.batching.redistribute import Sequences, StepIndex
 from gspo_megatron.models.build import Policy, unwrap
 from gspo_megatron.models.policy import HeadInputs
+from gspo_megatron.models.shared_prompts import packed_params
 from gspo_megatron.models.top_k_head import with_rest
 from gspo_megatron.models.transformer_config import changed
 from gspo_megatron.routing.hooks import Routes, routed
@@ -69,8 +70,15 @@ class MicroBatchBuilder:
     """Packs or pads sequences for this rank's layout."""
 
     def __init__(
-        self, policy: Policy, pad_id: int, temperature: float, *, padded: bool = False
+        self,
+        policy: Policy,
+        pad_id: int,
+        temperature: float,
+        *,
+        padded: bool = False,
+        share_prompts: bool = False,
     ) -> None:
+        """padded, share_prompts: see PackSpec."""
         config = policy.config
         self.temperature = temperature
         multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
@@ -84,6 +92,7 @@ class MicroBatchBuilder:
             config.context_parallel_size,
             parallel_state.get_context_parallel_rank(),
             multiple,
+            share_prompts,
         )
         self.shapes_vary = config.variable_seq_lengths
         self.device = torch.device(torch.cuda.current_device())
@@ -92,6 +101,11 @@ class MicroBatchBuilder:
     def padded(self) -> bool:
         """Whether each branch has a row of its own."""
         return self.spec.padded
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether a micro-batch holds a shared prompt once."""
+        return self.spec.share_prompts
 
     def build_step(
         self, plans: Sequence[MiniBatch], sequences: Sequences, index: StepIndex
@@ -167,13 +181,7 @@ class MicroBatchBuilder:
         head = HeadInputs(packed.token_rows, packed.targets, self.temperature)
         bounds = None
         if not self.padded:
-            names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-            bounds = PackedSeqParams(
-                qkv_format="thd",
-                **dict.fromkeys(names, packed.boundaries),
-                max_seqlen_q=packed.longest,
-                max_seqlen_kv=packed.longest,
-            )
+            bounds = packed_params(packed.boundaries, packed.longest, packed.shared)
         return MicroBatch(packed, bounds, head)
 
 

@@ -7,16 +7,21 @@ the chunks r and 2CP-1-r of 2CP.
 
 The model sees each branch of an episode as a separate sequence with positions from 0. The loss
 sees all branches of an episode as one sequence.
+
+A packed micro-batch can hold a shared prompt once: see `_find_shared`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+from gspo_megatron.models.shared_prompts import SharedPrompts
 
 # [sequence number][branch]: numbers of prompt and response tokens
 Branches = Sequence[Sequence[tuple[int, int]]]
@@ -40,7 +45,9 @@ class PackedBatch:
 
     input_ids: Tensor  # [rows, tokens / CP] int64
     position_ids: Tensor  # [rows, tokens / CP] int64
-    boundaries: Tensor  # [branches + 1] int32, starts and end of padded branches before the CP cut
+    # [branches + 1] int32, starts and end of padded branches before the CP cut; with shared prompts,
+    # [2]: start and end of the micro-batch
+    boundaries: Tensor
     longest: int  # number of tokens of the longest branch, with its padding
     padding_mask: Tensor | None  # [rows, tokens / CP] bool, True on padding; None: no padding
     # [rows, tokens / CP] int64, index into the concatenated tokens of the members; -1: padding
@@ -52,6 +59,7 @@ class PackedBatch:
     response_index: Tensor  # [response tokens] int64, index into the flat responses
     response_lengths: Tensor  # [sequences] int64, of whole sequences, not of this shard
     members: tuple[int, ...]  # the micro-batch's sequences, by their numbers in the rank's batch
+    shared: SharedPrompts | None = None  # None: every branch has all its tokens
 
     def to(self, device: torch.device) -> PackedBatch:
         """Return a copy with the tensors on `device`."""
@@ -59,6 +67,7 @@ class PackedBatch:
             name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
             for name, value in vars(self).items()
         }
+        moved["shared"] = self.shared and self.shared.to(device)
         return PackedBatch(**moved)
 
 
@@ -73,6 +82,7 @@ class PackSpec:
     # A rank's number of tokens is a multiple of this value: TP with sequence parallelism, else 1.
     # For FP8 the value is multiplied by 16 or 32.
     multiple: int = 1
+    share_prompts: bool = False  # a packed micro-batch holds shared prompts once; needs CP = 1
 
     @property
     def chunks(self) -> int:
@@ -110,31 +120,39 @@ def pack(
     collectives.
     """
     pieces = _pieces(tokens, response_lengths, members, branches)
-    lengths = [prompt + response for _, prompt, response in pieces]
+    nothing = torch.empty(0, dtype=torch.long)
+    joined = torch.cat([tokens[number] for number in members]) if members else nothing
+    if spec.share_prompts:
+        pieces = _find_shared(pieces, joined)
+    lengths = [piece.rows for piece in pieces]
     smallest = spec.smallest_shape(lengths)
     shape = shape or smallest
     assert smallest.rows <= shape.rows and smallest.tokens <= shape.tokens, (smallest, shape)
     boundaries = _boundaries(lengths, spec, shape)
     total = shape.rows * shape.tokens
 
-    nothing = torch.empty(0, dtype=torch.long)
-    joined = torch.cat([tokens[number] for number in members]) if members else nothing
     positions = _Positions.padding(total, spec.pad_id)
     positions.lay_out(pieces, boundaries, joined, [response_offsets[n] for n in members])
     if spec.context_parallel_size > 1:
         ranks = spec.context_parallel_size, spec.context_parallel_rank
         positions = positions.shard(zigzag_shard(boundaries, *ranks))
 
+    longest = max(end - start for start, end in pairwise(boundaries))
+    shared = None
+    if any(piece.shared for piece in pieces):
+        shared = _shared_prompts(pieces, boundaries, positions.position_ids)
+        boundaries, longest = [0, total], shared.longest
     size = (shape.rows, shape.tokens // spec.context_parallel_size)
     return PackedBatch(
         input_ids=positions.ids.view(size),
         position_ids=positions.position_ids.view(size),
         boundaries=torch.tensor(boundaries, dtype=torch.int32),
-        longest=max(end - start for start, end in zip(boundaries, boundaries[1:], strict=False)),
+        longest=longest,
         padding_mask=(positions.source < 0).view(size) if sum(lengths) < total else None,
         token_index=positions.source.view(size),
         response_lengths=torch.tensor([response_lengths[i] for i in members], dtype=torch.long),
         members=tuple(members),
+        shared=shared,
         **positions.head_inputs(size),
     )
 
@@ -160,32 +178,32 @@ class _Positions:
 
     def lay_out(
         self,
-        pieces: Sequence[tuple[int, int, int]],
+        pieces: Sequence[_Piece],
         boundaries: Sequence[int],
         joined: Tensor,
         offsets: list[int],
     ) -> None:
         """Write each branch, starting at its boundary.
 
-        pieces: see `_pieces`; joined: the concatenated tokens of the members; offsets: where each
-        member's response starts in the flat response vectors. The call advances `offsets`.
+        joined: the concatenated tokens of the members; offsets: where each member's response starts
+        in the flat response vectors. The call advances `offsets`.
         """
-        passed = 0
-        for (place, prompt, response), start in zip(pieces, boundaries):
-            length = prompt + response
-            taken = torch.arange(passed, passed + length)
-            self.ids[start : start + length] = joined[taken]
-            self.position_ids[start : start + length] = torch.arange(length)
-            self.source[start : start + length] = taken
-            passed += length
+        for piece, start in zip(pieces, boundaries):
+            own = torch.arange(piece.shared, piece.length)  # positions in the branch
+            rows = slice(start, start + piece.rows)
+            self.ids[rows] = joined[piece.start + own]
+            self.position_ids[rows] = own
+            self.source[rows] = piece.start + own
             # Each token predicts the next token, so the last prompt token predicts the first
             # response token.
-            first = start + prompt - 1
-            rows = slice(first, first + response)
-            self.targets[rows] = joined[taken[prompt:]]
-            self.owner[rows] = place
-            self.response_index[rows] = torch.arange(offsets[place], offsets[place] + response)
-            offsets[place] += response
+            first = start + piece.prompt - 1 - piece.shared
+            rows = slice(first, first + piece.response)
+            end = piece.start + piece.prompt + piece.response
+            self.targets[rows] = joined[end - piece.response : end]
+            self.owner[rows] = piece.place
+            offset = offsets[piece.place]
+            self.response_index[rows] = torch.arange(offset, offset + piece.response)
+            offsets[piece.place] += piece.response
 
     def shard(self, held: Tensor) -> _Positions:
         """Return the positions with the indices `held`, in this order."""
@@ -218,22 +236,83 @@ def last_token_rows(packed: PackedBatch, lengths: Sequence[int]) -> tuple[Tensor
     return found % tokens * rows + found // tokens, torch.searchsorted(ends, held[found])
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """A branch, and which of its tokens get rows of their own in the micro-batch."""
+
+    place: int  # the index of its sequence in `members`
+    start: int  # where it starts in the concatenated tokens of the members
+    prompt: int  # tokens
+    response: int  # tokens
+    length: int  # the number of its first tokens that the model computes
+    shared: int = 0  # how many of these have the rows of the branch before it
+
+    @property
+    def rows(self) -> int:
+        """The number of its own rows."""
+        return self.length - self.shared
+
+
 def _pieces(
     tokens: Sequence[Tensor] | Mapping[int, Tensor],
     response_lengths: Sequence[int],
     members: Sequence[int],
     branches: Branches | None,
-) -> list[tuple[int, int, int]]:
-    """Return a tuple for each branch: the index of its sequence in `members`, and its numbers of
-    prompt and response tokens."""
+) -> list[_Piece]:
+    """Return the branches of the members, each with all its tokens."""
     pieces = []
+    start = 0
     for place, number in enumerate(members):
         length, response = len(tokens[number]), response_lengths[number]
         own = [(length - response, response)] if branches is None else branches[number]
         assert sum(map(sum, own)) == length, "branches do not cover their sequence"
-        pieces += [(place, *lengths) for lengths in own]
-    assert all(prompt > 0 for _, prompt, _ in pieces), "a response needs a prompt before it"
+        for counts in own:
+            pieces.append(_Piece(place, start, *counts, sum(counts)))
+            start += sum(counts)
+    assert all(piece.prompt > 0 for piece in pieces), "a response needs a prompt before it"
     return pieces
+
+
+def _find_shared(pieces: Sequence[_Piece], joined: Tensor) -> Sequence[_Piece]:
+    """Find the tokens that each branch has in common with the branch before it.
+
+    Responses to a prompt are neighbours, so each prompt is computed once. The last prompt token
+    stays in every branch: it predicts the first response token, and a row predicts one token. If
+    any tokens are shared, the last token of each branch is left out, because it predicts nothing.
+    """
+    found: list[_Piece] = []
+    for piece in pieces:
+        shared = 0
+        if found:
+            before = found[-1]
+            most = min(before.length, piece.prompt - 1)
+            differ = joined[before.start :][:most] != joined[piece.start :][:most]
+            shared = int(differ.nonzero()[0]) if differ.any() else most
+        length = max(piece.prompt + piece.response - 1, 1)
+        found.append(replace(piece, length=length, shared=shared))
+    return found if any(piece.shared for piece in found) else pieces
+
+
+def _shared_prompts(
+    pieces: Sequence[_Piece], boundaries: Sequence[int], positions: Tensor
+) -> SharedPrompts:
+    """Describe where the tokens of whole branches are. boundaries: where the own rows of each
+    branch start; padding at the end counts as one more branch. positions: [rows]."""
+    shares = [piece.shared for piece in pieces] + [0] * (len(boundaries) - 1 - len(pieces))
+    whole: list[Tensor] = []
+    ends, kept = [0], torch.empty(boundaries[-1], dtype=torch.long)
+    for shared, (start, end) in zip(shares, pairwise(boundaries), strict=True):
+        own = torch.arange(start, end)
+        kept[start:end] = own - start + shared + ends[-1]
+        whole.append(torch.cat([whole[-1][:shared], own]) if shared else own)
+        ends.append(ends[-1] + len(whole[-1]))
+    return SharedPrompts(
+        rows=torch.cat(whole),
+        kept=kept,
+        positions=positions,
+        boundaries=torch.tensor(ends, dtype=torch.int32),
+        longest=max(map(len, whole)),
+    )
 
 
 def _boundaries(lengths: Sequence[int], spec: PackSpec, shape: BatchShape) -> list[int]:

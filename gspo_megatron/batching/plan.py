@@ -8,6 +8,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+
+
+# The most tokens of a data-parallel rank, in relation to the mean of all ranks, if the responses to
+# a prompt stay together.
+MOST_IMBALANCE = 1.05
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,7 @@ def plan_step(
     micro_batch_multiple: int = 1,
     padded: bool = False,
     branches: Sequence[Sequence[int]] | None = None,
+    prompts: Sequence[tuple[int, int]] | None = None,
 ) -> list[MiniBatch]:
     """Cut a step's sequences (in the order of their sample index) into mini-batches.
 
@@ -61,7 +68,9 @@ def plan_step(
     divide the number of micro-batches (see batching.micro_batches); padded: a micro-batch has a row
     for each branch, padded to the longest row, and the budget counts the padding; branches: for
     each sequence, the number of tokens of each branch (branches of a sequence stay together); None:
-    each sequence is one branch.
+    each sequence is one branch; prompts: for each sequence, the number of its prompt and the
+    prompt's tokens, if a micro-batch holds a prompt once. Responses to a prompt then stay together
+    as far as the budget and the balance of the ranks allow.
     """
     count = len(lengths)
     rows = [[length] for length in lengths] if branches is None else branches
@@ -69,19 +78,24 @@ def plan_step(
     for number in range(mini_batches):
         start, end = count * number // mini_batches, count * (number + 1) // mini_batches
         members = range(start, end)
-        shares = split_evenly([lengths[i] for i in members], data_parallel_size)
+        if prompts is None:
+            units, costs = [[i] for i in members], [lengths[i] for i in members]
+            shares = split_evenly(costs, data_parallel_size)
+        else:
+            units, costs, shares = _split_groups(
+                members, lengths, prompts, data_parallel_size, token_budget
+            )
         if padded:
             packed = [split_padded([rows[start + i] for i in own], token_budget) for own in shares]
         else:
-            packed = [
-                split_by_budget([lengths[start + i] for i in own], token_budget) for own in shares
-            ]
+            packed = [split_by_budget([costs[i] for i in own], token_budget) for own in shares]
         most = max(1, *(len(bins) for bins in packed))
         most = -(-most // micro_batch_multiple) * micro_batch_multiple
         ranks = []
         for share, bins in zip(shares, packed, strict=True):
-            bins = level([lengths[start + i] for i in share], bins, most)
-            ranks.append(tuple(tuple(start + share[i] for i in bin_) for bin_ in bins))
+            bins = level([costs[i] for i in share], bins, most)
+            of_bins = [chain.from_iterable(units[share[i]] for i in bin_) for bin_ in bins]
+            ranks.append(tuple(tuple(sorted(each)) for each in of_bins))
         plans.append(
             MiniBatch(
                 micro_batches=tuple(ranks),
@@ -90,6 +104,52 @@ def plan_step(
             )
         )
     return plans
+
+
+def _split_groups(
+    members: Sequence[int],
+    lengths: Sequence[int],
+    prompts: Sequence[tuple[int, int]],
+    parts: int,
+    budget: int,
+) -> tuple[list[list[int]], list[int], list[list[int]]]:
+    """Divide sequences over data-parallel ranks so that responses to a prompt stay together.
+
+    Returns the units that stay together, the tokens of each unit with its prompt once, and the
+    units of each rank. If the ranks are not balanced, the largest units are halved.
+    """
+    limit = budget
+    while True:
+        units, costs = _units_within(members, lengths, prompts, limit)
+        shares = split_evenly(costs, parts)
+        loads = [sum(costs[i] for i in share) for share in shares]
+        if max(loads) * parts <= MOST_IMBALANCE * sum(loads) or len(units) == len(members):
+            return units, costs, shares
+        limit = max(costs) // 2
+
+
+def _units_within(
+    members: Sequence[int],
+    lengths: Sequence[int],
+    prompts: Sequence[tuple[int, int]],
+    limit: int,
+) -> tuple[list[list[int]], list[int]]:
+    """Return runs of responses to one prompt, and the tokens of each run with its prompt once. A run
+    has at most `limit` tokens, or one response."""
+    units: list[list[int]] = []
+    costs: list[int] = []
+    last = None
+    for i in members:
+        group, prompt = prompts[i]
+        own = lengths[i] - prompt
+        if group == last and costs[-1] + own <= limit:
+            units[-1].append(i)
+            costs[-1] += own
+        else:
+            units.append([i])
+            costs.append(lengths[i])
+        last = group
+    return units, costs
 
 
 def split_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:

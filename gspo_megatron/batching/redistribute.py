@@ -47,6 +47,14 @@ class StepIndex:
             return [[length] for length in self.lengths]
         return [[p + r for p, r in branches] for branches in self.branches]
 
+    def prompts(self) -> list[tuple[int, int]]:
+        """Return for each sequence the number of its prompt, and the prompt's tokens."""
+        if self.branches is None:
+            lengths = self.prompt_lengths
+        else:
+            lengths = tuple(branches[0][0] for branches in self.branches)
+        return list(zip(self.groups, lengths, strict=True))
+
 
 @dataclass
 class Sequences:

@@ -139,6 +139,41 @@ def delta_nets_fit(plan: Plan) -> Problems:
         yield "parallel.sequence_parallel", f"{wrong}; allowed: null or true"
 
 
+def sharing_obstacle(config: Any, shape: ModelShape, layout: Layout) -> str | None:
+    """Return why a micro-batch must repeat a prompt for each of its responses; None: it need
+    not."""
+    if not config.training.packing:
+        return "with training.packing = false each response has a row of its own"
+    if layout.cp > 1:
+        return f"with cp = {layout.cp} a rank holds only parts of a prompt"
+    if any(delta_net_layers(shape)):
+        return "the state of a delta net passes along the whole sequence"
+    if shape.megatron.get("moe_token_dispatcher_type") == "allgather":
+        return "the allgather dispatcher needs micro-batches of one length"
+    return None
+
+
+def shares_prompts(config: Any) -> bool:
+    """Whether a micro-batch holds a prompt once. A checked RL configuration decides.
+
+    By default this is off if the routers' biases are trained: they count the tokens of the experts,
+    and would count a prompt once.
+    """
+    shape, wanted = config.resolved_model(), config.training.share_prompts
+    if wanted is None:
+        rate = shape.megatron.get("moe_router_bias_update_rate")
+        has_bias = bool(shape.megatron.get("moe_router_enable_expert_bias"))
+        wanted = not has_bias or rate == 0 or config.model.lora.rank > 0
+    return wanted and sharing_obstacle(config, shape, config.layout()) is None
+
+
+def prompts_can_be_shared(plan: Plan) -> Problems:
+    if plan.config.training.share_prompts:
+        obstacle = sharing_obstacle(plan.config, plan.shape, plan.layout)
+        if obstacle is not None:
+            yield "training.share_prompts", f"{obstacle}; allowed: null or false"
+
+
 def _must_divide(name: str, size: int) -> str:
     divisors = ", ".join(str(n) for n in range(1, min(size, 64) + 1) if size % n == 0)
     return f"does not divide {name} = {size}; allowed: {divisors}{' ...' if size > 64 else ''}"

@@ -14,7 +14,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.config.model_rules import MODEL_RULES, Plan, Problems, Rule, unread
+from gspo_megatron.config.model_rules import (
+    MODEL_RULES,
+    Plan,
+    Problems,
+    Rule,
+    prompts_can_be_shared,
+    unread,
+)
 from gspo_megatron.config.objectives import (
     learns_from_parts,
     objective_problems,
@@ -460,6 +467,7 @@ _STAGE = (*_SHARED, export_has_a_family)
 _RULES: dict[type[AnyConfig], tuple[Rule, ...]] = {
     Config: (
         *_SHARED,
+        prompts_can_be_shared,
         model_gives_tokens,
         prompts_are_sound,
         selection_fits,

@@ -355,6 +355,11 @@ class TrainingSection(RunSection):
     packing: bool = harmless(
         True, "pack sequences into one row; false: a padded row for each sequence"
     )
+    share_prompts: bool | None = harmless(
+        None,
+        "compute a prompt once in each micro-batch, not once for each of its responses; null: if "
+        "the model and the layout allow it",
+    )
     evaluation_prompts: Positive = harmless(256, "largest number of data.eval_prompts to use")
     keep_step_inputs: NotNegative = harmless(
         0,

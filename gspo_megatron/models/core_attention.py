@@ -30,6 +30,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gspo_megatron.models.shared_prompts import SharedPrompts, shared_of
 from gspo_megatron.platform.cpu import faster
 
 # The most elements that the mask [sequences, queries, keys] of a tile may have.
@@ -407,14 +408,34 @@ def plan_attention(packed: PackedSeqParams, cp_group: Any, device: torch.device)
     half of the rows are padding, and a hundred short responses of similar lengths take one call of
     attention instead of a hundred.
     """
+    shared = shared_of(packed)
+    if shared is not None:
+        return _repeat_shared(_plan(shared.boundaries, cp_group, device, whole=False), shared)
     boundaries = packed.cu_seqlens_q_padded
-    boundaries = packed.cu_seqlens_q if boundaries is None else boundaries
+    return _plan(packed.cu_seqlens_q if boundaries is None else boundaries, cp_group, device)
+
+
+def _repeat_shared(plan: AttentionPlan, shared: SharedPrompts) -> AttentionPlan:
+    """Turn a plan for whole branches into a plan for the rows of a micro-batch that holds shared
+    prompts once."""
+    for block in plan.blocks:
+        rows = shared.rows[block.query_rows]
+        block.query_rows, block.key_rows = rows, rows
+    assert plan.restore is not None
+    plan.restore = plan.restore[shared.kept]
+    return plan
+
+
+def _plan(
+    boundaries: Tensor, cp_group: Any, device: torch.device, *, whole: bool = True
+) -> AttentionPlan:
+    """whole: whether sequences of equal lengths need no copy."""
     bounds = boundaries.tolist()
     moved = partial(Tensor.to, device=device, non_blocking=True)
     cp_size, cp_rank = cp_group.size(), cp_group.rank()
     tokens = bounds[-1] // cp_size  # on this rank
     lengths = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
-    if cp_size == 1 and tokens and len(set(lengths)) == 1:
+    if whole and cp_size == 1 and tokens and len(set(lengths)) == 1:
         return AttentionPlan(whole=(len(lengths), lengths[0]))
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     blocks: list[Block] = []

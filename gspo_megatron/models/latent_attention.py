@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.common.embeddings import YarnRotaryEmbedding
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from gspo_megatron.models.attention import KeyValueCache
 from gspo_megatron.models.norms import TorchNorm, sum_gradients_over_tp
+from gspo_megatron.models.shared_prompts import RotaryAngles
 
 _RESOLVED = (
     "linear_q_proj",
@@ -70,27 +69,6 @@ class LatentNorm(TorchNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, **_: Any) -> None:
         super().__init__(config, hidden_size, eps=LATENT_EPSILON)
-
-
-class RotaryAngles(torch.nn.Module):
-    """Megatron-Core's rotary angles of the positions 0, 1, 2, ...; if `angles` is set, the angles
-    in it instead."""
-
-    def __init__(self, stock: RotaryEmbedding) -> None:
-        super().__init__()
-        self.stock = stock
-        self.angles: Tensor | None = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.angles is None:
-            return self.stock(*args, **kwargs)
-        if isinstance(self.stock, YarnRotaryEmbedding):
-            # The angles, and the factor of cos and sin.
-            return self.angles, self.stock.get_emb(1)[1]
-        return self.angles
-
-    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
-        return self.stock.get_rotary_seq_len(*args, **kwargs)
 
 
 class ReplicatedLinear(torch.nn.Module):

@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from gspo_megatron.models.logprob_head import logprob_and_entropy, multiply
+from gspo_megatron.models.shared_prompts import RotaryAngles
 from gspo_megatron.models.top_k_head import bucket_logprobs, most_probable
 
 
@@ -69,6 +70,8 @@ class PolicyModel(GPTModel):
         super().__init__(**kwargs)
         self.true_vocab_size = true_vocab_size
         self.padding_token: int | None = None  # see Policy.set_padding_token
+        if hasattr(self, "rotary_pos_emb"):  # layers of latent attention have their own
+            self.rotary_pos_emb = RotaryAngles(self.rotary_pos_emb)
         if self.pre_process:
             self.embedding.word_embeddings.register_forward_hook(self._freeze_padding_token)
         if self.post_process:

@@ -46,6 +46,7 @@ from gspo_megatron.models.latent_attention import (
 )
 from gspo_megatron.models.norms import KeyNorm, PlainNorm, QueryNorm, TorchNorm
 from gspo_megatron.models.router import BiasedSoftmaxRouter
+from gspo_megatron.models.shared_prompts import with_shared_prompts
 from gspo_megatron.models.transformer_config import has_biased_softmax
 
 
@@ -120,11 +121,13 @@ def block_spec(
                 # In Transformer Engine's spec, linear_qkv contains the input norm of the layer.
                 layer.submodules.self_attention = _delta_net(parts.linear_qkv, parts.linear_proj)
                 continue
+            parts = attention.submodules
+            parts.core_attention = with_shared_prompts(parts.core_attention)
             latent = config.multi_latent_attention
             attention.module = CachedLatentAttention if latent else CachedSelfAttention
             if joint_qk_norm:
-                attention.submodules.q_layernorm = QueryNorm
-                attention.submodules.k_layernorm = KeyNorm
+                parts.q_layernorm = QueryNorm
+                parts.k_layernorm = KeyNorm
         return spec
     kinds = zip(experts, delta_nets, strict=True)
     layers = [_torch_layer(config, is_moe, joint_qk_norm, is_delta) for is_moe, is_delta in kinds]

@@ -147,6 +147,7 @@ class ReinforcementLoop:
             token_budget=self.token_budget,
             micro_batch_multiple=micro_batch_multiple(self.policy),
             padded=self.updater.builder.padded,
+            prompts=index.prompts() if self.updater.builder.shares_prompts else None,
         )
         sequences = redistribute(
             experience.batch,

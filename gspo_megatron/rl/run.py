@@ -12,6 +12,7 @@ from gspo_megatron.checkpoint.manager import Checkpoints
 from gspo_megatron.checkpoint.resume import Start, conclude
 from gspo_megatron.checkpoint.start import Session, open_session, start_model
 from gspo_megatron.config import Config
+from gspo_megatron.config.model_rules import shares_prompts
 from gspo_megatron.config.phases import at_step, is_border, phase_end
 from gspo_megatron.config.resume import differences
 from gspo_megatron.data.inputs import Inputs, model_vocab_size, read_inputs
@@ -161,6 +162,7 @@ def assemble(
                 tokenizer.pad_id,
                 config.rollout.temperature,
                 padded=not config.training.packing,
+                share_prompts=shares_prompts(config),
             ),
             objective=objective,
             logger=logger,

@@ -35,6 +35,7 @@ from gspo_megatron.config import (
     recomputes_old_logprobs,
     resolve_parallel,
 )
+from gspo_megatron.config.model_rules import shares_prompts
 from gspo_megatron.config.objectives import resolve_objective
 from gspo_megatron.errors import ConfigError, UserError
 from gspo_megatron.families.weight_map import is_vocabulary
@@ -275,7 +276,9 @@ def _set_up(
     policy = build_policy(config, parallel, vocab_size)
     trainer = build_trainer(policy, config.optimizer, schedule)
     padded = not config.training.packing
-    builder = MicroBatchBuilder(policy, _PAD_ID, config.rollout.temperature, padded=padded)
+    shares = shares_prompts(config)
+    temperature = config.rollout.temperature
+    builder = MicroBatchBuilder(policy, _PAD_ID, temperature, padded=padded, share_prompts=shares)
     return Recorder(trainer.optimizer, trainer.scheduler, policy), builder
 
 

@@ -59,7 +59,8 @@ def odd_moe(
             "objective": objective or {},
             "optimizer": {"learning_rate": 1e-3},
             "routing": routing or {},
-            "training": {"precision": "fp32"} | (training or {}),
+            # By chance, random prompts have equal first tokens.
+            "training": {"precision": "fp32", "share_prompts": False} | (training or {}),
         }
     )
     check_config(config, config.world_size_hint())

@@ -1,0 +1,130 @@
+"""Prompts that a packed micro-batch holds once, although several responses follow them.
+
+Projections, experts and norms treat each token alone, so they compute a shared prompt once. Two
+parts of a layer must know to which branches a token belongs. Rotary embeddings take the position of
+a token in its branch. Attention takes whole branches: the rows of a shared prompt are repeated for
+each branch just before the attention. In the backward pass their gradients add up, as for any
+repeated row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+
+@dataclass
+class SharedPrompts:
+    """Where the tokens of whole branches are in a micro-batch that holds shared tokens once.
+
+    The whole tokens are those of all branches, branch after branch, with shared ones repeated.
+    """
+
+    rows: Tensor  # [whole tokens] int64: the row of the micro-batch with this token
+    kept: Tensor  # [tokens] int64: for each row, the first whole token that is in it
+    positions: Tensor  # [tokens] int64: the position of each row in its branches
+    boundaries: Tensor  # [branches + 1] int32: starts and end of the branches in the whole tokens
+    longest: int  # tokens of the longest branch
+    # for each tensor of angles: the tensor itself, and its rows at `positions`
+    angles: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def to(self, device: torch.device) -> SharedPrompts:
+        """Return a copy with the tensors on `device`."""
+        names = ("rows", "kept", "positions", "boundaries")
+        moved = [getattr(self, name).to(device, non_blocking=True) for name in names]
+        return SharedPrompts(*moved, self.longest)
+
+    def take_angles(self, angles: Tensor) -> Tensor:
+        """Rotary angles [positions, 1, 1, dim] -> those of the rows, [tokens, 1, 1, dim]. All
+        layers get the same object."""
+        if id(angles) not in self.angles:
+            self.angles[id(angles)] = angles, angles.index_select(0, self.positions)
+        return self.angles[id(angles)][1]
+
+
+@dataclass
+class SharedSeqParams(PackedSeqParams):
+    """Megatron-Core's description of a packed micro-batch, with shared prompts.
+
+    For Megatron-Core the micro-batch is one sequence. It then takes row i of the rotary angles for
+    row i of the micro-batch (`_apply_rotary_pos_emb_thd` in rope_utils.py).
+    """
+
+    shared: SharedPrompts | None = None
+
+
+def packed_params(boundaries: Tensor, longest: int, shared: SharedPrompts | None) -> Any:
+    """Describe a packed micro-batch. boundaries: [branches + 1] int32, starts and end of the
+    branches; longest: tokens of the longest branch."""
+    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+    values: dict[str, Any] = {
+        "qkv_format": "thd",
+        **dict.fromkeys(names, boundaries),
+        "max_seqlen_q": longest,
+        "max_seqlen_kv": longest,
+    }
+    if shared is None:
+        return PackedSeqParams(**values)
+    return SharedSeqParams(**values, shared=shared)
+
+
+def shared_of(packed: Any) -> SharedPrompts | None:
+    """Return the shared prompts of a micro-batch, if it has any."""
+    return packed.shared if isinstance(packed, SharedSeqParams) else None
+
+
+class RotaryAngles(torch.nn.Module):
+    """Megatron-Core's rotary angles of the positions 0, 1, 2, ..., or of other positions: those of
+    a micro-batch with shared prompts, or the angles in `angles`, if it is set."""
+
+    def __init__(self, stock: Any) -> None:
+        super().__init__()
+        self.stock = stock
+        self.angles: Tensor | None = None  # [sequences, 1, 1, dim]
+        self._shared: SharedPrompts | None = None
+
+    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
+        """Megatron-Core calls this method with the PackedSeqParams, just before it calls the
+        module."""
+        everything = (*args, *kwargs.values())
+        shared = (each.shared for each in everything if isinstance(each, SharedSeqParams))
+        self._shared = next(shared, None)
+        return self.stock.get_rotary_seq_len(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the angles; for YaRN also the factor of cos and sin."""
+        shared, self._shared = self._shared, None
+        found = self.stock(*args, **kwargs)
+        if self.angles is None and shared is None:
+            return found
+        angles, *factor = found if isinstance(found, tuple) else (found,)
+        taken = self.angles if shared is None else shared.take_angles(angles)
+        return (taken, *factor) if factor else taken
+
+
+def with_shared_prompts(attention: type) -> type:
+    """Return Transformer Engine's attention, extended to micro-batches with shared prompts."""
+
+    class SharingAttention(attention):  # type: ignore[misc]
+        def forward(
+            self,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            *args: Any,
+            packed_seq_params: PackedSeqParams | None = None,
+            **kwargs: Any,
+        ) -> Tensor:
+            shared = shared_of(packed_seq_params)
+            if shared is not None:
+                query, key, value = (s.index_select(0, shared.rows) for s in (query, key, value))
+                packed_seq_params = packed_params(shared.boundaries, shared.longest, None)
+            kwargs["packed_seq_params"] = packed_seq_params
+            out = super().forward(query, key, value, *args, **kwargs)
+            return out if shared is None else out.index_select(0, shared.kept)
+
+    return SharingAttention
