@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import chain
 
 
-# The most tokens of a data-parallel rank, in relation to the mean of all ranks, if the responses to
-# a prompt stay together.
+# If the responses to a prompt stay together, the largest number of computed tokens of a
+# data-parallel rank, in relation to the mean of all ranks.
 MOST_IMBALANCE = 1.05
 
 
@@ -70,7 +70,8 @@ def plan_step(
     each sequence, the number of tokens of each branch (branches of a sequence stay together); None:
     each sequence is one branch; prompts: for each sequence, the number of its prompt and the
     prompt's tokens, if a micro-batch holds a prompt once. Responses to a prompt then stay together
-    as far as the budget and the balance of the ranks allow.
+    as far as the budget and the balance of the ranks allow. The budget counts the prompt of each
+    response, because attention takes whole sequences.
     """
     count = len(lengths)
     rows = [[length] for length in lengths] if branches is None else branches
@@ -78,24 +79,22 @@ def plan_step(
     for number in range(mini_batches):
         start, end = count * number // mini_batches, count * (number + 1) // mini_batches
         members = range(start, end)
+        own_lengths = lengths[start:end]
         if prompts is None:
-            units, costs = [[i] for i in members], [lengths[i] for i in members]
-            shares = split_evenly(costs, data_parallel_size)
+            shares, split = split_evenly(own_lengths, data_parallel_size), split_by_budget
         else:
-            units, costs, shares = _split_groups(
-                members, lengths, prompts, data_parallel_size, token_budget
-            )
+            shares = split_groups(own_lengths, prompts[start:end], data_parallel_size)
+            split = split_in_order
         if padded:
             packed = [split_padded([rows[start + i] for i in own], token_budget) for own in shares]
         else:
-            packed = [split_by_budget([costs[i] for i in own], token_budget) for own in shares]
+            packed = [split([own_lengths[i] for i in own], token_budget) for own in shares]
         most = max(1, *(len(bins) for bins in packed))
         most = -(-most // micro_batch_multiple) * micro_batch_multiple
         ranks = []
         for share, bins in zip(shares, packed, strict=True):
-            bins = level([costs[i] for i in share], bins, most)
-            of_bins = [chain.from_iterable(units[share[i]] for i in bin_) for bin_ in bins]
-            ranks.append(tuple(tuple(sorted(each)) for each in of_bins))
+            bins = level([own_lengths[i] for i in share], bins, most)
+            ranks.append(tuple(tuple(start + share[i] for i in bin_) for bin_ in bins))
         plans.append(
             MiniBatch(
                 micro_batches=tuple(ranks),
@@ -106,50 +105,46 @@ def plan_step(
     return plans
 
 
-def _split_groups(
-    members: Sequence[int],
-    lengths: Sequence[int],
-    prompts: Sequence[tuple[int, int]],
-    parts: int,
-    budget: int,
-) -> tuple[list[list[int]], list[int], list[list[int]]]:
-    """Divide sequences over data-parallel ranks so that responses to a prompt stay together.
+def split_groups(
+    lengths: Sequence[int], prompts: Sequence[tuple[int, int]], parts: int
+) -> list[list[int]]:
+    """Divide sequences over `parts` ranks so that responses to a prompt stay together.
 
-    Returns the units that stay together, the tokens of each unit with its prompt once, and the
-    units of each rank. If the ranks are not balanced, the largest units are halved.
+    The ranks get about the same number of computed tokens: a prompt counts once on each rank. If
+    whole groups do not balance the ranks, the largest groups are halved. prompts: see `plan_step`.
     """
-    limit = budget
+    limit = sum(lengths)
     while True:
-        units, costs = _units_within(members, lengths, prompts, limit)
+        units: list[list[int]] = []
+        costs: list[int] = []
+        last = None  # the prompt of the last unit
+        for i, (number, prompt) in enumerate(prompts):
+            if number == last and costs[-1] + lengths[i] - prompt <= limit:
+                units[-1].append(i)
+                costs[-1] += lengths[i] - prompt
+            else:
+                units.append([i])
+                costs.append(lengths[i])
+            last = number
         shares = split_evenly(costs, parts)
-        loads = [sum(costs[i] for i in share) for share in shares]
-        if max(loads) * parts <= MOST_IMBALANCE * sum(loads) or len(units) == len(members):
-            return units, costs, shares
-        limit = max(costs) // 2
+        most = max(sum(costs[unit] for unit in share) for share in shares)
+        if most * parts <= MOST_IMBALANCE * sum(costs) or len(units) == len(lengths):
+            return [sorted(chain.from_iterable(units[unit] for unit in share)) for share in shares]
+        limit = max(cost for cost, unit in zip(costs, units, strict=True) if len(unit) > 1) // 2
 
 
-def _units_within(
-    members: Sequence[int],
-    lengths: Sequence[int],
-    prompts: Sequence[tuple[int, int]],
-    limit: int,
-) -> tuple[list[list[int]], list[int]]:
-    """Return runs of responses to one prompt, and the tokens of each run with its prompt once. A run
-    has at most `limit` tokens, or one response."""
-    units: list[list[int]] = []
-    costs: list[int] = []
-    last = None
-    for i in members:
-        group, prompt = prompts[i]
-        own = lengths[i] - prompt
-        if group == last and costs[-1] + own <= limit:
-            units[-1].append(i)
-            costs[-1] += own
-        else:
-            units.append([i])
-            costs.append(lengths[i])
-        last = group
-    return units, costs
+def split_in_order(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Pack sequences into micro-batches within the token budget, in their order, so that responses
+    to a prompt stay together. A sequence longer than the budget gets a micro-batch of its own."""
+    bins: list[list[int]] = []
+    room = 0
+    for index, length in enumerate(lengths):
+        if not bins or length > room:
+            bins.append([])
+            room = budget
+        bins[-1].append(index)
+        room -= length
+    return bins
 
 
 def split_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:

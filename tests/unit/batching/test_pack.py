@@ -315,3 +315,74 @@ def test_branches_are_packed_as_sequences_of_their_own(padded: bool, cp: int, ra
         - torch.tensor([apart.response_offsets[n] for n in order])[expected.sequence_index]
     )
     assert torch.equal(found.response_index, starts[expected.sequence_index] + within)
+
+
+# --- Prompts that several responses share ----------------------------------------------------------
+
+
+def grouped_batch(seed: int, groups: int = 3, size: int = 4, longest: int = 23) -> Batch:
+    """Several responses to each prompt. Ids are few, so responses begin alike by chance."""
+    source = random.Random(seed)
+    tokens, responses, offsets, flat = [], [], [], []
+    for _ in range(groups):
+        prompt = [source.randint(100, 101) for _ in range(source.choice([1, 2, longest]))]
+        for _ in range(size):
+            response = [
+                source.randint(100, 102) for _ in range(source.choice([0, 1, source.randint(1, 9)]))
+            ]
+            offsets.append(len(flat))
+            flat += response
+            tokens.append(torch.tensor(prompt + response))
+            responses.append(len(response))
+    return Batch(tokens, responses, offsets, flat)
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+@pytest.mark.parametrize("seed", range(12))
+def test_a_shared_prompt_is_there_once(seed: int, multiple: int) -> None:
+    batch, members = grouped_batch(seed), [*range(9), 11]
+    packed = batch.pack(members, share_prompts=True, multiple=multiple)
+    expected = batch.predictions(members)
+    assert predictions_of(packed) == expected
+    assert [batch.flat_responses[i] for i in packed.response_index.tolist()] == (
+        packed.targets.tolist()
+    )
+
+    shared, (total,) = packed.shared, packed.input_ids.shape[1:]
+    assert shared is not None and packed.boundaries.tolist() == [0, total]
+    # The last token of a sequence predicts nothing. So it needs no row.
+    whole = [batch.tokens[i][: max(len(batch.tokens[i]) - 1, 1)].tolist() for i in members]
+    rows = [batch.tokens[members[0]][: len(whole[0])]]  # the rows that are needed, in order
+    for before, number, tokens in zip(whole, members[1:], whole[1:], strict=False):
+        prompt = len(batch.tokens[number]) - batch.response_lengths[number]
+        equal = 0
+        while equal < min(len(before), prompt - 1) and before[equal] == tokens[equal]:
+            equal += 1
+        rows.append(batch.tokens[number][equal : len(tokens)])
+    needed = torch.cat(rows)
+    assert total == -(-len(needed) // multiple) * multiple
+    assert packed.input_ids[0, : len(needed)].tolist() == needed.tolist()
+
+    # each whole sequence, token after token, by the rows of the micro-batch
+    ends = shared.boundaries.tolist()
+    assert shared.longest == max(map(len, whole)) == packed.longest
+    for start, end, tokens in zip(ends, ends[1:], whole, strict=False):
+        held = shared.rows[start:end]
+        assert packed.input_ids[0, held].tolist() == tokens
+        assert packed.position_ids[0, held].tolist() == list(range(len(tokens)))
+    assert torch.equal(shared.rows[shared.kept], torch.arange(total))
+    assert torch.equal(shared.positions, packed.position_ids[0])
+    joined = torch.cat([batch.tokens[i] for i in members])
+    held = packed.token_index[0] >= 0
+    assert torch.equal(joined[packed.token_index[0, held]], packed.input_ids[0, held])
+    assert int(held.sum()) == len(needed)
+
+
+def test_a_micro_batch_without_a_shared_prompt_is_as_before() -> None:
+    batch, members = random_batch(3), [4, 0, 2]
+    for mine, other in zip(
+        vars(batch.pack(members, share_prompts=True)).values(),
+        vars(batch.pack(members)).values(),
+        strict=True,
+    ):
+        assert torch.equal(mine, other) if isinstance(mine, Tensor) else mine == other

@@ -13,6 +13,7 @@ from gspo_megatron.batching.plan import (
     plan_step,
     split_by_budget,
     split_evenly,
+    split_groups,
     split_padded,
 )
 
@@ -123,6 +124,84 @@ def test_ranks_without_sequences_get_empty_micro_batches() -> None:
     )
     assert mini_batch.num_micro_batches == 2
     assert sorted(mini_batch.micro_batches) == [((),), ((),), ((0,),), ((1,),)]
+
+
+# --- Responses to a prompt stay together ----------------------------------------------------------
+
+
+def grouped_step(seed: int) -> tuple[list[int], list[int], list[tuple[int, int]]]:
+    source = random.Random(seed)
+    lengths, responses, prompts = [], [], []
+    for group in range(source.randint(2, 12)):
+        prompt = source.randint(1, 30)
+        for _ in range(source.randint(1, 9)):
+            responses.append(source.randint(1, 34))
+            lengths.append(prompt + responses[-1])
+            prompts.append((group, prompt))
+    return lengths, responses, prompts
+
+
+@pytest.mark.parametrize("data_parallel_size", [1, 2, 5])
+@pytest.mark.parametrize("seed", range(12))
+def test_groups_stay_together(seed: int, data_parallel_size: int) -> None:
+    lengths, responses, prompts = grouped_step(seed)
+    (mini_batch,) = plan_step(
+        lengths,
+        responses,
+        mini_batches=1,
+        data_parallel_size=data_parallel_size,
+        token_budget=BUDGET,
+        prompts=prompts,
+    )
+    assert numbers_of(mini_batch) == list(range(len(lengths)))
+    repeats = 0  # how often a prompt is computed once more
+    for rank in mini_batch.micro_batches:
+        for members in rank:
+            assert list(members) == sorted(members)
+            # The budget counts whole sequences.
+            assert sum(lengths[n] for n in members) <= BUDGET
+        of_rank = [{prompts[n][0] for n in members} for members in rank]
+        repeats += sum(map(len, of_rank)) - len(set().union(*of_rank))
+    # On a rank, a group is divided only at the border of two micro-batches. A rank that has fewer
+    # micro-batches than another rank divides its largest ones.
+    if data_parallel_size == 1:
+        (rank,) = mini_batch.micro_batches
+        assert repeats <= len(rank) - 1
+        # All but the last have no room for the sequence after them.
+        for members, after in zip(rank, rank[1:], strict=False):
+            assert sum(lengths[n] for n in members) + lengths[after[0]] > BUDGET
+
+
+@pytest.mark.parametrize("parts", [2, 3, 7])
+def test_ranks_are_balanced_by_computed_tokens(parts: int) -> None:
+    for seed in range(30):
+        lengths, _, prompts = grouped_step(seed)
+        shares = split_groups(lengths, prompts, parts)
+        assert sorted(n for share in shares for n in share) == list(range(len(lengths)))
+        loads, groups = [], 0
+        for share in shares:
+            alone = {prompts[n] for n in share}
+            loads.append(sum(length for _, length in alone))
+            loads[-1] += sum(lengths[n] - prompts[n][1] for n in share)
+            groups += len(alone)
+        whole = len(set(prompts))
+        mean = sum(loads) / parts
+        # A group is on two ranks only if the ranks would not be balanced otherwise.
+        if groups > whole:
+            costs: dict[int, int] = {}
+            for length, (group, prompt) in zip(lengths, prompts, strict=True):
+                costs[group] = costs.get(group, prompt) + length - prompt
+            alone = [sum(costs[g] for g in s) for s in split_evenly([*costs.values()], parts)]
+            assert max(alone) * parts > 1.05 * sum(alone)
+        else:
+            assert max(loads) <= 1.05 * mean or whole == len(lengths)
+
+
+def test_one_long_response_does_not_keep_the_ranks_apart() -> None:
+    """The ranks cannot be balanced. The split ends all the same."""
+    prompts = [(0, 4)] * 5
+    shares = split_groups([5, 5, 104, 5, 5], prompts, 2)
+    assert sorted(map(len, shares)) == [1, 4]
 
 
 # --- The splits by themselves ---------------------------------------------------------------------
