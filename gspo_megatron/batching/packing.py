@@ -45,8 +45,8 @@ class PackedBatch:
 
     input_ids: Tensor  # [rows, tokens / CP] int64
     position_ids: Tensor  # [rows, tokens / CP] int64
-    # [branches + 1] int32, starts and end of padded branches before the CP cut; with shared prompts,
-    # [2]: start and end of the micro-batch
+    # [branches + 1] int32, starts and end of padded branches before the CP cut; [2] with shared
+    # prompts: start and end of the micro-batch
     boundaries: Tensor
     longest: int  # number of tokens of the longest branch, with its padding
     padding_mask: Tensor | None  # [rows, tokens / CP] bool, True on padding; None: no padding

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-
 # If the responses to a prompt stay together, the largest number of computed tokens of a
 # data-parallel rank, in relation to the mean of all ranks.
 MOST_IMBALANCE = 1.05

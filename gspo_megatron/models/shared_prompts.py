@@ -9,7 +9,7 @@ repeated row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,9 +34,11 @@ class SharedPrompts:
 
     def to(self, device: torch.device) -> SharedPrompts:
         """Return a copy with the tensors on `device`."""
-        names = ("rows", "kept", "positions", "boundaries")
-        moved = [getattr(self, name).to(device, non_blocking=True) for name in names]
-        return SharedPrompts(*moved, self.longest)
+        moved = {
+            name: getattr(self, name).to(device, non_blocking=True)
+            for name in ("rows", "kept", "positions", "boundaries")
+        }
+        return replace(self, **moved, angles={})
 
     def take_angles(self, angles: Tensor) -> Tensor:
         """Rotary angles [positions, 1, 1, dim] -> those of the rows, [tokens, 1, 1, dim]. All
@@ -106,10 +108,11 @@ class RotaryAngles(torch.nn.Module):
         return (taken, *factor) if factor else taken
 
 
-def with_shared_prompts(attention: type) -> type:
-    """Return Transformer Engine's attention, extended to micro-batches with shared prompts."""
+def with_shared_prompts(attention: Any) -> Any:
+    """Return a subclass of Transformer Engine's attention that takes micro-batches with shared
+    prompts."""
 
-    class SharingAttention(attention):  # type: ignore[misc]
+    class SharingAttention(attention):
         def forward(
             self,
             query: Tensor,

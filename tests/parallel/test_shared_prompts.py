@@ -3,7 +3,6 @@ update with a prompt for each response."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest

@@ -317,7 +317,7 @@ def test_branches_are_packed_as_sequences_of_their_own(padded: bool, cp: int, ra
     assert torch.equal(found.response_index, starts[expected.sequence_index] + within)
 
 
-# --- Prompts that several responses share ----------------------------------------------------------
+# --- Prompts that several responses share ---------------------------------------------------------
 
 
 def grouped_batch(seed: int, groups: int = 3, size: int = 4, longest: int = 23) -> Batch:

@@ -8,6 +8,7 @@ import re
 import pytest
 
 from gspo_megatron.config import resolve_parallel
+from gspo_megatron.config.model_rules import shares_prompts
 from gspo_megatron.evaluation.scores import ProblemResponses, suite_figures
 from tests.programs import ROOT
 from tests.unit.config.configs import config_with, problems_of
@@ -91,6 +92,15 @@ DELTA_NETS = [
         (2, ["parallel.layout=tp=2", "parallel.sequence_parallel=false", *DELTA_NETS,
              "model.megatron.num_moe_experts=null"],
          "parallel.sequence_parallel = false", "delta nets with tp > 1 need it"),
+        (1, ["training.share_prompts=true", "training.packing=false"],
+         "training.share_prompts = true",
+         "each response has a row of its own; allowed: null or false"),
+        (2, ["training.share_prompts=true", "parallel.layout=cp=2"],
+         "training.share_prompts = true", "with cp = 2 a rank holds only parts of a prompt"),
+        (1, ["training.share_prompts=true", *DELTA_NETS],
+         "training.share_prompts = true", "passes along the whole sequence"),
+        (1, ["training.share_prompts=true", "model.megatron.moe_token_dispatcher_type=allgather"],
+         "training.share_prompts = true", "needs micro-batches of one length"),
         (1, ["model.megatron.linear_attention_freq=2"],
          "model.megatron.experimental_attention_variant = null", "allowed: gated_delta_net"),
         (2, ["parallel.layout=tp=2", "model.megatron.moe_shared_expert_intermediate_size=33"],
@@ -411,3 +421,29 @@ def test_the_figures_of_suites_are_those_that_a_suite_has() -> None:
     for figure in suite_figures(answers, 6):
         name = f"evaluation/aime/{figure}"
         assert problems_of(1, *EVALUATED, f"checkpoint.best_metric={name}") == []
+
+
+BIASES = [
+    "model.megatron.moe_router_score_function=sigmoid",
+    "model.megatron.moe_router_enable_expert_bias=true",
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], True),
+        (["training.share_prompts=false"], False),
+        (["training.packing=false"], False),
+        (["parallel.layout=cp=2"], False),
+        (DELTA_NETS, False),
+        (["model.megatron.moe_token_dispatcher_type=allgather"], False),
+        # Megatron-Core trains the biases, unless their rate is 0 or only adapters are trained.
+        (BIASES, False),
+        ([*BIASES, "model.megatron.moe_router_bias_update_rate=0.0"], True),
+        ([*BIASES, "model.lora.rank=4"], True),
+        ([*BIASES, "training.share_prompts=true"], True),
+    ],
+)
+def test_prompts_are_shared_where_it_changes_no_bias(overrides: list[str], expected: bool) -> None:
+    assert shares_prompts(config_with(*overrides)) is expected
