@@ -312,6 +312,7 @@ def _shared_prompts(
         positions=positions,
         boundaries=torch.tensor(ends, dtype=torch.int32),
         longest=max(map(len, whole)),
+        skipped=shares,
     )
 
 

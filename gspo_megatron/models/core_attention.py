@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -213,6 +214,8 @@ def attend_causally(
     if window is None and sinks is None:
         if positions is None:
             return attend(query, key, value, scale, mask=None)
+        if len(positions.tiles) == 1:  # its mask is small, so it can stay for the backward pass
+            return attend(query, key, value, scale, _mask(positions, *positions.tiles[0]))
         return TiledAttention.apply(query, key, value, scale, positions)
     length = query.shape[2]
     of_queries = torch.arange(length)[None] if positions is None else positions.on_host
@@ -305,16 +308,21 @@ def _mask(positions: Positions, queries: slice, keys: slice) -> Tensor | None:
 
 
 def cut_into_tiles(
-    of_queries: Tensor, num_sequences: int, device: torch.device, window: int | None = None
+    of_queries: Tensor,
+    num_sequences: int,
+    device: torch.device,
+    window: int | None = None,
+    *,
+    in_halves: bool = True,
 ) -> Positions:
     """Cut the queries into tiles. A tile has as many queries as its mask of at most MASK_ELEMENTS
     elements allows, and at least one query. of_queries: the positions of the queries, on the host.
 
-    Queries of the two zig-zag chunks are in different tiles, because queries of the first chunk see
-    few keys. With a window, a tile has at most `window` queries.
+    in_halves: queries of the two zig-zag chunks are in different tiles, because queries of the
+    first chunk see few keys. With a window, a tile has at most `window` queries.
     """
     count = of_queries.shape[1]
-    half = max(-(-count // 2), 1)
+    half = max(-(-count // 2), 1) if in_halves else max(count, 1)
     tiles = []
     for first in range(0, count, half):
         last = min(first + half, count)
@@ -410,32 +418,15 @@ def plan_attention(packed: PackedSeqParams, cp_group: Any, device: torch.device)
     """
     shared = shared_of(packed)
     if shared is not None:
-        return _repeat_shared(_plan(shared.boundaries, cp_group, device, whole=False), shared)
+        return _plan_shared(shared, device)
     boundaries = packed.cu_seqlens_q_padded
-    return _plan(packed.cu_seqlens_q if boundaries is None else boundaries, cp_group, device)
-
-
-def _repeat_shared(plan: AttentionPlan, shared: SharedPrompts) -> AttentionPlan:
-    """Turn a plan for whole branches into a plan for the rows of a micro-batch that holds shared
-    prompts once."""
-    for block in plan.blocks:
-        rows = shared.rows[block.query_rows]
-        block.query_rows, block.key_rows = rows, rows
-    assert plan.restore is not None
-    plan.restore = plan.restore[shared.kept]
-    return plan
-
-
-def _plan(
-    boundaries: Tensor, cp_group: Any, device: torch.device, *, whole: bool = True
-) -> AttentionPlan:
-    """whole: whether sequences of equal lengths need no copy."""
+    boundaries = packed.cu_seqlens_q if boundaries is None else boundaries
     bounds = boundaries.tolist()
     moved = partial(Tensor.to, device=device, non_blocking=True)
     cp_size, cp_rank = cp_group.size(), cp_group.rank()
     tokens = bounds[-1] // cp_size  # on this rank
     lengths = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
-    if whole and cp_size == 1 and tokens and len(set(lengths)) == 1:
+    if cp_size == 1 and tokens and len(set(lengths)) == 1:
         return AttentionPlan(whole=(len(lengths), lengths[0]))
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     blocks: list[Block] = []
@@ -455,6 +446,41 @@ def _plan(
         rows, key_rows = rows.clamp(max=tokens - 1), key_rows.clamp(max=tokens * cp_size - 1)
         blocks.append(Block(moved(rows), moved(key_rows), tiles))
     return AttentionPlan(blocks=blocks, restore=moved(restore))
+
+
+def _plan_shared(shared: SharedPrompts, device: torch.device) -> AttentionPlan:
+    """The plan of a micro-batch that holds shared prompts once.
+
+    Only the keys of a prompt are repeated for each branch. The queries of a block begin at the
+    first position at which one of its branches has a row of its own. So branches with a shared
+    prompt and branches without one are in different blocks.
+    """
+    moved = partial(Tensor.to, device=device, non_blocking=True)
+    bounds, skipped, kept = shared.boundaries.tolist(), shared.skipped, shared.kept.cpu()
+    rows_of, whole = shared.rows.cpu(), bounds[-1]
+    lengths = [end - start for start, end in pairwise(bounds)]
+    own = [number for number, length in enumerate(lengths) if length > skipped[number]]
+    order = sorted(own, key=lambda i: -lengths[i])
+    blocks: list[Block] = []
+    restore = torch.empty(whole, dtype=torch.long)
+    filled = 0
+    while order:
+        longest, shares = lengths[order[0]], skipped[order[0]] > 0
+        members = [i for i in order if 2 * lengths[i] >= longest and (skipped[i] > 0) == shares]
+        order = [i for i in order if i not in set(members)]
+        keys, _, _ = _block(members, bounds, longest, whole, 1, 0)
+        first = min(skipped[i] for i in members)
+        queries = keys[:, first:]
+        valid = queries < whole
+        restore[queries[valid]] = filled + torch.arange(queries.numel()).view_as(queries)[valid]
+        filled += queries.numel()
+        positions = None
+        if first:
+            of_queries = torch.arange(first, longest)[None]
+            positions = cut_into_tiles(of_queries, 1, device, in_halves=False)
+        keys = moved(rows_of[keys.clamp(max=whole - 1)])
+        blocks.append(Block(keys[:, first:], keys, positions))
+    return AttentionPlan(blocks=blocks, restore=moved(restore[kept]))
 
 
 def _block(

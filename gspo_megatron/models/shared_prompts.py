@@ -29,6 +29,7 @@ class SharedPrompts:
     positions: Tensor  # [tokens] int64: the position of each row in its branches
     boundaries: Tensor  # [branches + 1] int32: starts and end of the branches in the whole tokens
     longest: int  # tokens of the longest branch
+    skipped: list[int]  # [branches]: how many of its first tokens have rows of earlier branches
     # for each tensor of angles: the tensor itself, and its rows at `positions`
     angles: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
