@@ -63,7 +63,7 @@ def _without(*parts: str) -> Callable[[Policy], None]:
 
 
 def _rounded(policy: Policy) -> None:
-    rotary = policy.models[0].rotary_pos_emb
+    rotary = policy.models[0].rotary_pos_emb.stock
     rotary.correction_range_round_to_int = True
     rotary.forward.cache_clear()
 

@@ -289,7 +289,8 @@ def policy_like(model: PreTrainedModel, case: Case, dtype: torch.dtype) -> Polic
         },
     )
     ours = policy.models[0]
-    ours.rotary_pos_emb.inv_freq = ours.rotary_pos_emb.inv_freq.to(dtype)
+    rotary = ours.rotary_pos_emb.stock
+    rotary.inv_freq = rotary.inv_freq.to(dtype)
     weights = in_our_layout(dict(model.named_parameters()), model.config, padding=1.0)
     assert weights.keys() == dict(ours.named_parameters()).keys()
     with torch.no_grad():
