@@ -2,8 +2,8 @@
 
 Projections, experts and norms treat each token alone, so they compute a shared prompt once. Two
 parts of a layer must know to which branches a token belongs. Rotary embeddings take the position of
-a token in its branch. Attention takes whole branches: the rows of a shared prompt are repeated for
-each branch just before the attention. In the backward pass their gradients add up, as for any
+a token in its branch. Attention takes the keys and values of whole branches: the rows of a shared
+prompt are repeated for each branch. In the backward pass their gradients add up, as for any
 repeated row.
 """
 
