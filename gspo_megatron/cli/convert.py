@@ -92,7 +92,8 @@ def add_parser(commands: Commands) -> None:
         direction.add_argument(
             "--dtype",
             choices=tuple(DTYPES),
-            help="the dtype of all tensors except router biases (default: unchanged)",
+            help="the dtype of all tensors except router biases and the decay of delta nets "
+            "(default: unchanged)",
         )
 
 
