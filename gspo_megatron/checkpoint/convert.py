@@ -67,6 +67,7 @@ from gspo_megatron.families.weight_map import (
     TensorRecipe,
     WeightMap,
     fill,
+    is_never_rounded,
 )
 from gspo_megatron.files import SETTLED, os_errors, settle
 from gspo_megatron.hf.files import DTYPES, HfFolder, check_tied_copy, checked_weights
@@ -96,8 +97,8 @@ def hf_to_megatron(
 ) -> None:
     """Convert a Hugging Face folder to a new checkpoint folder, which any layout loads.
 
-    dtype: the new dtype of all tensors except the biases of routers. By default each tensor keeps
-    its dtype.
+    dtype: the new dtype of all tensors except those that are never rounded (`is_never_rounded`). By
+    default each tensor keeps its dtype.
 
     Raises DataError with all problems of the source, before anything is written. Also raises
     DataError if the destination cannot be written.
@@ -423,6 +424,5 @@ def checked_tensors(
 
 
 def _wanted(key: str, dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype to convert to, or None to keep the stored dtype. The biases of routers keep
-    their dtype, because Megatron-Core accumulates them in fp32."""
-    return None if key.endswith(".expert_bias") else dtype
+    """Return the dtype to convert to, or None to keep the stored dtype."""
+    return None if is_never_rounded(key) else dtype

@@ -9,7 +9,12 @@ import math
 import sys
 from collections.abc import Callable, Generator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from gspo_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gspo_megatron.config import Config
 
 Commands = Any  # what argparse's `add_subparsers` returns: its type has no public name
 Run = Callable[[argparse.Namespace], int]
@@ -71,6 +76,32 @@ def add_nproc(parser: argparse.ArgumentParser) -> None:
         "If Kubernetes or SkyPilot start the command on several pods or nodes, it is the number on "
         "each of them. Do not give it under torchrun or srun, which start the ranks themselves",
     )
+
+
+def add_step(parser: argparse.ArgumentParser, default: str = "the first step") -> None:
+    parser.add_argument(
+        "--step",
+        type=positive,
+        metavar="N",
+        help="for a configuration with training.phases: take the values of the phase that step N "
+        f"belongs to (default: {default})",
+    )
+
+
+def in_phase(config: Config, step: int | None) -> tuple[Config, str | None]:
+    """Return the configuration with the values of the phase of `step` (None: of the first step),
+    and a text that names this phase. The text is None for a configuration without phases. Raises
+    ConfigError."""
+    from gspo_megatron.config.phases import at_step, phase_end, phase_number, phases_of
+
+    count = len(phases_of(config))
+    if count == 0 and step is not None:
+        raise ConfigError([f"--step {step}: only with training.phases; leave it out"])
+    if count == 0:
+        return config, None
+    step = step or 1
+    number, end = phase_number(config, step) + 1, phase_end(config, step)
+    return at_step(config, step), f"{number} of {count}, which ends with step {end:,}"
 
 
 def integer(text: str, wanted: str, least: int = 0, most: float = math.inf) -> int:

@@ -158,8 +158,7 @@ def check_all(
             with gathered_in(of_phase):
                 check_config(phase, world_size, **options)
             inputs = _read_prompts(phase, with_files, of_phase) or inputs
-            new = [line for line in of_phase if line not in problems]
-            problems += [f"training.phases[{number}]: {line}" for line in new]
+            _add(problems, of_phase, number)
     else:
         with gathered_in(problems):
             learned = f"data.{config.inputs[0]}"
@@ -252,7 +251,7 @@ def _check_start(
 ) -> Start | None:
     """Return what the run resumes from. Without inputs, check only the parts that need no
     inputs."""
-    missing = {path for _, path in model_paths(config) if lacks_weights(path)}
+    missing = _missing(config)
     try:
         start = preview(config, fresh=fresh, change=change, command=command)
     except DataError:
@@ -281,16 +280,8 @@ def _check_start(
                 shape = config.resolved_model()
                 checked_folder(model.hf_path, shape, vocab_size, ignore_custom_code=code)
     if isinstance(config, Config):
-        for number, given in config.objective.distillation.folders.items():
-            if given in missing:
-                continue
-            with gathered_in(problems):
-                check_teacher(config, number, inputs.tokenizer)
-        with gathered_in(problems):
-            check_reward_model(config, config.reward, "reward")
-        for name, suite in config.evaluation.suites.items():
-            with gathered_in(problems):
-                check_reward_model(config, suite.reward, f"{suite_key(name)}.reward")
+        for number, phase in enumerate(phase_configs(config)):
+            _add(problems, _judge_problems(phase, inputs.tokenizer), number)
     if isinstance(config, StageConfig) and config.export.hf_path is not None:
         from gspo_megatron.hf.writer import check_destination
 
@@ -300,6 +291,27 @@ def _check_start(
                 check_destination(path)
     _raise(problems)
     return start
+
+
+def _missing(config: Any) -> set[str]:
+    """Return the named models of the Hub whose weights are not downloaded yet."""
+    return {path for _, path in model_paths(config) if lacks_weights(path)}
+
+
+def _judge_problems(config: Config, tokenizer: Tokenizer) -> list[str]:
+    """Return what is wrong with the teachers and reward models of a run or phase."""
+    problems: list[str] = []
+    missing = _missing(config)
+    for number, given in config.objective.distillation.folders.items():
+        if given not in missing:
+            with gathered_in(problems):
+                check_teacher(config, number, tokenizer)
+    with gathered_in(problems):
+        check_reward_model(config, config.reward, "reward")
+    for name, suite in config.evaluation.suites.items():
+        with gathered_in(problems):
+            check_reward_model(config, suite.reward, f"{suite_key(name)}.reward")
+    return problems
 
 
 _PROBE = "Ünïcode, 12 + 34 = 46;\n\tthe end, 終わり. <|x|> {}[]"
@@ -365,6 +377,12 @@ def _check_adapters(config: AnyConfig, vocab_size: int) -> None:
         return
     maps = peft_maps(config.model.family(shape), shape, vocab_size)
     fitting_adapters(path, section, adapted_weights(maps[0], section.targets), maps)
+
+
+def _add(problems: list[str], of_phase: list[str], number: int) -> None:
+    """Add the problems of the phase with this number, if no earlier phase has the same ones."""
+    place = f"training.phases[{number}]: " if number else ""
+    problems += [f"{place}{line}" for line in of_phase if line not in problems]
 
 
 def _raise(problems: list[str]) -> None:

@@ -92,7 +92,8 @@ def add_parser(commands: Commands) -> None:
         direction.add_argument(
             "--dtype",
             choices=tuple(DTYPES),
-            help="the dtype of all tensors except router biases (default: unchanged)",
+            help="the dtype of all tensors except router biases and the decay of delta nets "
+            "(default: unchanged)",
         )
 
 
@@ -138,14 +139,14 @@ def run_export(arguments: argparse.Namespace) -> int:
         from gspo_megatron.checkpoint.convert_workers import shard_of_rank
 
         with shard_of_rank() as shard:
-            _export(arguments, shard)
+            taken = _export(arguments, shard)
+            shard.gather(None)  # wait until every process has written its files
+            if shard.is_main:
+                _push(arguments, taken)
             if shard.world_size > 1:
                 # The process ends by os._exit. Otherwise about one process in ten aborts with
                 # "terminate called without an active exception" (torch 2.13) when it destroys its
                 # gloo group, after all work is done.
-                shard.gather(None)  # wait until every process has written its files
-                if shard.is_main:
-                    _push(arguments)
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(0)
@@ -163,25 +164,25 @@ def run_export(arguments: argparse.Namespace) -> int:
         command += ["--dtype", arguments.dtype] if arguments.dtype else []
         command += ["--adapter"] if arguments.adapter else []
         command += ["--base", arguments.base] if arguments.base else []
-        if code := launch(command, processes):
-            return code
-    else:
-        _export(arguments)
-    _push(arguments)
+        # The main rank pushes: only the ranks know which checkpoint they have converted.
+        command += ["--push", arguments.push] if arguments.push else []
+        command += ["--public"] if arguments.public else []
+        return launch(command, processes)
+    _push(arguments, _export(arguments))
     return 0
 
 
-def _push(arguments: argparse.Namespace) -> None:
-    """Write the model card and push the folder, if --push is given. Raises DataError."""
+def _push(arguments: argparse.Namespace, taken: Path) -> None:
+    """Write the model card and push the folder, if --push is given. taken: the converted
+    checkpoint; a run that goes on may have published a newer one since. Raises DataError."""
     if arguments.push is None:
         return
-    from gspo_megatron.checkpoint.convert_source import find_checkpoint
     from gspo_megatron.checkpoint.run_state import CONFIG_FILE, RunState
     from gspo_megatron.config.load import read_mapping
     from gspo_megatron.hf.hub import push, write_card
     from gspo_megatron.observe.metrics_files import METRICS_FILE, read_metrics
 
-    checkpoint = find_checkpoint(arguments.source)[0].resolve()
+    checkpoint = taken.resolve()
     config, step, scores = {}, None, {}
     if (checkpoint / CONFIG_FILE).is_file():  # a run wrote the checkpoint, not a conversion
         config = read_mapping(checkpoint / CONFIG_FILE)
@@ -196,7 +197,8 @@ def _push(arguments: argparse.Namespace) -> None:
     print(push(arguments.destination, arguments.push, private=not arguments.public))
 
 
-def _export(arguments: argparse.Namespace, shard: WorkerShard | None = None) -> None:
+def _export(arguments: argparse.Namespace, shard: WorkerShard | None = None) -> Path:
+    """Convert, and return the checkpoint that was converted. Raises UserError."""
     with loading():
         from gspo_megatron.checkpoint.convert_adapters import any_to_hf
         from gspo_megatron.checkpoint.convert_workers import ALONE
@@ -214,6 +216,7 @@ def _export(arguments: argparse.Namespace, shard: WorkerShard | None = None) -> 
         for note in notes:
             print(note, file=sys.stderr)
         print(f"{arguments.destination}: written from {taken}")
+    return taken
 
 
 def _base(arguments: argparse.Namespace) -> Path | None:

@@ -11,8 +11,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gspo_megatron.cli.arguments import Commands, add_nproc, config_parser, loading, positive
-from gspo_megatron.errors import ConfigError, printable
+from gspo_megatron.cli.arguments import (
+    Commands,
+    add_nproc,
+    add_step,
+    config_parser,
+    in_phase,
+    loading,
+    positive,
+)
+from gspo_megatron.errors import ConfigError, DataError, printable
 from gspo_megatron.process import ranks
 
 if TYPE_CHECKING:
@@ -38,6 +46,7 @@ def add_parser(commands: Commands) -> None:
         help=f"the number of episodes, one for each of the first prompts (default: "
         f"{USUAL_EPISODES})",
     )
+    add_step(parser, "the step of the weights if they are those of a run in logging.dir, else 1")
     add_nproc(parser)
 
 
@@ -50,7 +59,10 @@ def run(arguments: argparse.Namespace) -> int:
     rank_of = ranks.world_size_of_rank(os.environ)
     told_here = contextlib.nullcontext() if rank_of else all_told(arguments.nproc, _check)
     with told_here:
-        config = _as_played(load_config(arguments.config, arguments.overrides))
+        config = load_config(arguments.config, arguments.overrides)
+    step = arguments.step or (_step_of_weights(config) if config.training.phases else None)
+    config, phase = in_phase(config, step)
+    config = _as_played(config)
     world_size = ranks.decide_world_size(config, arguments.nproc, rank_of)
     if not (config.data.prompts or config.data.eval_prompts):
         raise ConfigError(["data.prompts, data.eval_prompts: null; allowed: prompts to play"])
@@ -62,11 +74,14 @@ def run(arguments: argparse.Namespace) -> int:
 
         command = [sys.executable, "-m", "gspo_megatron", "play", arguments.config]
         command += [*arguments.overrides, "--episodes", str(arguments.episodes)]
+        command += [] if step is None else ["--step", str(step)]
         return launch(command, world_size)
     with loading():
         from gspo_megatron.rl.play import play
     if os.environ.get("RANK", "0") == "0":
         print(f"weights: {_weights(config)}", flush=True)
+        if phase is not None:
+            print(f"phase: {phase}", flush=True)
     records = play(config, arguments.episodes)
     if records:
         print("\n".join(lines_of(records)), flush=True)
@@ -91,12 +106,29 @@ def _as_played(config: Config) -> Config:
         "rollout": {"engine": "megatron", "vllm": usual.vllm, "max_staleness": usual.max_staleness},
         "objective": {"max_token_staleness": None},
         "reward": {"on_failure": "drop_group"},
-        "training": {"evaluation_interval": 0},
+        "training": {"evaluation_interval": 0, "phases": []},
         "evaluation": {"suites": {}, "interval": 0},
         "checkpoint": {"keep_best": 0},
     }
     sections = {name: getattr(config, name).model_copy(update=c) for name, c in changes.items()}
     return config.model_copy(update=sections)
+
+
+def _step_of_weights(config: Config) -> int:
+    """Return the step of the checkpoint to play if it is in the configured run folder, else 1."""
+    from gspo_megatron.checkpoint.resume import given_checkpoint, run_folder
+    from gspo_megatron.checkpoint.run_state import RunState
+    from gspo_megatron.observe.metrics_files import RL
+
+    given = config.model.lora.checkpoint or config.model.checkpoint_path
+    if given is None:
+        return 1
+    with contextlib.suppress(DataError):  # `check_all` reports it
+        checkpoint = given_checkpoint(given)
+        if run_folder(config).resolve() in checkpoint.resolve().parents:
+            state = RunState.read(checkpoint)
+            return state.step if state.phase == RL and state.step else 1
+    return 1
 
 
 def _weights(config: Config) -> str:

@@ -8,7 +8,7 @@ import contextlib
 import json
 from typing import TYPE_CHECKING
 
-from gspo_megatron.cli.arguments import Commands, config_parser
+from gspo_megatron.cli.arguments import Commands, add_step, config_parser, in_phase
 from gspo_megatron.errors import ConfigError, DataError, printable
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--suite", metavar="NAME", help="the prompt and the reward of this evaluation suite"
     )
+    add_step(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -44,6 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     from gspo_megatron.rewards.registry import check_answers, get_reward, suite_rewards
 
     config = load_config(arguments.config, arguments.overrides)
+    config, phase = in_phase(config, arguments.step)
     suites = config.evaluation.suites
     if arguments.suite is not None and arguments.suite not in suites:
         legal = ", ".join(suites) or "none: the configuration has no evaluation.suites"
@@ -72,7 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
         scores, _ = scorer.score([sample])
     (score,) = with_model(section, [sample], scores)
     assert score is not None
-    for name, text in _lines(reward, sample, score):
+    lines = _lines(reward, sample, score)
+    for name, text in lines if phase is None else [("phase", phase), *lines]:
         print(f"{name:8} {printable(text)}")
     return 0
 

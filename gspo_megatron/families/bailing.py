@@ -14,7 +14,7 @@ from gspo_megatron.families import sigmoid_router as r
 from gspo_megatron.families.rope import RopeKinds
 
 _ATTENTION = f.LAYER + "attention."
-_GROUPS = r.Groups(count=8, chosen=4, topk=8)
+_GROUPS = r.Groups(count=8, chosen=4, topk=8, experts="num_experts")
 
 
 def _check(hf: Mapping[str, Any]) -> list[str]:

@@ -33,21 +33,34 @@ def fields(topk: int, scaling: float) -> tuple[f.Field, ...]:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of experts: a token's experts are chosen from the best groups only. The fields of
-    this class are a family's defaults for keys that config.json lacks."""
+    """The groups of experts: a token's experts are chosen from the best groups only. The first
+    three fields of this class are a family's defaults for keys that config.json lacks. `experts` is
+    the key for the number of experts."""
 
     count: int = 1
     chosen: int = 1
     topk: int = 8
+    experts: str = "n_routed_experts"
 
     def problems(self, hf: Mapping[str, Any]) -> list[str]:
-        """Return a line if Megatron-Core would not choose the same experts as the published
-        model."""
-        count = hf.get("n_group", self.count)
+        """Return a line for each wrong number, or if Megatron-Core would not choose the same
+        experts as the published model."""
+        count, experts = hf.get("n_group", self.count), hf.get(self.experts)
         chosen, topk = hf.get("topk_group", self.chosen), hf.get("num_experts_per_tok", self.topk)
+        if count in (None, 1) or not experts:
+            return []
+        problems = []
+        is_count = type(count) is int and count > 0
+        if not is_count or (type(experts) is int and (experts % count or experts < 2 * count)):
+            wrong = f"must divide {self.experts} = {experts} into groups of at least 2, or be 1"
+            problems.append(problem("n_group", count, wrong))
+        if type(chosen) is not int or chosen < 1 or (is_count and chosen > count):
+            problems.append(problem("topk_group", chosen, "must be an integer from 1 to n_group"))
+        if problems:
+            return problems
         # The score of a group is the sum of the scores of its best two experts. Megatron-Core adds
         # up the best topk // topk_group instead.
-        if count in (None, 1) or topk == 2 * chosen:
+        if topk == 2 * chosen:
             return []
         wrong = f"not supported with topk_group = {chosen}; allowed: {2 * chosen}, or n_group = 1"
         return [problem("num_experts_per_tok", topk, wrong)]

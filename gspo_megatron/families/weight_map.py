@@ -268,6 +268,12 @@ def is_vocabulary(name: str) -> bool:
     return of_adapter or name.endswith(("word_embeddings.weight", "output_layer.weight"))
 
 
+def is_never_rounded(name: str) -> bool:
+    """Whether a tensor stays fp32 in a bf16 model: biases of routers, which Megatron-Core
+    accumulates, and the decay of delta nets, whose small errors grow along a sequence."""
+    return name.endswith((".expert_bias", ".A_log", ".dt_bias"))
+
+
 @dataclass(frozen=True)
 class WeightMap:
     """The tensors of one model, in Megatron-Core and in HF files, in the order of its layers.

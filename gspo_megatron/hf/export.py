@@ -18,7 +18,13 @@ from gspo_megatron.config.lora import LoraSection
 from gspo_megatron.errors import DataError
 from gspo_megatron.families import Family, family_of, family_of_shape
 from gspo_megatron.families.adapter_map import adapter_map, is_of_joint_experts, place_in_joint
-from gspo_megatron.families.weight_map import Box, WeightMap, native_name, weight_map
+from gspo_megatron.families.weight_map import (
+    Box,
+    WeightMap,
+    is_never_rounded,
+    native_name,
+    weight_map,
+)
 from gspo_megatron.hf.adapters import peft_layout, peft_maps, write_peft
 from gspo_megatron.hf.load import adapter_shards, weight_shards
 from gspo_megatron.hf.side_files import (
@@ -177,11 +183,10 @@ def stream_specs(
 
 
 def _dtypes(weights: WeightMap, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The dtype of every tensor of the stream, in order. Router biases and the decay of delta nets
-    stay fp32, as in the model."""
+    """The dtype of every tensor of the stream, in order."""
     kinds = dict.fromkeys(weights.shapes, dtype)
     for name, recipe in weights.recipes.items():
-        if name.endswith((".expert_bias", ".A_log", ".dt_bias")):
+        if is_never_rounded(name):
             kinds |= {box.name: torch.float32 for box in recipe.boxes}
     return kinds
 

@@ -85,6 +85,12 @@ def test_what_is_no_teacher_is_told_in_one_line(toy: Path, tmp_path: Path) -> No
     told = train(config, f"objective.distillation.teacher={damaged}", expect=2).stderr
     [line] = [line for line in told.splitlines() if "not finite" in line]
     assert line.startswith(f"{damaged}: this teacher has weights that are not finite; ")
+    later = f"{{objective: {{distillation: {{teacher: {wider}}}}}}}"
+    phases = f"training.phases=[{{until_step: 1}}, {later}]"
+    student = f"objective.distillation.teacher={tmp_path / 'student'}"
+    [line] = train(config, student, "checkpoint.interval=1", phases, expect=2).stderr.splitlines()
+    assert line.startswith("training.phases[1]: ") and "megatron.hidden_size is 96" in line
+    assert not (tmp_path / "run/checkpoints").exists()
     alone = train(config, "objective.distillation.teacher=null", expect=2).stderr.splitlines()
     assert alone == [
         "reward.name = 'none': there is nothing to learn from without "

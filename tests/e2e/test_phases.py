@@ -167,6 +167,21 @@ def test_the_run_is_evaluated_as_in_its_last_phase(campaign: Path, tmp_path: Pat
     assert (values["rollout"]["max_response_tokens"], values["training"]["phases"]) == (9, [])
 
 
+def test_episodes_are_played_as_in_the_phase_of_their_weights(campaign: Path) -> None:
+    path = environment(campaign / "config.yaml")["PYTHONPATH"]
+
+    def played(*words: object) -> str:
+        return gspo("play", campaign / "config.yaml", *words, PYTHONPATH=path).stdout
+
+    first = played("--episodes", 1)
+    assert "phase: 1 of 3, which ends with step 2\n" in first and ": row train.jsonl:" in first
+    given = f"model.checkpoint_path={campaign / 'run/checkpoints'}"
+    last = played(f"{given}/{LAST}", "--episodes", 8)
+    assert "phase: 3 of 3, which ends with step 6\n" in last and ": row other.jsonl:" in last
+    assert "row other.jsonl:1" in last and "row other.jsonl:8" not in last  # it has 7 rows
+    assert "phase: 2 of 3, which ends with step 4\n" in played(f"{given}/{LAST}", "--step", 3)
+
+
 def test_a_phase_renews_its_reference(toy: Path, tmp_path: Path) -> None:
     """At the first update of the phase, the policy equals its reference policy. A resumed run loads
     the same reference policy."""

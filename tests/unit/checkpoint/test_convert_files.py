@@ -131,15 +131,21 @@ def test_dtype(tmp_path: Path) -> None:
     assert written["wide"]["torch_dtype"] == "float32"
 
 
-def test_biases_of_routers_keep_their_dtype(tmp_path: Path) -> None:
-    source = write_model(tmp_path / "hf", "deepseek_v3", seed=6)
+@pytest.mark.parametrize(
+    ("family", "ends"),
+    [("deepseek_v3", ("e_score_correction_bias",)), ("qwen3_next", ("A_log", "dt_bias"))],
+)
+def test_what_a_model_keeps_in_fp32_is_not_rounded(
+    tmp_path: Path, family: str, ends: tuple[str, ...]
+) -> None:
+    source = write_model(tmp_path / "hf", family, seed=6)
     hf_to_megatron(source, tmp_path / "ours", dtype=torch.bfloat16)
     megatron_to_hf(tmp_path / "ours", tmp_path / "back", dtype=torch.bfloat16)
     back = read_folder(tmp_path / "back")
-    biases = {name for name in back if name.endswith("e_score_correction_bias")}
-    assert biases
+    kept = {name for name in back if name.endswith(ends)}
+    assert kept
     rounded = {
-        name: tensor if name in biases else tensor.to(torch.bfloat16)
+        name: tensor if name in kept else tensor.to(torch.bfloat16)
         for name, tensor in read_folder(source).items()
     }
     assert_same_bits(back, rounded)

@@ -248,6 +248,19 @@ def test_commands_that_run_tell_all_mistakes_at_once_too(
     assert [line.split(" = ")[0].split(":")[0] for line in lines] == ["rollout.top_k", "none.jsonl"]
 
 
+def test_play_checks_only_the_phase_that_it_plays(
+    write_config: ConfigWriter, gspo: Command
+) -> None:
+    """The model itself generates, so servers in a later phase are no mistake."""
+    later = "{rollout: {max_staleness: 1}, data: {eval_prompts: none.jsonl}}"
+    phases = f"training.phases=[{{until_step: 1, data: {{eval_prompts: gone.jsonl}}}}, {later}]"
+    words = ("play", write_config(), "rollout.engine=vllm", "checkpoint.interval=1", phases)
+    [line] = refused(gspo, *words)
+    assert line.startswith("gone.jsonl: no such")
+    [line] = refused(gspo, *words, "--step", "2")
+    assert line.startswith("none.jsonl: no such")
+
+
 @pytest.mark.parametrize("phases", ["[{from_step: 2}]", "[{optimizer: {learning_rate: x}}]"])
 def test_a_mistake_in_the_phases_does_not_hide_a_missing_file(
     write_config: ConfigWriter, gspo: Command, phases: str

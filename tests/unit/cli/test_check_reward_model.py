@@ -77,6 +77,20 @@ def test_what_is_wrong_with_its_folder_is_told_in_one_line(
     assert line.endswith("; reward.model.tokenizer can name another tokenizer")
 
 
+def test_the_reward_model_of_a_later_phase_is_checked_too(
+    write_config: ConfigWriter, folder: Path, gspo: Command
+) -> None:
+    for file in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"):
+        (folder / file).unlink(missing_ok=True)
+    later = f"{{reward: {{model: {{folder: {folder}}}}}}}"
+    phases = f"training.phases=[{{until_step: 1}}, {later}]"
+    words = ("check", write_config(), "checkpoint.interval=1", phases)
+    [line] = refused(gspo, *words)
+    assert line.startswith(f"training.phases[1]: reward.model.folder = {folder}: ")
+    [line] = refused(gspo, *words, f"reward.model.folder={folder}")
+    assert line.startswith(f"reward.model.folder = {folder}: ")
+
+
 def test_score_asks_a_url_and_says_that_a_folder_needs_the_ranks(
     write_config: ConfigWriter, folder: Path, gspo: Command
 ) -> None:

@@ -4,18 +4,26 @@ mistake."""
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from gspo_megatron.checkpoint import convert_adapters
+from gspo_megatron.checkpoint.convert import hf_to_megatron
+from gspo_megatron.checkpoint.run_state import CONFIG_FILE, STATE_FILE, RunState
 from gspo_megatron.data.character_tokenizer import write_character_tokenizer
-from tests.hub import SmallHub, files_of, small_hub, use_hub
+from tests.hub import TOKEN, SmallHub, files_of, small_hub, use_hub
+from tests.programs import ROOT, run_program
 from tests.unit.cli.conftest import Command
 from tests.unit.hf.published import write_model
 
 BASE = "org/base"
+EXPORT = ("convert", "megatron-to-hf")
 
 
 @pytest.fixture(name="server")
@@ -51,6 +59,65 @@ def test_a_conversion_and_an_evaluation_begin_with_a_name(server: SmallHub, gspo
     assert code == 0 and "out: written from" in out, said
     code, _, said = gspo("evaluate", BASE)
     assert code == 2 and "names nothing to evaluate; allowed: --suite" in said
+
+
+def save(source: Path, step: int) -> Path:
+    """Write a checkpoint of a run with the weights of a Hugging Face folder."""
+    folder = source.parent / f"run/checkpoints/rl_{step:08}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    hf_to_megatron(source, folder)
+    state = RunState("rl", step, {}, {}, {}, "tp=1", 1, {})
+    (folder / STATE_FILE).write_bytes(state.dump())
+    (folder / CONFIG_FILE).write_text(yaml.safe_dump({"training": {"steps": 9}}))
+    return folder
+
+
+def card_of(server: SmallHub, name: str) -> str:
+    """The model card of the newest commit of a pushed repository."""
+    repository = server.repositories[f"models/{name}"]
+    return repository.commits[repository.branches["main"]]["README.md"].decode()
+
+
+def test_the_card_describes_the_checkpoint_that_was_converted(
+    server: SmallHub, gspo: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that goes on publishes a newer checkpoint during the conversion."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    save(tmp_path / "source", 1)
+    convert = convert_adapters.any_to_hf
+
+    def slow(*given: Any, **more: Any) -> Any:
+        result = convert(*given, **more)
+        save(tmp_path / "source", 2)
+        return result
+
+    monkeypatch.setattr(convert_adapters, "any_to_hf", slow)
+    code, out, said = gspo(*EXPORT, "run", "out", "--push", "org/new")
+    assert code == 0 and "rl_00000001" in out, said
+    assert "1 steps." in card_of(server, "org/new")
+
+
+def test_a_process_of_torchrun_pushes(
+    server: SmallHub, gspo: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    save(tmp_path / "source", 1)
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+    code, out, said = gspo(*EXPORT, "run", "out", "--push", "org/new")
+    assert code == 0 and f"{server.url}/org/new/tree/" in out, said
+    assert "1 steps." in card_of(server, "org/new")
+
+
+def test_several_processes_push_once(server: SmallHub, tmp_path: Path) -> None:
+    save(tmp_path / "source", 1)
+    words = (*EXPORT, "run", "out", "--push", "org/open", "--public", "--layout", "tp=2")
+    environ = server.environ(tmp_path / "home", PYTHONPATH=str(ROOT), HF_TOKEN=TOKEN)
+    program = (sys.executable, "-m", "gspo_megatron")
+    ended = run_program(*program, *words, environ=environ, cwd=tmp_path)
+    assert f"{server.url}/org/open/tree/" in ended.stdout
+    repository = server.repositories["models/org/open"]
+    assert not repository.private and len(repository.commits) == 2  # the first one is empty
+    assert "1 steps." in card_of(server, "org/open")
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,26 @@ def lines(out: str) -> list[list[str]]:
     return [line.split(maxsplit=1) for line in out.splitlines()]
 
 
+def test_a_response_is_scored_as_in_the_phase_of_a_step(
+    gspo: Command, config: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "later.jsonl").write_text('{"prompt": "hg", "answer": "gh"}\n')
+    later = "{data: {prompts: later.jsonl}, reward: {name: exact_match}}"
+    first = "{until_step: 3, reward: {name: per_character}}"
+    given = (f"training.phases=[{first}, {later}]", "training.steps=9", "checkpoint.interval=1")
+    words = ("score", config, *given, "--response", "ab")
+    code, out, err = gspo(*words)
+    assert code == 0, err
+    assert lines(out)[0] == ["phase", "1 of 2, which ends with step 3"]
+    assert ["prompt", '"abc"'] in lines(out) and "(per_character)" in out
+    code, out, err = gspo(*words, "--step", "4")
+    assert code == 0, err
+    assert lines(out)[0] == ["phase", "2 of 2, which ends with step 9"]
+    assert ["prompt", '"hg"'] in lines(out) and "(exact_match)" in out
+    code, _, err = gspo("score", config, "--response", "ab", "--step", "4")
+    assert (code, err) == (2, "--step 4: only with training.phases; leave it out\n")
+
+
 def test_a_response_is_scored_with_the_first_prompt_or_that_of_a_row(
     gspo: Command, config: Path, tmp_path: Path
 ) -> None:

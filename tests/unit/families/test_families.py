@@ -203,6 +203,21 @@ YARN: dict[str, Any] = CONFIGS["gpt_oss"]["rope_scaling"]
         ),
         ("qwen3_moe", {"quantization_config": {"quant_method": "mxfp4"}}, "quant_method = fp8"),
         ("deepseek_v3", {"num_experts_per_tok": 8}, "num_experts_per_tok = 8"),
+        (
+            "deepseek_v3",
+            {"n_group": 0},
+            "n_group = 0: must divide n_routed_experts = 8 into groups",
+        ),
+        ("deepseek_v3", {"n_group": "4"}, "n_group = '4': must divide n_routed_experts = 8"),
+        ("deepseek_v3", {"n_group": 3}, "n_group = 3: must divide n_routed_experts = 8"),
+        ("deepseek_v3", {"n_group": 8}, "n_group = 8: must divide n_routed_experts = 8"),
+        ("deepseek_v3", {"topk_group": 0}, "topk_group = 0: must be an integer from 1 to n_group"),
+        ("deepseek_v3", {"topk_group": None}, "topk_group = null: must be an integer from 1"),
+        (
+            "deepseek_v3",
+            {"topk_group": 5, "num_experts_per_tok": 10},
+            "topk_group = 5: must be an integer from 1 to n_group",
+        ),
         ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob = false"),
         ("deepseek_v3", {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers = -1"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads = 2"),
@@ -221,6 +236,7 @@ YARN: dict[str, Any] = CONFIGS["gpt_oss"]["rope_scaling"]
         ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type = 'per_head'"),
         ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
         ("bailing_moe_v2", {"num_experts_per_tok": 6}, "num_experts_per_tok = 6"),
+        ("bailing_moe_v2", {"n_group": 3}, "n_group = 3: must divide num_experts = 8 into groups"),
         ("bailing_moe_v2", {"use_bias": True}, "use_bias = true"),
         ("bailing_moe_v2", {"score_function": "softmax"}, "score_function = 'softmax'"),
         (
@@ -243,6 +259,7 @@ def test_what_a_family_cannot_do_is_named(family: str, changes: dict[str, Any], 
 def test_all_of_them_at_once() -> None:
     hf = {k: v for k, v in QWEN3_30B_A3B.items() if k != "hidden_size"}
     assert len(problems(hf | {"attention_bias": True, "partial_rotary_factor": 0.5})) == 3
+    assert len(problems(model_config("deepseek_v3", n_group=0, topk_group=0))) == 2
 
 
 @pytest.mark.parametrize(
