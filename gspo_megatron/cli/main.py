@@ -1,7 +1,8 @@
 """The entry point: parses the command line and runs one command. Exit codes:
 
 0: done. 2: an error that the user can correct; only its message is printed. 1: any other error,
-with its traceback. 130: interrupted. 141: the reader of the output closed the pipe.
+with its traceback. 130: interrupted. 141: the reader of the output closed the pipe, and nothing is
+printed.
 """
 
 from __future__ import annotations

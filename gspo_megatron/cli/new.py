@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
 import shutil
@@ -24,6 +25,17 @@ TEMPLATES = Path(__file__).with_name("new_templates")
 PROMPT_FILES = ("prompts.jsonl", "eval_prompts.jsonl")
 VOCABULARY = 320  # the largest number of pieces: 256 bytes, and the characters of the prompts
 BATCH_SCRIPT = "slurm/train_gspo.sbatch"
+# Divided by the root of the response's tokens, this is a clip range for ratios of sequences. It is
+# 0.02 for the 4 tokens of the measurement in docs/objectives.md, which clips the paper's 15%.
+CLIP_OF_ONE_TOKEN = 0.04
+NOTES = {  # further text about a key, after the schema's description
+    "objective.clip_low": "GSPO takes the ratio of a whole response, and the noise of this ratio "
+    "falls with 1 / sqrt(tokens). So both bounds are "
+    f"{CLIP_OF_ONE_TOKEN} / sqrt(rollout.max_response_tokens). The paper's 3e-4 and 4e-4 are for "
+    "thousands of tokens, and would clip most short responses. Correct the bounds by the metric "
+    "clip/token/binding, which is about 0.15 in the paper. With ratios of tokens (grpo, ...) set "
+    "both to null."
+}
 
 
 def add_parser(commands: Commands) -> None:
@@ -135,6 +147,7 @@ def settings(model: tuple[str, ModelPreset, Tokenizer] | None) -> dict[str, dict
         path, preset, _ = model
         rate, tokenizer, start = 1e-6, path, {"hf_path": path}
         longest = min(256, preset.max_sequence_length // 2)
+    clip = float(f"{CLIP_OF_ONE_TOKEN / math.sqrt(longest):.2g}")
     return {
         "model": start,
         "parallel": {"layout": "tp=1"},
@@ -150,7 +163,7 @@ def settings(model: tuple[str, ModelPreset, Tokenizer] | None) -> dict[str, dict
             "temperature": 1.0,
         },
         "reward": {"import_path": "reward:reward", "options": {"partial": 0.2}},
-        "objective": {"name": "gspo", "mini_batches": 2},
+        "objective": {"name": "gspo", "mini_batches": 2, "clip_low": clip, "clip_high": clip},
         "optimizer": {"learning_rate": rate, "warmup_steps": 2},
         "training": {
             "steps": 40,
@@ -176,9 +189,9 @@ def commented_yaml(values: dict[str, dict[str, Any]]) -> str:
     for section, keys in values.items():
         lines.append(f"{section}:")
         for name, value in keys.items():
-            lines += textwrap.wrap(
-                meanings[f"{section}.{name}"], 98, initial_indent="  # ", subsequent_indent="  # "
-            )
+            key = f"{section}.{name}"
+            text = f"{meanings[key]}. {NOTES[key]}" if key in NOTES else meanings[key]
+            lines += textwrap.wrap(text, 98, initial_indent="  # ", subsequent_indent="  # ")
             lines += [f"  {line}" for line in dump_yaml({name: value}).splitlines()]
     return "\n".join(lines) + "\n"
 

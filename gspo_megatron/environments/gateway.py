@@ -65,21 +65,24 @@ class EpisodeSession:
     reward: Trajectory | None = None
     is_over: bool = False  # a limit was reached
     problem: UserError | None = None  # the first error of a request
+    _is_closed: bool = False
     _last: _AnsweredTurn | None = None
+    # Held while a request drops the last turn and begins its own, so that a later request waits.
+    _choosing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _running: set[asyncio.Task[dict[str, Any]]] = field(default_factory=set)
 
     async def complete(self, asked: Mapping[str, Any], request: Any) -> dict[str, Any]:
         """Answer a request of /v1/chat/completions. Raises _RefusedError, _ReplacedError,
         UserError and LimitReached."""
-        body, turn = json.dumps(asked, sort_keys=True), self._last
-        if turn is None or turn.body != body or (turn.is_read and not _is_repeated(request)):
-            await self._drop_unread()
-            position, known = self.client.position(), self.known
-            work = asyncio.ensure_future(self._turn(asked))  # goes on if the client disconnects
-            self._running.add(work)
-            work.add_done_callback(self._running.discard)
-            turn = self._last = _AnsweredTurn(body, position, known, work)
-        turn.listeners.append(request)
+        body = json.dumps(asked, sort_keys=True)
+        async with self._choosing:
+            turn = self._last
+            if turn is None or turn.body != body or (turn.is_read and not _is_repeated(request)):
+                await self._drop_unread()
+                if self._is_closed:
+                    raise _RefusedError("the episode is over")
+                turn = self._last = self._begin(body, asked)
+            turn.listeners.append(request)
         try:
             return await asyncio.shield(turn.answer)
         except asyncio.CancelledError:
@@ -90,18 +93,30 @@ class EpisodeSession:
             turn.listeners.remove(request)
             turn.is_read |= _is_there(request)
 
+    def _begin(self, body: str, asked: Mapping[str, Any]) -> _AnsweredTurn:
+        """Begin a turn, which goes on if the client disconnects."""
+        position, known = self.client.position(), self.known
+        work = asyncio.ensure_future(self._turn(asked))
+        self._running.add(work)
+        work.add_done_callback(self._running.discard)
+        return _AnsweredTurn(body, position, known, work)
+
     async def _drop_unread(self) -> None:
-        """Drop the last turn if no client has read it and no client waits for it."""
+        """Drop the last turn if no client has read it and no client waits for it.
+
+        The engine may need some time for this. The session may be closed meanwhile."""
         turn = self._last
         if turn is None or turn.is_read or any(map(_is_there, turn.listeners)):
             return
-        self._last = None
         turn.answer.cancel()
         await asyncio.wait([turn.answer])
-        self._take_back(turn)
+        if self._last is turn:
+            self._last = None
+            self._take_back(turn)
 
     def close(self) -> None:
         """End the session after its program has ended. Drops a turn that was not read."""
+        self._is_closed = True
         turn, self._last = self._last, None
         for work in self._running:
             work.cancel()

@@ -7,12 +7,12 @@ cause.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
 import os
 import re
-import select
 import signal
 import sys
 import traceback
@@ -51,21 +51,25 @@ class Failure(NamedTuple):
 
 def exit_code_of(command: Callable[[], int]) -> int:
     """Run a command and return its exit code. After an error, return the exit code from
-    `tell_failure`, after an interrupt INTERRUPTED. If the reader of stdout has closed the pipe,
-    return UNREAD."""
+    `tell_failure`, after an interrupt INTERRUPTED.
+
+    If stdout takes no output, the rest of the output is dropped. A command that has no other error
+    then returns UNREAD if the reader of a pipe is gone. Otherwise (the disk is full, ...) the
+    problem is told, and the exit code is USER_ERROR."""
+    code, error = 0, None
     try:
         code = command()
     except KeyboardInterrupt:
-        return INTERRUPTED
-    except Exception as error:
-        if isinstance(error, BrokenPipeError) and _drop_unread_output():
-            return UNREAD
-        return tell_failure(error)
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:  # the command has done its work, but the reader of stdout is gone
-        _drop_unread_output()
-    return code
+        code = INTERRUPTED
+    except Exception as raised:
+        error = raised
+    unwritten = _drop_unwritten(error)
+    if unwritten is None or not (error is None or _is_same(error, unwritten)):
+        return code if error is None else tell_failure(error)
+    if isinstance(unwritten, BrokenPipeError):
+        return code or UNREAD
+    told = f"stdout: {unwritten.strerror}; the output is not complete: redirect it to another place"
+    return code or tell_failure(UserError(told))
 
 
 def tell_failure(error: Exception) -> int:
@@ -121,18 +125,23 @@ def make_streams_safe() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _drop_unread_output() -> bool:
-    """Return whether stdout is a pipe without a reader, as in `check a.yaml | head -1`. If so, drop
-    the rest of the output."""
+def _drop_unwritten(error: Exception | None) -> OSError | None:
+    """Return the error of stdout if it takes no output, and drop what was not written.
+
+    error: the error that ended the command."""
     try:
-        descriptor = sys.stdout.fileno()
-    except OSError:
-        return False
-    poll = select.poll()
-    poll.register(descriptor, 0)
-    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
-        return False
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, descriptor)  # else the interpreter reports an error when it flushes at its end
-    os.close(nowhere)
-    return True
+        if isinstance(error, OSError) and error.filename is None:
+            print()  # a stdout without a buffer has forgotten the text that it could not write
+        sys.stdout.flush()
+    except OSError as found:
+        with contextlib.suppress(OSError):  # a stdout without a descriptor
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            # Otherwise the interpreter reports an error when it flushes stdout at its end.
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
+        return found
+    return None
+
+
+def _is_same(error: Exception, unwritten: OSError) -> bool:
+    return isinstance(error, OSError) and (error.filename, error.errno) == (None, unwritten.errno)

@@ -13,11 +13,17 @@ from typing import Any
 from gspo_megatron.errors import RewardError
 from gspo_megatron.rewards.math_value import value_text
 from gspo_megatron.rewards.registry import register
+from gspo_megatron.rewards.values import shorten
 from gspo_megatron.types import Sample
 
 _NUMBER = re.compile(r"-?\d+(,\d{3})*(\.\d+)?")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _COMMAND = re.compile(r"\\(?!boxed|text)[A-Za-z]")
+# math-verify computes these while it reads them, so a large one takes too long to read.
+_COMPUTED = re.compile(r"binom|gcd|lcm|det|floor|ceil|[Gg]amma|operatorname")
+# A longer answer may be too deeply nested, or have more digits than Python converts (4,300).
+_MOST_CHARACTERS = 300
+_UNREADABLE = "is not a mathematical expression, or is too large to compute"
 # Limit of CPU time in seconds for each response, because power towers and factorials may be
 # impossible to compute. A limit of wall time, as math-verify has it, would punish right answers on
 # a busy machine. The second number is the period at which the error is raised again.
@@ -34,7 +40,7 @@ def answer_fault(answer: str) -> str | None:
     fast."""
     if _is_surely_readable(answer) or _parse_answer(answer):
         return None
-    return "is not a mathematical expression"
+    return _UNREADABLE
 
 
 def read_answer(sample: Sample) -> str | None:
@@ -70,15 +76,15 @@ def math(sample: Sample) -> float:
     set). The answer may be plain text, or LaTeX with or without $...$ or \boxed{...}. A response
     scores 0.0 if it has no expression, or if its value takes more than a second to compute.
 
-    Raises RewardError if the answer is not a mathematical expression.
+    Raises RewardError if the answer is not a mathematical expression, or is too large to compute.
     """
     from math_verify import parse, verify
 
     answer = _parse_answer(str(sample.answer))
     if not answer:
         raise RewardError(
-            f"reward 'math': the answer {sample.answer!r} of prompt {sample.prompt!r} is not a "
-            "mathematical expression"
+            f"reward 'math': the answer {shorten(sample.answer)} of prompt {sample.prompt!r} "
+            f"{_UNREADABLE}"
         )
     response = _with_boxes(sample.response)
     last_box = response.rfind(r"\boxed")
@@ -129,9 +135,11 @@ def _is_surely_readable(answer: str) -> bool:
 
     This check is faster than math-verify, which takes milliseconds. For LaTeX that passes this
     check, math-verify always returns at least the text."""
+    if len(answer) > _MOST_CHARACTERS:
+        return False
     if _NUMBER.fullmatch(answer):
         return True
-    if not _COMMAND.search(answer):
+    if not _COMMAND.search(answer) or _COMPUTED.search(answer):
         return False
     if any(mark in answer for mark in ("$", r"\boxed", r"\text")):
         return False

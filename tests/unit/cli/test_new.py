@@ -32,6 +32,26 @@ def test_every_key_has_the_schemas_words(tmp_path: Path, gspo: Command) -> None:
     assert (folder / "run.sh").stat().st_mode & stat.S_IXUSR
 
 
+@pytest.mark.parametrize(("positions", "longest", "clip"), [(0, 8, 0.014), (8192, 256, 0.0025)])
+def test_the_clip_range_fits_the_length_of_the_responses(
+    tmp_path: Path, gspo: Command, positions: int, longest: int, clip: float
+) -> None:
+    """The paper's range would clip nearly all short responses."""
+    words = []
+    if positions:
+        sizes = {"max_position_embeddings": positions}
+        model = write_model(tmp_path / "hf", "qwen3", seed=1, files=1, **sizes)
+        write_character_tokenizer(model, ["abc"], 300)
+        words = ["--model", model]
+    assert gspo("new", tmp_path / "new", *words)[0] == 0
+    text = (tmp_path / "new/config.yaml").read_text()
+    config = yaml.safe_load(text)
+    assert config["rollout"]["max_response_tokens"] == longest
+    objective = config["objective"]
+    assert objective["clip_low"] == objective["clip_high"] == clip
+    assert "1 / sqrt(tokens)" in text and "clip/token/binding" in text
+
+
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [

@@ -80,6 +80,8 @@ def play(tokenizer: Tokenizer, tmp_path: Path) -> Play:
         turns: list[str],
         limits: EpisodeLimits | None = None,
         turn_seconds: float | list[float] = 0.0,
+        abort_seconds: float = 0.0,  # that the engine needs to drop a turn
+        later_seconds: float = 0.0,  # that the event loop runs after the episode
         **options: Any,
     ) -> tuple[Episode, list[TurnRequest]]:
         path = tmp_path / "agent.py"
@@ -89,14 +91,24 @@ def play(tokenizer: Tokenizer, tmp_path: Path) -> Play:
         async def write(wanted: TurnRequest) -> Written:
             asked.append(wanted)
             is_same = isinstance(turn_seconds, float)
-            await asyncio.sleep(turn_seconds if is_same else turn_seconds[len(asked) - 1])
+            try:
+                await asyncio.sleep(turn_seconds if is_same else turn_seconds[len(asked) - 1])
+            except asyncio.CancelledError:
+                await asyncio.sleep(abort_seconds)
+                raise
             ids = [*tokenizer.encode(turns[wanted.turn]), tokenizer.eos_id]
             return Written(ids[: wanted.max_tokens], len(ids) > wanted.max_tokens)
 
         environment = Agent(f"{sys.executable} {path}", **options)
         runner = EpisodeRunner(environment, tokenizer, limits or EpisodeLimits(5, 400, 400))
         task = Prompt("1+2?", "3", "f:7", FIELDS, token_ids=(9, 9), row_id="seven")
-        return asyncio.run(runner.run(task, write)), asked
+
+        async def run_episode() -> Episode:
+            episode = await runner.run(task, write)
+            await asyncio.sleep(later_seconds)
+            return episode
+
+        return asyncio.run(run_episode()), asked
 
     return run
 
@@ -385,6 +397,38 @@ post("/reward", {{"turn_rewards": [0.5]}})
     assert list(episode.given.rewards) == [0.5] and list(episode.given.ends) == [2]
     assert shown(tokenizer, episode.transcript.sequence[0]) == "<|user|>1+2?</s><|assistant|>a</s>"
     assert [each["content"] for each in episode.client.messages] == ["1+2?", "a"]
+
+
+DROPPED = """
+import time
+other = {"role": "user", "content": "2?"}
+first = impatient([other], 9)
+assert impatient([other, first, other], 0.3) is None
+assert impatient([user], 0.3) is None  # the turn before it is being dropped
+"""
+
+
+@pytest.mark.parametrize("content", ["1+2?", "3?"], ids=["the same request", "another request"])
+def test_a_request_during_the_drop_of_a_turn_waits(play: Play, content: str) -> None:
+    """The client stops waiting for a request while the engine still drops the turn before it."""
+    program = (
+        f"{DROPPED}assert impatient([{{**user, 'content': {content!r}}}], 9)['content'] == 'b'"
+    )
+    episode, asked = play(program, ["a", "b"], turn_seconds=[0.0, 5.0, 0.0, 0.0], abort_seconds=1.0)
+    assert episode.error is None
+    assert [each.turn for each in asked] == ([0, 1, 1] if content == "1+2?" else [0, 1, 1, 1])
+    assert [each["content"] for each in episode.client.messages] == [content, "b"]
+    assert len(episode.transcript.turns) == 2
+
+
+def test_no_turn_begins_after_the_program_s_end(play: Play) -> None:
+    """The program ends while a request waits for the drop of the turn before it."""
+    episode, asked = play(
+        DROPPED, ["a", "b"], turn_seconds=[0.0, 9.0], abort_seconds=1.5, later_seconds=2.0
+    )
+    assert episode.error is None and len(asked) == 2
+    assert [each["content"] for each in episode.client.messages] == ["2?", "a"]
+    assert len(episode.transcript.turns) == 1
 
 
 @pytest.mark.timeout(600)

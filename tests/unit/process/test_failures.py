@@ -138,29 +138,32 @@ def unread() -> Iterator[io.TextIOWrapper]:
         stream.close()
 
 
-def command(monkeypatch: pytest.MonkeyPatch, *, raises: bool) -> None:
+def command(monkeypatch: pytest.MonkeyPatch, *, raises: bool, code: int = 0) -> None:
     def run(arguments: argparse.Namespace) -> int:
         print("a line")
         if raises:
             raise BrokenPipeError(32, "Broken pipe")
-        return 1
+        return code
 
     monkeypatch.setattr(entry, "parse", lambda argv: argparse.Namespace(run=run))
 
 
-@pytest.mark.parametrize(("raises", "code"), [(True, 141), (False, 1)])
+@pytest.mark.parametrize(
+    ("raises", "code", "ended"), [(True, 0, 141), (False, 0, 141), (False, 1, 1)]
+)
 def test_a_reader_that_left_ends_the_command_without_a_traceback(
     unread: io.TextIOWrapper,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     raises: bool,
     code: int,
+    ended: int,
 ) -> None:
     """If the command had already failed with an error, it keeps the exit code of this error."""
-    command(monkeypatch, raises=raises)
+    command(monkeypatch, raises=raises, code=code)
     # A fixture could not do this, because pytest sets its own stream before it calls the test.
     monkeypatch.setattr(sys, "stdout", unread)
-    assert entry.main([]) == code
+    assert entry.main([]) == ended
     unread.flush()  # the interpreter does this when it ends
     assert capsys.readouterr().err == ""
 
@@ -170,6 +173,27 @@ def test_a_broken_pipe_of_another_kind_is_shown_whole(
 ) -> None:
     command(monkeypatch, raises=True)
     assert entry.main([]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [[], ["-u"]], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("words", [["--keys", "clip"], ["--keys"]], ids=["short", "long"])
+def test_a_full_disk_under_stdout_is_told_in_one_line(options: list[str], words: list[str]) -> None:
+    """Short output is written only at the end of the command, long output while it runs."""
+    program = [sys.executable, *options, "-m", "gspo_megatron", "check", *words]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            program, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+        )
+    told = (
+        "stdout: No space left on device; the output is not complete: redirect it to another place"
+    )
+    assert (done.returncode, done.stderr) == (2, f"{told}\n")
+
+
+def test_a_full_disk_of_another_file_is_shown_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    assert failures.exit_code_of(full) == 1
     assert "Traceback" in capsys.readouterr().err
 
 

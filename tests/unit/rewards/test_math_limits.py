@@ -8,9 +8,11 @@ import time
 
 import pytest
 
+from gspo_megatron.errors import RewardError
 from gspo_megatron.rewards import math as module
 from gspo_megatron.rewards.math import math, read_answer
-from gspo_megatron.types import Sample
+from gspo_megatron.rewards.registry import check_answers, get_reward
+from gspo_megatron.types import Prompt, Sample
 
 pytest.importorskip("math_verify")
 
@@ -65,6 +67,26 @@ def test_no_answer_raises(response: str) -> None:
     assert math(answered(response)) == 0.0
     found = read_answer(answered(response))
     assert found is None or isinstance(found, str)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        r"\binom{10000000}{5000000}",
+        r"\gcd(10^{10^9},3)",
+        "9" * 5000,
+        r"\frac{9}{" * 2000 + "1" + "}" * 2000,
+    ],
+    ids=["binomial", "power", "digits", "depth"],
+)
+def test_an_answer_that_takes_too_long_to_read_is_told_before_the_run(answer: str) -> None:
+    """In a run it would end the step, because no response can be compared with it."""
+    prompts = [Prompt("p", "5", "p.jsonl:1"), Prompt("p", answer, "p.jsonl:2")]
+    with pytest.raises(RewardError) as told:
+        check_answers(get_reward("math"), prompts)
+    (line,) = str(told.value).splitlines()
+    assert line.startswith("p.jsonl:2: the answer ") and "is too large to compute" in line
+    assert len(line) < 400
 
 
 def test_large_values_that_can_be_computed_are_compared() -> None:

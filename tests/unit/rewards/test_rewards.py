@@ -62,7 +62,7 @@ def test_answers_that_math_cannot_read_are_named_beforehand() -> None:
     answers = ["1", "", r"\frac{1}{2}", "about {}", "x^2", "}", "$", "", "''", r"\boxed{3}", "$2$"]
     answers += ["-1,000.5", r"A \cup B", "(1, 2)"]
     prompts = [Prompt("p", answer, f"p.jsonl:{n}") for n, answer in enumerate(answers, start=1)]
-    fault = "is not a mathematical expression (reward 'math')"
+    fault = "is not a mathematical expression, or is too large to compute (reward 'math')"
     assert refusal(check_answers, get_reward("math"), prompts) == [
         f"p.jsonl:2: the answer '' {fault}",
         f"p.jsonl:4: the answer 'about {{}}' {fault}",
