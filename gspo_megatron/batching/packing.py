@@ -8,7 +8,8 @@ the chunks r and 2CP-1-r of 2CP.
 The model sees each branch of an episode as a separate sequence with positions from 0. The loss
 sees all branches of an episode as one sequence.
 
-A packed micro-batch can hold a shared prompt once: see `_find_shared`.
+A packed micro-batch can hold the common beginning of several branches once, such as a prompt or a
+chat template: see `_find_shared`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from torch import Tensor
 
 from gspo_megatron.models.shared_prompts import SharedPrompts
 
+# The least share of the tokens that is worth sharing. Attention repeats the keys of shared tokens,
+# which takes time and memory.
+LEAST_SAVED = 0.05
 # [sequence number][branch]: numbers of prompt and response tokens
 Branches = Sequence[Sequence[tuple[int, int]]]
 
@@ -278,7 +282,9 @@ def _find_shared(pieces: Sequence[_Piece], joined: Tensor) -> Sequence[_Piece]:
 
     Responses to a prompt are neighbours, so each prompt is computed once. The last prompt token
     stays in every branch: it predicts the first response token, and a row predicts one token. If
-    any tokens are shared, the last token of each branch is left out, because it predicts nothing.
+    tokens are shared, the last token of each branch is left out, because it predicts nothing.
+
+    Nothing is shared if this would save less than LEAST_SAVED.
     """
     found: list[_Piece] = []
     for piece in pieces:
@@ -290,7 +296,8 @@ def _find_shared(pieces: Sequence[_Piece], joined: Tensor) -> Sequence[_Piece]:
             shared = int(differ.nonzero()[0]) if differ.any() else most
         length = max(piece.prompt + piece.response - 1, 1)
         found.append(replace(piece, length=length, shared=shared))
-    return found if any(piece.shared for piece in found) else pieces
+    saved = sum(piece.shared for piece in found)
+    return found if saved > LEAST_SAVED * len(joined) else pieces
 
 
 def _shared_prompts(

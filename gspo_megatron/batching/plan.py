@@ -8,11 +8,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
-# If the responses to a prompt stay together, the largest number of computed tokens of a
-# data-parallel rank, in relation to the mean of all ranks.
-MOST_IMBALANCE = 1.05
+# The fixed cost of a micro-batch, as a share of the cost of a full one. It decides how many more
+# micro-batches are worth their saved tokens.
+COST_OF_MICRO_BATCH = 0.05
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,9 @@ def plan_step(
     for each branch, padded to the longest row, and the budget counts the padding; branches: for
     each sequence, the number of tokens of each branch (branches of a sequence stay together); None:
     each sequence is one branch; prompts: for each sequence, the number of its prompt and the
-    prompt's tokens, if a micro-batch holds a prompt once. Responses to a prompt then stay together
-    as far as the budget and the balance of the ranks allow. The budget counts the prompt of each
-    response, because attention takes whole sequences.
+    prompt's tokens. Give them if a micro-batch holds a prompt once: then responses to a prompt
+    stay together. The budget counts the prompt of each response, because attention needs the keys
+    of whole sequences.
     """
     count = len(lengths)
     rows = [[length] for length in lengths] if branches is None else branches
@@ -78,22 +77,23 @@ def plan_step(
     for number in range(mini_batches):
         start, end = count * number // mini_batches, count * (number + 1) // mini_batches
         members = range(start, end)
-        own_lengths = lengths[start:end]
-        if prompts is None:
-            shares, split = split_evenly(own_lengths, data_parallel_size), split_by_budget
+        own = lengths[start:end]
+        if prompts is not None:
+            packed = _pack_groups(own, prompts[start:end], data_parallel_size, token_budget)
         else:
-            shares = split_groups(own_lengths, prompts[start:end], data_parallel_size)
-            split = split_in_order
-        if padded:
-            packed = [split_padded([rows[start + i] for i in own], token_budget) for own in shares]
-        else:
-            packed = [split([own_lengths[i] for i in own], token_budget) for own in shares]
+            packed = []
+            for share in split_evenly(own, data_parallel_size):
+                if padded:
+                    bins = split_padded([rows[start + i] for i in share], token_budget)
+                else:
+                    bins = split_by_budget([own[i] for i in share], token_budget)
+                packed.append([[share[place] for place in bin_] for bin_ in bins])
         most = max(1, *(len(bins) for bins in packed))
         most = -(-most // micro_batch_multiple) * micro_batch_multiple
-        ranks = []
-        for share, bins in zip(shares, packed, strict=True):
-            bins = level([own_lengths[i] for i in share], bins, most)
-            ranks.append(tuple(tuple(start + share[i] for i in bin_) for bin_ in bins))
+        ranks = [
+            tuple(tuple(start + i for i in bin_) for bin_ in level(own, bins, most))
+            for bins in packed
+        ]
         plans.append(
             MiniBatch(
                 micro_batches=tuple(ranks),
@@ -104,46 +104,55 @@ def plan_step(
     return plans
 
 
-def split_groups(
-    lengths: Sequence[int], prompts: Sequence[tuple[int, int]], parts: int
-) -> list[list[int]]:
-    """Divide sequences over `parts` ranks so that responses to a prompt stay together.
+def _pack_groups(
+    lengths: Sequence[int], prompts: Sequence[tuple[int, int]], ranks: int, budget: int
+) -> list[list[list[int]]]:
+    """Return the micro-batches of each rank, in which responses to a prompt are together.
 
-    The ranks get about the same number of computed tokens: a prompt counts once on each rank. If
-    whole groups do not balance the ranks, the largest groups are halved. prompts: see `plan_step`.
+    Long runs of responses to one prompt save most tokens, but they do not fit well into the budget
+    and do not balance the ranks well. So several lengths of runs are tried, down to single
+    responses. The best plan has the fewest computed tokens on the busiest rank, with a fixed cost
+    for each micro-batch.
     """
-    limit = sum(lengths)
-    while True:
-        units: list[list[int]] = []
-        costs: list[int] = []
-        last = None  # the prompt of the last unit
-        for i, (number, prompt) in enumerate(prompts):
-            if number == last and costs[-1] + lengths[i] - prompt <= limit:
-                units[-1].append(i)
-                costs[-1] += lengths[i] - prompt
-            else:
-                units.append([i])
-                costs.append(lengths[i])
-            last = number
-        shares = split_evenly(costs, parts)
-        most = max(sum(costs[unit] for unit in share) for share in shares)
-        if most * parts <= MOST_IMBALANCE * sum(costs) or len(units) == len(lengths):
-            return [sorted(chain.from_iterable(units[unit] for unit in share)) for share in shares]
-        limit = max(cost for cost, unit in zip(costs, units, strict=True) if len(unit) > 1) // 2
+    totals: dict[int, int] = {}
+    for length, (number, _) in zip(lengths, prompts, strict=True):
+        totals[number] = totals.get(number, 0) + length
+    longest = min(budget, max(totals.values()))
+    plans = []
+    for limit in (longest, longest // 2, longest // 4, longest // 8, 0):
+        runs = _runs(lengths, prompts, limit)
+        packed = []
+        for share in split_evenly([_computed(run, lengths, prompts) for run in runs], ranks):
+            bins = split_by_budget([sum(lengths[i] for i in runs[n]) for n in share], budget)
+            packed.append([sorted(i for n in bin_ for i in runs[share[n]]) for bin_ in bins])
+        busiest = max(sum(_computed(bin_, lengths, prompts) for bin_ in bins) for bins in packed)
+        cost = busiest + COST_OF_MICRO_BATCH * budget * max(map(len, packed))
+        plans.append((cost, packed))
+    return min(plans, key=lambda plan: plan[0])[1]
 
 
-def split_in_order(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Pack sequences into micro-batches within the token budget, in their order, so that responses
-    to a prompt stay together. A sequence longer than the budget gets a micro-batch of its own."""
-    bins: list[list[int]] = []
-    room = 0
-    for index, length in enumerate(lengths):
-        if not bins or length > room:
-            bins.append([])
-            room = budget
-        bins[-1].append(index)
-        room -= length
-    return bins
+def _runs(
+    lengths: Sequence[int], prompts: Sequence[tuple[int, int]], limit: int
+) -> list[list[int]]:
+    """Cut the sequences into runs of responses to one prompt. A run has at most `limit` tokens, or
+    one response."""
+    runs: list[list[int]] = []
+    room, last = 0, None  # of the last run: the tokens that still fit, and the prompt
+    for i, (number, _) in enumerate(prompts):
+        if number != last or lengths[i] > room:
+            runs.append([])
+            room, last = limit, number
+        runs[-1].append(i)
+        room -= lengths[i]
+    return runs
+
+
+def _computed(
+    members: Sequence[int], lengths: Sequence[int], prompts: Sequence[tuple[int, int]]
+) -> int:
+    """Return the tokens that a micro-batch of these sequences computes: each prompt once."""
+    alone = {prompts[i] for i in members}
+    return sum(lengths[i] - prompts[i][1] for i in members) + sum(length for _, length in alone)
 
 
 def split_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:

@@ -103,13 +103,20 @@ def run(arguments: argparse.Namespace) -> int:
     file = source / "config.resolved.yaml" if source.is_dir() else source
     config = at_step(load_config(file, [*arguments.overrides, precision]), arguments.step or 1)
     reference = Layout.parse(arguments.reference)
-    from gspo_megatron.verify.parity import Task, check_layouts, common_cut, usual_layouts
+    from gspo_megatron.verify.parity import (
+        Task,
+        check_layouts,
+        common_cut,
+        sharing_alike,
+        usual_layouts,
+    )
 
     layouts = [Layout.parse(text) for text in arguments.layouts]
     layouts = layouts or usual_layouts(config, ranks.RANKS_WITHOUT_ASKING)
     every = [reference, *layouts]
     check_layouts(config, every)
     fetch_weights(config)
+    config = sharing_alike(config, every)
     if arguments.checkpoint is not None and arguments.step is None:
         raise UserError("--checkpoint: it has no effect without --step")
     is_step = arguments.step is not None

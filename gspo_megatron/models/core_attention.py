@@ -31,7 +31,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gspo_megatron.models.shared_prompts import SharedPrompts, shared_of
+from gspo_megatron.models.shared_prompts import SharedPrompts, repeat_rows, shared_of
 from gspo_megatron.platform.cpu import faster
 
 # The most elements that the mask [sequences, queries, keys] of a tile may have.
@@ -155,12 +155,13 @@ class TorchCoreAttention(torch.nn.Module):
             return self._attend(*parts, None).transpose(1, 2).flatten(2).flatten(0, 1)
         if self.cp_size > 1:
             key, value = self._gather(key), self._gather(value)
+        take = take_rows if shared_of(packed) is None else repeat_rows
         outputs = []
         for block in plan.blocks:
-            rows = block.query_rows, block.key_rows, block.key_rows
-            parts = (
-                take_rows(states, own).transpose(1, 2)  # [sequences, heads, length, dim]
-                for states, own in zip((query, key, value), rows, strict=True)
+            parts = (  # [sequences, heads, length, dim] each
+                take_rows(query, block.query_rows).transpose(1, 2),
+                take(key, block.key_rows).transpose(1, 2),
+                take(value, block.key_rows).transpose(1, 2),
             )
             out = self._attend(*parts, block.positions)
             outputs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))

@@ -9,12 +9,13 @@ repeated row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 @dataclass
@@ -30,8 +31,7 @@ class SharedPrompts:
     boundaries: Tensor  # [branches + 1] int32: starts and end of the branches in the whole tokens
     longest: int  # tokens of the longest branch
     skipped: list[int]  # [branches]: how many of its first tokens have rows of earlier branches
-    # for each tensor of angles: the tensor itself, and its rows at `positions`
-    angles: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _angles: Tensor | None = None  # [tokens, 1, 1, dim]: the rotary angles at `positions`
 
     def to(self, device: torch.device) -> SharedPrompts:
         """Return a copy with the tensors on `device`."""
@@ -39,14 +39,14 @@ class SharedPrompts:
             name: getattr(self, name).to(device, non_blocking=True)
             for name in ("rows", "kept", "positions", "boundaries")
         }
-        return replace(self, **moved, angles={})
+        return replace(self, **moved)
 
     def take_angles(self, angles: Tensor) -> Tensor:
         """Rotary angles [positions, 1, 1, dim] -> those of the rows, [tokens, 1, 1, dim]. All
-        layers get the same object."""
-        if id(angles) not in self.angles:
-            self.angles[id(angles)] = angles, angles.index_select(0, self.positions)
-        return self.angles[id(angles)][1]
+        layers of a model have the same angles, so they are taken once."""
+        if self._angles is None:
+            self._angles = angles.index_select(0, self.positions)
+        return self._angles
 
 
 @dataclass
@@ -78,6 +78,41 @@ def packed_params(boundaries: Tensor, longest: int, shared: SharedPrompts | None
 def shared_of(packed: Any) -> SharedPrompts | None:
     """Return the shared prompts of a micro-batch, if it has any."""
     return packed.shared if isinstance(packed, SharedSeqParams) else None
+
+
+class RepeatRows(torch.autograd.Function):
+    """states[rows], where a row may be taken several times: [tokens, ...] -> [rows, ...].
+
+    The gradient of a row is a sum in fp32, in a fixed order, rounded once. On CUDA the backward
+    pass of `index_select` would add with atomics, in any order, and round bf16 at each addition.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.tokens = len(states)
+        return states.index_select(0, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        counts = torch.zeros(ctx.tokens, dtype=torch.long, device=rows.device)
+        counts.scatter_add_(0, rows, torch.ones_like(rows))
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        in_order = gradient.index_select(0, rows.argsort(stable=True)).to(wide)
+        sums = torch.segment_reduce(  # ty: ignore[missing-attribute]  # torch hides it from checkers
+            in_order, "sum", lengths=counts, axis=0, unsafe=True, initial=0
+        )
+        return sums.to(gradient.dtype), None
+
+
+def repeat_rows(states: Tensor, rows: Tensor) -> Tensor:
+    """Return states[rows], where a row may be taken several times. See RepeatRows. On CPUs,
+    `index_select` is exact enough and faster."""
+    if states.is_cuda:
+        return RepeatRows.apply(states, rows.flatten()).unflatten(0, rows.shape)
+    return states.index_select(0, rows.flatten()).unflatten(0, rows.shape)
 
 
 class RotaryAngles(torch.nn.Module):
@@ -125,7 +160,7 @@ def with_shared_prompts(attention: Any) -> Any:
         ) -> Tensor:
             shared = shared_of(packed_seq_params)
             if shared is not None:
-                query, key, value = (s.index_select(0, shared.rows) for s in (query, key, value))
+                query, key, value = (repeat_rows(s, shared.rows) for s in (query, key, value))
                 packed_seq_params = packed_params(shared.boundaries, shared.longest, None)
             kwargs["packed_seq_params"] = packed_seq_params
             out = super().forward(query, key, value, *args, **kwargs)

@@ -392,7 +392,9 @@ class RoutingReplayOff:
 
 
 class RoutingReplay(RoutingReplayOff):
-    """Records and replays routes. Each micro-batch of the step holds its own routes."""
+    """Records and replays routes. Each micro-batch of the step holds its own routes.
+
+    A shared prompt (see batching.packing) gets the rollout's routes of the first response to it."""
 
     def __init__(self, policy: Policy, section: RoutingSection, device: torch.device) -> None:
         self.section, self.device, self.config = section, device, policy.config

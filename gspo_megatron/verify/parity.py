@@ -113,6 +113,14 @@ def usual_layouts(config: Config, most_ranks: int) -> list[Layout]:
     return list(dict.fromkeys(found))
 
 
+def sharing_alike(config: Config, layouts: Sequence[Layout]) -> Config:
+    """Return the configuration with `training.share_prompts` decided for all layouts, because
+    routers' losses count a shared prompt once."""
+    shares = all(shares_prompts(apply_layout(config, layout)) for layout in layouts)
+    training = config.training.model_copy(update={"share_prompts": shares})
+    return config.model_copy(update={"training": training})
+
+
 def common_cut(config: Config, layouts: Sequence[Layout], *, is_step: bool) -> Cut:
     """Return a cut into micro-batches that every layout can run."""
     replicas, multiple = 1, 1
@@ -143,7 +151,10 @@ def run_update(
     recorder, builder = _set_up(config, vocab_size, Schedule(rate, rate, 0, 1, "constant"))
     policy = recorder.policy
     lengths = [len(tokens) for tokens in batch.tokens]
-    plans = plan_alike(config, lengths, batch.masked_lengths(), cut, mini_batches, batch.branches)
+    prompts = batch.prompts() if builder.shares_prompts else None
+    plans = plan_alike(
+        config, lengths, batch.masked_lengths(), cut, mini_batches, batch.branches, prompts
+    )
     sequences, index = distribute(batch, plans, policy)
     _set_old_logprobs(policy, builder, plans, sequences, index)
     section = config.objective
@@ -242,7 +253,13 @@ def _run_kept_step(task: Task, kept: StepInputs) -> StepResult:
     index = gather_index(experience.batch, experience.shaped, group)
     mini_batches = min(config.objective.mini_batches, len(index.lengths))
     plans = plan_alike(
-        config, index.lengths, index.masked_lengths, task.cut, mini_batches, index.branches
+        config,
+        index.lengths,
+        index.masked_lengths,
+        task.cut,
+        mini_batches,
+        index.branches,
+        index.prompts() if builder.shares_prompts else None,
     )
     advantages, token_advantages = objective.advantages.of_step(
         index.rewards, index.groups, experience.turns
@@ -390,6 +407,7 @@ def plan_alike(
     cut: Cut,
     mini_batches: int,
     branches: Branches | None = None,
+    prompts: Sequence[tuple[int, int]] | None = None,
 ) -> list[MiniBatch]:
     """Plan the same micro-batches on every layout whose data-parallel size divides
     `cut.replicas`."""
@@ -404,6 +422,7 @@ def plan_alike(
         micro_batch_multiple=cut.multiple,
         padded=not config.training.packing,
         branches=None if branches is None else [[*map(sum, each)] for each in branches],
+        prompts=prompts,
     )
     share = cut.replicas // data_parallel_size
     joined = []
@@ -429,6 +448,7 @@ def distribute(
         return torch.cat([tensors[0][:0], *(tensors[n] for n in mine)]).to(device)
 
     numbers = torch.tensor(mine, dtype=torch.long, device=device)
+    groups = torch.tensor([group for group, _ in batch.prompts()], device=device)
     lengths = torch.tensor([len(t) for t in batch.tokens], device=device)[numbers]
     responses = torch.tensor(batch.response_lengths, device=device)[numbers]
     routes, in_response = None, batch.in_response()
@@ -445,7 +465,7 @@ def distribute(
         ),
         truncated=torch.zeros_like(numbers, dtype=torch.bool),
         sample_index=numbers,
-        group_index=numbers // 2,
+        group_index=groups[numbers],
         mask=None if batch.masks is None else join(batch.masks),
         routes=routes,
         in_response=None if in_response is None else join(in_response),

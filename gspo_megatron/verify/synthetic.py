@@ -25,6 +25,17 @@ class SyntheticBatch:
     token_advantages: list[Tensor] | None = None  # [response] float32 each, instead of `advantages`
     # (prompt, response) tokens of each branch of each sequence; None: one branch each.
     branches: list[list[tuple[int, int]]] | None = None
+    groups: list[int] | None = (
+        None  # the number of each sequence's prompt; None: two sequences each
+    )
+
+    def prompts(self) -> list[tuple[int, int]]:
+        """Return for each sequence the number of its prompt, and the prompt's tokens."""
+        lengths = [len(t) - r for t, r in zip(self.tokens, self.response_lengths, strict=True)]
+        if self.branches is not None:
+            lengths = [each[0][0] for each in self.branches]
+        groups = self.groups or [number // 2 for number in range(len(lengths))]
+        return list(zip(groups, lengths, strict=True))
 
     def in_response(self) -> list[Tensor] | None:
         """Return [length] bool for each sequence, as in RolloutBatch; None without branches."""

@@ -3,16 +3,23 @@ update with a prompt for each response."""
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from gspo_megatron.verify.results import StepResult
+from gspo_megatron.batching.packing import PackSpec, pack
+from gspo_megatron.batching.plan import plan_step
+from gspo_megatron.config.parallel import Layout
+from gspo_megatron.verify.parity import Cut, sharing_alike
+from gspo_megatron.verify.results import StepResult, compare
 from gspo_megatron.verify.synthetic import SyntheticBatch
 from tests.parallel.explicit import explicit_update
 from tests.parallel.models import NO_ROUTER_LOSSES, VOCAB_SIZE, odd_moe
 from tests.parallel.pool import Pool
+from tests.parallel.test_replay import EXPERTS, LAYERS, TOP_K, watched_update
 from tests.parallel.updates import (
     FP32_TOLERANCE,
     FP64_TOLERANCE,
@@ -25,8 +32,7 @@ from tests.parallel.updates import (
 from tests.unit.hf.policies import config_of
 from tests.unit.hf.published import VOCABULARY, write_model
 
-# Prompt tokens, and the response tokens of each response to this prompt. A micro-batch has up to 40
-# tokens, so some prompts are in several micro-batches.
+# Prompt tokens, and the response tokens of each response to this prompt.
 GROUPS: tuple[tuple[int, tuple[int, ...]], ...] = (
     (7, (5, 3, 9)),
     (1, (4, 1, 2)),  # the only prompt token predicts the first response token: nothing is shared
@@ -42,9 +48,9 @@ def grouped_batch(vocab_size: int = VOCAB_SIZE, *, branches: bool = False) -> Sy
     the history of every second response was rewritten, so it has a second branch, which begins like
     the first one."""
     generator = torch.Generator().manual_seed(21)
-    batch = SyntheticBatch([], [], [], [], branches=[] if branches else None)
+    batch = SyntheticBatch([], [], [], [], branches=[] if branches else None, groups=[])
     prompt = torch.empty(0, dtype=torch.long)
-    for length, responses in GROUPS:
+    for group, (length, responses) in enumerate(GROUPS):
         begin = prompt[:11] if len(prompt) == length else prompt[:0]
         rest = torch.randint(vocab_size, (length - len(begin),), generator=generator)
         prompt = torch.cat([begin, rest])
@@ -68,10 +74,14 @@ def grouped_batch(vocab_size: int = VOCAB_SIZE, *, branches: bool = False) -> Sy
             batch.log_ratios.append(shift + noise - noise.mean() if total else noise)
             batch.tokens.append(torch.cat(tokens))
             batch.response_lengths.append(total)
+            batch.groups.append(group)
             batch.advantages.append((1.5, -0.8, 0.4)[number % 3])
     return batch
 
 
+# Two data-parallel shares of at least two micro-batches. Some groups are divided over several of
+# them.
+CUT = Cut(replicas=2, token_budget=60, multiple=2)
 LAYOUTS = ("tp=1", "dp=2", "tp=2", "pp=2,vpp=2,ep=2", "tp=2,pp=2,ep=2")
 
 
@@ -90,6 +100,28 @@ def explicit(pool: Pool) -> dict[bool, StepResult]:
     }
 
 
+@pytest.mark.parametrize("branches", [False, True], ids=["one branch", "branches"])
+def test_the_micro_batches_of_these_tests_share_many_tokens(branches: bool) -> None:
+    batch = grouped_batch(branches=branches)
+    lengths = [len(tokens) for tokens in batch.tokens]
+    (plan,) = plan_step(
+        lengths,
+        batch.response_lengths,
+        mini_batches=1,
+        data_parallel_size=CUT.replicas,
+        token_budget=CUT.token_budget,
+        micro_batch_multiple=CUT.multiple,
+        prompts=batch.prompts(),
+    )
+    offsets, spec = [0] * len(lengths), PackSpec(0, share_prompts=True)
+    columns = batch.tokens, batch.response_lengths, offsets
+    rows = 0
+    for members in itertools.chain(*plan.micro_batches):
+        if members:
+            rows += pack(spec, *columns, members, branches=batch.branches).input_ids.numel()
+    assert rows < 0.8 * sum(lengths)
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("branches", [False, True], ids=["one branch", "branches"])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -98,7 +130,7 @@ def test_the_update_follows_the_formulas(
 ) -> None:
     training = {"precision": "fp64", "share_prompts": True, "recompute": recompute}
     config = odd_moe(layout, training=training, **NO_ROUTER_LOSSES)
-    result = update(pool, config, batch=grouped_batch(branches=branches))
+    result = update(pool, config, batch=grouped_batch(branches=branches), cut=CUT)
     assert_same_gradients(result, explicit[branches], FP64_TOLERANCE_OF_ROUTERS)
     assert result.metrics["loss"] == pytest.approx(
         explicit[branches].metrics["loss"], rel=FP64_TOLERANCE, abs=1e-12
@@ -131,5 +163,65 @@ def test_the_update_is_that_of_repeated_prompts(
         training = config.training.model_copy(update={"share_prompts": share})
         config = config.model_copy(update={"training": training})
         batch = grouped_batch(VOCABULARY)
-        results.append(update(pool, config, batch=batch, vocab_size=VOCABULARY))
+        results.append(update(pool, config, batch=batch, vocab_size=VOCABULARY, cut=CUT))
     assert_same_update(results[1], results[0], FP32_TOLERANCE)
+
+
+def test_router_losses_count_a_shared_prompt_once(pool: Pool) -> None:
+    """So they show that the update really shares prompts."""
+    results = []
+    for share in (False, True):
+        config = odd_moe("tp=1", training={"precision": "fp64", "share_prompts": share})
+        results.append(update(pool, config, batch=grouped_batch(), cut=CUT))
+    name, error = compare(results[0].gradients, results[1].gradients)[0]
+    assert "router" in name and error > 1e-4
+
+
+def routed_batch() -> SyntheticBatch:
+    """The batch with a rollout's routes. They depend on the tokens up to their own only, so all
+    responses to a prompt have the same routes for it."""
+    batch = grouped_batch()
+    generator = torch.Generator().manual_seed(4)
+    known: dict[tuple[int, ...], torch.Tensor] = {}
+    routes = []
+    for tokens in batch.tokens:
+        begins = [tuple(tokens[: end + 1].tolist()) for end in range(len(tokens))]
+        for begin in begins:
+            drawn = torch.rand((LAYERS, EXPERTS), generator=generator).topk(TOP_K).indices
+            known.setdefault(begin, drawn.to(torch.uint8))
+        routes.append(torch.stack([known[begin] for begin in begins]))
+    return replace(batch, routes=routes)
+
+
+@pytest.mark.parametrize("layout", ["tp=1", "tp=2,pp=2"])
+@pytest.mark.parametrize(
+    ("replay", "reference"), [("r2", "off"), ("r3", "off"), ("r2", "r3"), ("r3", "r2")]
+)
+def test_replay_gives_a_shared_prompt_its_experts(
+    pool: Pool, layout: str, replay: str, reference: str
+) -> None:
+    results = []
+    for share, on in ((False, "tp=1"), (True, layout)):
+        config = odd_moe(
+            on,
+            {"name": "grpo", **({"kl": "k3", "kl_coefficient": 0.5} if reference != "off" else {})},
+            training={"precision": "fp64", "share_prompts": share},
+            routing={"replay": replay, "reference_replay": reference, "volatility": True},
+            **NO_ROUTER_LOSSES,
+        )
+        batch = routed_batch() if "r3" in (replay, reference) else grouped_batch()
+        watched = update(pool, config, watched_update, batch=batch, cut=CUT, mini_batches=3)
+        assert watched.wrong == 0
+        results.append(watched)
+    repeated, shared = results
+    # The first update begins with the same weights on both sides, and its gradient reaches the
+    # later ones through weights in fp64.
+    assert_same_gradients(shared.result, repeated.result, FP64_TOLERANCE_OF_ROUTERS)
+    assert shared.replayed < repeated.replayed
+
+
+def test_verify_shares_prompts_on_all_layouts_or_on_none() -> None:
+    config = odd_moe("tp=1", training={"share_prompts": None})
+    for layouts, expected in ((["tp=1", "pp=2"], True), (["tp=1", "cp=2"], False)):
+        alike = sharing_alike(config, [Layout.parse(layout) for layout in layouts])
+        assert alike.training.share_prompts is expected

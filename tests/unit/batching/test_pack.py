@@ -324,8 +324,9 @@ def grouped_batch(seed: int, groups: int = 3, size: int = 4, longest: int = 23) 
     """Several responses to each prompt. Ids are few, so responses begin alike by chance."""
     source = random.Random(seed)
     tokens, responses, offsets, flat = [], [], [], []
-    for _ in range(groups):
-        prompt = [source.randint(100, 101) for _ in range(source.choice([1, 2, longest]))]
+    for number in range(groups):
+        length = source.choice([1, 2, longest]) if number else longest
+        prompt = [source.randint(100, 101) for _ in range(length)]
         for _ in range(size):
             response = [
                 source.randint(100, 102) for _ in range(source.choice([0, 1, source.randint(1, 9)]))
@@ -350,6 +351,11 @@ def test_a_shared_prompt_is_there_once(seed: int, multiple: int) -> None:
 
     shared, (total,) = packed.shared, packed.input_ids.shape[1:]
     assert shared is not None and packed.boundaries.tolist() == [0, total]
+    real = int((packed.token_index >= 0).sum())
+    if packed.padding_mask is None:
+        assert real == total
+    else:
+        assert packed.padding_mask[0].tolist() == [False] * real + [True] * (total - real)
     # The last token of a sequence predicts nothing. So it needs no row.
     whole = [batch.tokens[i][: max(len(batch.tokens[i]) - 1, 1)].tolist() for i in members]
     rows = [batch.tokens[members[0]][: len(whole[0])]]  # the rows that are needed, in order
@@ -375,11 +381,14 @@ def test_a_shared_prompt_is_there_once(seed: int, multiple: int) -> None:
     joined = torch.cat([batch.tokens[i] for i in members])
     held = packed.token_index[0] >= 0
     assert torch.equal(joined[packed.token_index[0, held]], packed.input_ids[0, held])
-    assert int(held.sum()) == len(needed)
+    assert real == len(needed)
 
 
-def test_a_micro_batch_without_a_shared_prompt_is_as_before() -> None:
-    batch, members = random_batch(3), [4, 0, 2]
+@pytest.mark.parametrize("prompt", [1, 2, 8])
+def test_a_micro_batch_with_hardly_a_shared_token_is_as_before(prompt: int) -> None:
+    """Less than a twentieth of the tokens is shared: 0, 1 or 7 of each response after the first."""
+    tokens = [torch.cat([torch.full((prompt,), 100), torch.full((150,), 200)]) for _ in range(5)]
+    batch, members = Batch(tokens, [150] * 5, [150 * n for n in range(5)], []), range(5)
     for mine, other in zip(
         vars(batch.pack(members, share_prompts=True)).values(),
         vars(batch.pack(members)).values(),

@@ -54,6 +54,7 @@ def test_on_one_rank_everything_stays_in_order() -> None:
     assert index.response_lengths == tuple(RESPONSES)
     assert index.lengths == (7, 2, 8, 7, 4)
     assert index.groups == (0, 0, 1, 1, 2)
+    assert index.prompts() == [(0, 3), (0, 1), (1, 2), (1, 5), (2, 1)]
     assert index.rewards.tolist() == [0.5, -1.0, 2.0, 0.1, 1.25]  # float64, bit for bit
     sequences = exchanged(batch)
     assert torch.equal(torch.cat([sequences.tokens[n] for n in range(5)]), batch.tokens)
@@ -71,6 +72,7 @@ def test_branches_are_known_by_their_sequence() -> None:
     )
     index = indexed(batch)
     assert index.branches == (((1, 1),), ((5, 2),), ((1, 3),), ((2, 2), (1, 2)), ((2, 6),))
+    assert [length for _, length in index.prompts()] == [1, 5, 1, 2, 2]
     assert index.branch_lengths() == [[2], [7], [4], [4, 3], [8]]
     plain = indexed(make_batch([0, 1, 2, 3, 4]))
     assert plain.branches is None and plain.branch_lengths() == [[7], [2], [8], [7], [4]]

@@ -14,6 +14,7 @@ from torch import Tensor
 from gspo_megatron.batching.packing import PackSpec, pack
 from gspo_megatron.models.core_attention import TorchCoreAttention
 from gspo_megatron.models.shared_prompts import (
+    RepeatRows,
     RotaryAngles,
     SharedSeqParams,
     packed_params,
@@ -82,6 +83,28 @@ def test_attention_is_that_of_repeated_prompts(
     wanted = torch.autograd.grad((expected * weights).sum(), states)
     for mine, other in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_gradients_of_repeated_rows_are_summed_once(dtype: torch.dtype) -> None:
+    """RepeatRows runs on CUDA only. Here its rule is tested on the CPU."""
+    generator = torch.Generator().manual_seed(2)
+    states = torch.randn(7, 3, 5, generator=generator, dtype=torch.float64).to(dtype)
+    states.requires_grad_()
+    rows = torch.tensor([2, 0, 2, 2, 6, 0, 2, 2, 2])  # four rows are never taken
+    taken = RepeatRows.apply(states, rows)
+    assert torch.equal(taken, states[rows])
+    weights = torch.randn(taken.shape, generator=generator, dtype=torch.float64).to(dtype)
+    (found,) = torch.autograd.grad((taken * weights).sum(), states)
+    expected = torch.zeros(states.shape, dtype=torch.float64)
+    for row, weight in zip(rows.tolist(), weights.double(), strict=True):
+        expected[row] += weight
+    assert found.dtype == dtype
+    # The sum is rounded once: half a unit in the last place, of 8 bits in bf16.
+    exact = dtype == torch.float64
+    torch.testing.assert_close(
+        found.double(), expected, rtol=1e-14 if exact else 2**-8, atol=1e-14 if exact else 1e-6
+    )
 
 
 class Stock(torch.nn.Module):
