@@ -457,8 +457,9 @@ def _plan_shared(shared: SharedPrompts, device: torch.device) -> AttentionPlan:
     prompt and branches without one are in different blocks.
     """
     moved = partial(Tensor.to, device=device, non_blocking=True)
-    bounds, skipped, kept = shared.boundaries.tolist(), shared.skipped, shared.kept.cpu()
-    rows_of, whole = shared.rows.cpu(), bounds[-1]
+    shared = shared.on_host or shared  # a copy from a device would wait for it
+    bounds, skipped = shared.boundaries.tolist(), shared.skipped
+    whole = bounds[-1]
     lengths = [end - start for start, end in pairwise(bounds)]
     own = [number for number, length in enumerate(lengths) if length > skipped[number]]
     order = sorted(own, key=lambda i: -lengths[i])
@@ -479,9 +480,9 @@ def _plan_shared(shared: SharedPrompts, device: torch.device) -> AttentionPlan:
         if first:
             of_queries = torch.arange(first, longest)[None]
             positions = cut_into_tiles(of_queries, 1, device, in_halves=False)
-        keys = moved(rows_of[keys.clamp(max=whole - 1)])
+        keys = moved(shared.rows[keys.clamp(max=whole - 1)])
         blocks.append(Block(keys[:, first:], keys, positions))
-    return AttentionPlan(blocks=blocks, restore=moved(restore[kept]))
+    return AttentionPlan(blocks=blocks, restore=moved(restore[shared.kept]))
 
 
 def _block(

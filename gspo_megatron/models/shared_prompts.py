@@ -31,7 +31,8 @@ class SharedPrompts:
     boundaries: Tensor  # [branches + 1] int32: starts and end of the branches in the whole tokens
     longest: int  # tokens of the longest branch
     skipped: list[int]  # [branches]: how many of its first tokens have rows of earlier branches
-    _angles: Tensor | None = None  # [tokens, 1, 1, dim]: the rotary angles at `positions`
+    on_host: SharedPrompts | None = None  # the same on the host, if this is on a device
+    _angles: Tensor | None = None  # see take_angles
 
     def to(self, device: torch.device) -> SharedPrompts:
         """Return a copy with the tensors on `device`."""
@@ -39,13 +40,16 @@ class SharedPrompts:
             name: getattr(self, name).to(device, non_blocking=True)
             for name in ("rows", "kept", "positions", "boundaries")
         }
-        return replace(self, **moved)
+        return replace(self, **moved, on_host=self.on_host or self)
 
     def take_angles(self, angles: Tensor) -> Tensor:
-        """Rotary angles [positions, 1, 1, dim] -> those of the rows, [tokens, 1, 1, dim]. All
+        """Rotary angles [positions, 1, 1, dim] -> those of the rows, [tokens + 1, 1, 1, dim]. All
         layers of a model have the same angles, so they are taken once."""
         if self._angles is None:
-            self._angles = angles.index_select(0, self.positions)
+            # One row more than needed. Otherwise `_apply_rotary_pos_emb_thd` would take the rows at
+            # an offset that it reads from the device.
+            rows = torch.cat([self.positions, self.positions[:1]])
+            self._angles = angles.index_select(0, rows)
         return self._angles
 
 

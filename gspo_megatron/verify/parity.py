@@ -252,15 +252,9 @@ def _run_kept_step(task: Task, kept: StepInputs) -> StepResult:
     experience = read_experience(kept.folder, kept.rollouts, policy)
     index = gather_index(experience.batch, experience.shaped, group)
     mini_batches = min(config.objective.mini_batches, len(index.lengths))
-    plans = plan_alike(
-        config,
-        index.lengths,
-        index.masked_lengths,
-        task.cut,
-        mini_batches,
-        index.branches,
-        index.prompts() if builder.shares_prompts else None,
-    )
+    prompts = index.prompts() if builder.shares_prompts else None
+    lengths = index.lengths, index.masked_lengths
+    plans = plan_alike(config, *lengths, task.cut, mini_batches, index.branches, prompts)
     advantages, token_advantages = objective.advantages.of_step(
         index.rewards, index.groups, experience.turns
     )

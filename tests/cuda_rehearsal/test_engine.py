@@ -26,6 +26,7 @@ from tests.cuda_rehearsal.host import Host
 from tests.gpu.test_precision import TOLERANCE, distance
 from tests.parallel.pool import RankError
 from tests.parallel.test_attention_kinds import update_from_folder
+from tests.parallel.test_shared_prompts import grouped_batch
 from tests.parallel.updates import CUT, FP32_TOLERANCE
 from tests.unit.hf.published import VOCABULARY, write_model
 
@@ -86,6 +87,10 @@ RUNS = {
     ),
     "adapters on tp=2": Run("tp=2", "qwen2_moe", lora={"rank": 4}),
     "adapters of latent attention": Run("tp=1", "deepseek_v3", version=LATEST, lora={"rank": 4}),
+    "shared prompts with fusions": Run("ep=2", megatron=FUSED, training={"share_prompts": True}),
+    "shared prompts of latent attention": Run(
+        "tp=2", "deepseek_v3", version=LATEST, training={"share_prompts": True}
+    ),
     "rows of their own": Run("tp=1", training={"packing": False}),
     "cp=2": Run("cp=2", precision="bf16", megatron={"apply_rope_fusion": True}),
     "cp=2, later": Run("cp=2", precision="bf16", version=LATEST),
@@ -142,6 +147,8 @@ class Engines:
             }
         )
         batch = synthetic_batch(config.objective, VOCABULARY)
+        if config.training.share_prompts:
+            batch = grouped_batch(VOCABULARY)
         return config, {"config": config, "vocab_size": VOCABULARY, "batch": batch, "cut": CUT}
 
     def update(self, name: str, backend: str) -> StepResult:
@@ -256,9 +263,9 @@ FAULTS = {
         "boundaries=torch.tensor(boundaries, dtype=torch.int64)",
     ),
     "max_seqlen_kv is ": Fault(
-        "gspo_megatron.batching.micro_batches:MicroBatchBuilder.build",
-        "max_seqlen_kv=packed.longest",
-        "max_seqlen_kv=1",
+        "gspo_megatron.models.shared_prompts:packed_params",
+        '"max_seqlen_kv": longest',
+        '"max_seqlen_kv": 1',
     ),
 }
 

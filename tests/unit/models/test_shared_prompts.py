@@ -130,6 +130,10 @@ def test_angles_are_those_of_the_positions() -> None:
         length = rotary.get_rotary_seq_len(None, None, None, None, params)
         angles, factor = rotary(length, packed_seq=True)
         positions = packed.position_ids[0] if packed is shared else torch.arange(packed.longest)
-        assert angles.flatten().tolist() == positions.tolist() and factor == 0.5
+        assert angles.flatten()[: len(positions)].tolist() == positions.tolist() and factor == 0.5
+        if packed is shared:
+            assert rotary(length, packed_seq=True)[0] is not angles
+            rotary.get_rotary_seq_len(None, None, None, None, params)
+            assert rotary(length, packed_seq=True)[0] is angles  # the same for all layers
     rotary.angles = torch.tensor([[[[7]]]])  # of a cache
     assert rotary(1, packed_seq=True) == (rotary.angles, 0.5)

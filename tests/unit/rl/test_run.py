@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import pytest
 
@@ -74,6 +74,41 @@ def test_the_schedule_counts_updates_and_responses_end_at_all_end_tokens_and_sto
     plain, mixed = found
     assert plain.end([separator], searched=0) == 1
     assert mixed.end([separator, document, separator], searched=0) == 3
+
+
+@pytest.mark.parametrize("share", [None, False])
+def test_a_step_computes_each_prompt_once(tmp_path: Path, share: bool | None) -> None:
+    folder = make_tokenizer(tmp_path / "tokenizer")
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", ["kalo kalo", "mino kalo mino"], "prompt")
+    config = tiny_config(
+        data={"tokenizer": str(folder), "prompts": str(prompts), "answer_field": None},
+        logging={"dir": str(tmp_path / "run")},
+        rollout={"prompts_per_step": 2, "group_size": 4, "max_response_tokens": 5},
+        objective={"mini_batches": 1},
+        training={"steps": 1, "share_prompts": share},
+    )
+    reward = get_reward("none", None, {})
+    try:
+        run = assemble(config, read_inputs(config), reward, build_objective(config.objective, 5))
+        loop = ReinforcementLoop(run)
+        with patch.object(run.builder, "build", wraps=run.builder.build) as build:
+            loop.step(1)
+        run.logger.close()
+    finally:
+        stop_processes()
+    (call,) = build.call_args_list
+    members, tokens = call.args[:2]
+    packed = run.builder.build(*call.args).packed
+    whole = sum(len(tokens[number]) for number in members)
+    assert list(members) == list(range(8))
+    if share is False:
+        assert packed.input_ids.numel() == whole
+        return
+    # All responses to a prompt but the first leave out the prompt, except for its last token. Every
+    # response leaves out its own last token.
+    lengths = [len(run.inputs.train[number].token_ids) for number in range(2)]
+    assert min(lengths) > 2
+    assert packed.input_ids.numel() == whole - 3 * sum(length - 1 for length in lengths) - 8
 
 
 def test_trackers_are_told_of_a_failure_before_the_first_step(
