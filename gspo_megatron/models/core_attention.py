@@ -469,7 +469,8 @@ def _plan_shared(shared: SharedPrompts, device: torch.device) -> AttentionPlan:
     while order:
         longest, shares = lengths[order[0]], skipped[order[0]] > 0
         members = [i for i in order if 2 * lengths[i] >= longest and (skipped[i] > 0) == shares]
-        order = [i for i in order if i not in set(members)]
+        taken = set(members)
+        order = [i for i in order if i not in taken]
         keys, _, _ = _block(members, bounds, longest, whole, 1, 0)
         first = min(skipped[i] for i in members)
         queries = keys[:, first:]
