@@ -45,7 +45,13 @@ def dumped(
         parallel={"layout": "dp=2,ep=2"},
         objective={"name": "gspo", "mini_batches": 1},
         routing={"replay": "r3"},
-        training={"steps": 1, "precision": "fp32", "keep_step_inputs": 1},
+        # The tokens are counted, so each response has a prompt of its own.
+        training={
+            "steps": 1,
+            "precision": "fp32",
+            "keep_step_inputs": 1,
+            "share_prompts": False,
+        },
     )
     run.finish(run.start())
     config = parse_config(yaml.safe_load((run.folder / "config.yaml").read_text()))

@@ -27,7 +27,8 @@ def config_of(
             "model": {"hf_path": str(folder), "megatron": megatron, "backend": "torch_native"},
             "parallel": {"layout": layout},
             "data": {"tokenizer": "none"},
-            "training": {"precision": PRECISIONS[dtype]},
+            # With shared prompts, routers' losses would differ under context parallelism.
+            "training": {"precision": PRECISIONS[dtype], "share_prompts": False},
         }
     )
 
