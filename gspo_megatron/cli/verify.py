@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from gspo_megatron.verify.results import StepResult
 
 # If a few hundred fp32 terms are added in another order, the sum differs by some 1e-6 of its size.
-# The gradients of q/k norms are sums whose terms nearly cancel: 6e-5 was seen in a trained model (and
-# 1e-13 in fp64). Mistakes that were planted gave 1e-2 or more. With float64, Megatron-Core's routers
-# still compute their softmax and their losses in float32.
+# The gradients of q/k norms are sums whose terms nearly cancel: 6e-5 was seen in a trained model
+# (and 1e-13 in fp64). Mistakes that were planted gave 1e-2 or more. With float64, Megatron-Core's
+# routers still compute their softmax and their losses in float32.
 TOLERANCES = {"fp32": 2e-4, "fp64": 1e-6}
 
 
