@@ -140,8 +140,8 @@ def delta_nets_fit(plan: Plan) -> Problems:
 
 
 def sharing_obstacle(config: Any, shape: ModelShape, layout: Layout) -> str | None:
-    """Return why a micro-batch must repeat a prompt for each of its responses; None: it need
-    not."""
+    """Return why a micro-batch must repeat a prompt for each of its responses, or None if it need
+    not repeat it."""
     if not config.training.packing:
         return "with training.packing = false each response has a row of its own"
     if layout.cp > 1:
@@ -156,8 +156,8 @@ def sharing_obstacle(config: Any, shape: ModelShape, layout: Layout) -> str | No
 def shares_prompts(config: Any) -> bool:
     """Whether a micro-batch holds a prompt once. A checked RL configuration decides.
 
-    By default this is off if the routers' biases are trained: they count the tokens of the experts,
-    and would count a prompt once.
+    By default this is off if the routers' biases are trained. These biases depend on how many
+    tokens each expert gets, and would count a prompt once.
     """
     shape, wanted = config.resolved_model(), config.training.share_prompts
     if wanted is None:

@@ -319,8 +319,8 @@ def cut_into_tiles(
     """Cut the queries into tiles. A tile has as many queries as its mask of at most MASK_ELEMENTS
     elements allows, and at least one query. of_queries: the positions of the queries, on the host.
 
-    in_halves: queries of the two zig-zag chunks are in different tiles, because queries of the
-    first chunk see few keys. With a window, a tile has at most `window` queries.
+    in_halves: the queries are those of two zig-zag chunks, which get different tiles because
+    queries of the first chunk see few keys. With a window, a tile has at most `window` queries.
     """
     count = of_queries.shape[1]
     half = max(-(-count // 2), 1) if in_halves else max(count, 1)

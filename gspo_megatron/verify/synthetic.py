@@ -25,9 +25,8 @@ class SyntheticBatch:
     token_advantages: list[Tensor] | None = None  # [response] float32 each, instead of `advantages`
     # (prompt, response) tokens of each branch of each sequence; None: one branch each.
     branches: list[list[tuple[int, int]]] | None = None
-    groups: list[int] | None = (
-        None  # the number of each sequence's prompt; None: two sequences each
-    )
+    # the number of each sequence's prompt; None: two neighbours have the same number
+    groups: list[int] | None = None
 
     def prompts(self) -> list[tuple[int, int]]:
         """Return for each sequence the number of its prompt, and the prompt's tokens."""

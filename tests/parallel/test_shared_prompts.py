@@ -214,8 +214,8 @@ def test_replay_gives_a_shared_prompt_its_experts(
         assert watched.wrong == 0
         results.append(watched)
     repeated, shared = results
-    # The first update begins with the same weights on both sides, and its gradient reaches the
-    # later ones through weights in fp64.
+    # The compared gradients are those of the third mini-batch. Its weights are the result of the
+    # first two updates, so all three updates must agree.
     assert_same_gradients(shared.result, repeated.result, FP64_TOLERANCE_OF_ROUTERS)
     assert shared.replayed < repeated.replayed
 
