@@ -31,6 +31,7 @@ from gspo_megatron.models.attention import (
 from gspo_megatron.models.experts import GroupedExperts
 from gspo_megatron.models.norms import TorchNorm
 from gspo_megatron.models.transformer_config import changed, without_fp8
+from gspo_megatron.platform.cpu import products
 from gspo_megatron.platform.devices import count_values
 
 # Attributes of Megatron-Core's modules and configs that turn sequence parallelism on.
@@ -225,7 +226,7 @@ class LocalLinear(torch.nn.Module):
 
     def forward(self, states: Tensor) -> tuple[Tensor, Tensor | None]:
         """[..., in] -> [..., out], and the bias if the caller must add it."""
-        output = F.linear(states, self.weight, None if self.skip_bias_add else self.bias)
+        output = products.linear(states, self.weight, None if self.skip_bias_add else self.bias)
         if self.lora is not None and self.lora.lora.enabled:
             output = self.lora(states, output)
         return output, self.bias if self.skip_bias_add else None

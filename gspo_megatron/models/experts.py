@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gspo_megatron.platform.cpu import faster
+from gspo_megatron.platform.cpu import faster, products
 
 BLOCK_ROWS = 64  # see `has_costly_shapes`
 
@@ -238,7 +238,9 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor, ends: Tensor) -
     its rows."""
     # torch's grouped matmul needs rows of a multiple of 16 bytes, and has no float64
     aligned = all(size * rows.element_size() % 16 == 0 for size in weight.shape[1:])
-    if aligned and rows.dtype != torch.float64 and hasattr(F, "grouped_mm"):
+    has_grouped = aligned and rows.dtype != torch.float64 and hasattr(F, "grouped_mm")
+    if has_grouped and not products.takes_onednn(rows, weight):
         return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
     runs = rows.split(counts.tolist())
-    return torch.cat([F.linear(run, w) for run, w in zip(runs, weight.unbind(0), strict=True)])
+    outputs = [products.linear(run, w) for run, w in zip(runs, weight.unbind(0), strict=True)]
+    return torch.cat(outputs)

@@ -18,6 +18,7 @@ from torch import Tensor
 from gspo_megatron.models.logprob_head import logprob_and_entropy, multiply
 from gspo_megatron.models.shared_prompts import RotaryAngles
 from gspo_megatron.models.top_k_head import bucket_logprobs, most_probable
+from gspo_megatron.platform.cpu import products
 
 
 @dataclass
@@ -152,7 +153,11 @@ class PolicyModel(GPTModel):
         weight = self.head_weight
         dtype = torch.promote_types(weight.dtype, torch.float32)
         hidden = hidden.to(weight.dtype)
-        logits = multiply(hidden, weight, hidden.new_empty((len(hidden), len(weight)), dtype=dtype))
+        if weight.dtype == dtype:
+            logits = products.linear(hidden, weight)
+        else:
+            memory = hidden.new_empty((len(hidden), len(weight)), dtype=dtype)
+            logits = multiply(hidden, weight, memory)
         if (adapter := self._head_adapter()) is not None:  # avoids a copy of the weight
             up = adapter.part.b.to(weight.dtype)
             logits += multiply(adapter.down(hidden), up, torch.empty_like(logits))

@@ -19,6 +19,7 @@ PRODUCTS = {
     "mm": 0,
     "bmm": 0,
     "linear": 0,
+    "_linear_pointwise": 0,
     "matmul": 0,
     "_grouped_mm": 0,
     "addmm": 1,

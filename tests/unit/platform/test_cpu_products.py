@@ -1,0 +1,135 @@
+"""The choice between MKL and oneDNN for float32 products changes no result beyond rounding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gspo_megatron.models.experts import grouped_linear
+from gspo_megatron.platform.cpu import faster, products
+from gspo_megatron.rollout.engine import Requests, Sampling
+from gspo_megatron.rollout.megatron.engine import MegatronEngine
+from tests.unit.models.one_rank import one_rank_groups, tiny_policy
+
+ONEDNN = "_linear_pointwise"
+
+needs_onednn = pytest.mark.skipif(
+    not (faster.IS_ON and torch.backends.mkldnn.is_available()),
+    reason="torch was built without oneDNN, or GSPO_CPU_FASTER=0",
+)
+
+
+class Operators(TorchDispatchMode):
+    """Keeps the names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names.append(operator.__name__.split(".")[0])
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def onednn(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """On any processor, every product without gradients is large enough for oneDNN."""
+    monkeypatch.setattr(products, "_is_onednn_faster", lambda: True)
+    monkeypatch.setattr(products, "FEWEST_MULTIPLICATIONS", 1)
+    return monkeypatch
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def assert_product(output: Tensor, rows: Tensor, weight: Tensor) -> None:
+    """The output is rows @ weight.t(), within float32's rounding of sums of `in` terms."""
+    exact = rows.double() @ weight.double().t()
+    bound = rows.double().abs() @ weight.double().abs().t() * rows.shape[-1] * 2.0**-24
+    assert ((output.double() - exact).abs() <= bound + 1e-12).all()
+
+
+@needs_onednn
+@pytest.mark.parametrize("shape", [(7,), (1, 5), (3, 4)])
+def test_a_linear_layer(onednn: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
+    rows, weight, bias = random(*shape, 37), random(19, 37), random(19)
+    with torch.no_grad(), Operators() as operators:
+        plain, biased = products.linear(rows, weight), products.linear(rows, weight, bias)
+    assert operators.names.count(ONEDNN) == 2
+    assert_product(plain.flatten(0, -2), rows.flatten(0, -2), weight)
+    assert_product((biased - bias).flatten(0, -2), rows.flatten(0, -2), weight)
+
+
+@needs_onednn
+def test_experts_of_which_one_has_no_rows(onednn: pytest.MonkeyPatch) -> None:
+    counts = torch.tensor([3, 0, 8])
+    rows, weight = random(11, 16), random(3, 24, 16)
+    with torch.no_grad(), Operators() as operators:
+        output = grouped_linear(rows, weight, counts, counts.cumsum(0).int())
+    assert operators.names.count(ONEDNN) == 2 and "_grouped_mm" not in operators.names
+    for part, run, matrix in zip(output.split(counts.tolist()), rows.split([3, 0, 8]), weight):
+        assert_product(part, run, matrix)
+
+
+@needs_onednn
+def test_greedy_responses_are_the_same(onednn: pytest.MonkeyPatch) -> None:
+    """All three users in decoding: linear layers, experts, and the head."""
+    with one_rank_groups():
+        engine = MegatronEngine(tiny_policy(), pad_id=0, eos_id=1)
+        prompts = Requests([[3, 4], [5, 6, 7, 8, 9], [10]], [0, 1, 2])
+        sampling = Sampling(12, temperature=0.0)
+        with Operators() as operators:
+            ours = engine.generate(prompts, sampling, 1)
+        assert ONEDNN in operators.names and "_grouped_mm" not in operators.names
+        onednn.setattr(products, "_is_onednn_faster", lambda: False)
+        with Operators() as operators:
+            native = engine.generate(prompts, sampling, 1)
+        assert ONEDNN not in operators.names
+    assert torch.equal(ours.tokens, native.tokens)
+    # a dozen sums in float32, one after the other
+    torch.testing.assert_close(ours.rollout_logprobs, native.rollout_logprobs, rtol=2e-5, atol=2e-6)
+
+
+@needs_onednn
+def test_updates_small_products_and_other_dtypes_stay(onednn: pytest.MonkeyPatch) -> None:
+    rows, weight = random(4, 8), random(6, 8)
+    weights = weight.expand(3, 6, 8)
+    with torch.no_grad():
+        assert products.takes_onednn(rows, weight)
+        assert not products.takes_onednn(rows.bfloat16(), weight.bfloat16())
+        assert not products.takes_onednn(rows.double(), weight.double())
+        assert not products.takes_onednn(rows.to("meta"), weight)
+        onednn.setattr(products, "FEWEST_MULTIPLICATIONS", 4 * 8 * 6)
+        assert products.takes_onednn(rows, weight)
+        assert not products.takes_onednn(rows[:3], weight)
+        # 4 rows for three experts are fewer than 4 rows for each
+        assert not products.takes_onednn(rows, weights)
+        assert products.takes_onednn(rows.repeat(3, 1), weights)
+    assert not products.takes_onednn(rows, weight)
+    weight.requires_grad_()
+    products.linear(rows, weight).sum().backward()
+    torch.testing.assert_close(weight.grad, rows.sum(0).expand(6, 8))
+
+
+@pytest.mark.parametrize(
+    ("vendor", "expected"), [("GenuineIntel", False), ("AuthenticAMD", True), (None, False)]
+)
+def test_the_processor_decides(
+    monkeypatch: pytest.MonkeyPatch, vendor: str | None, expected: bool
+) -> None:
+    def read(self: Path, **_: Any) -> str:
+        if vendor is None:
+            raise FileNotFoundError(self)
+        return f"processor\t: 0\nvendor_id\t: {vendor}\n"
+
+    monkeypatch.setattr(Path, "read_text", read)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    assert products._is_onednn_faster.__wrapped__() is expected
