@@ -93,6 +93,7 @@ class MicroBatchBuilder:
             parallel_state.get_context_parallel_rank(),
             multiple,
             share_prompts,
+            policy.shape.scores,
         )
         self.shapes_vary = config.variable_seq_lengths
         self.device = torch.device(torch.cuda.current_device())

@@ -87,6 +87,7 @@ class PackSpec:
     # For FP8 the value is multiplied by 16 or 32.
     multiple: int = 1
     share_prompts: bool = False  # a packed micro-batch holds shared prompts once; needs CP = 1
+    scores: bool = False  # True: the model scores each branch at its last token
 
     @property
     def chunks(self) -> int:
@@ -127,7 +128,7 @@ def pack(
     nothing = torch.empty(0, dtype=torch.long)
     joined = torch.cat([tokens[number] for number in members]) if members else nothing
     if spec.share_prompts:
-        pieces = _find_shared(pieces, joined)
+        pieces = _find_shared(pieces, joined, spec.scores)
     lengths = [piece.rows for piece in pieces]
     smallest = spec.smallest_shape(lengths)
     shape = shape or smallest
@@ -277,12 +278,13 @@ def _pieces(
     return pieces
 
 
-def _find_shared(pieces: Sequence[_Piece], joined: Tensor) -> Sequence[_Piece]:
+def _find_shared(pieces: Sequence[_Piece], joined: Tensor, scores: bool) -> Sequence[_Piece]:
     """Find the tokens that each branch has in common with the branch before it.
 
     Responses to a prompt are neighbours, so each prompt is computed once. The last prompt token
     stays in every branch: it predicts the first response token, and a row predicts one token. If
     tokens are shared, the last token of each branch is left out, because it predicts nothing.
+    A preference model (`scores`) needs it, because it scores a branch at its last token.
 
     Nothing is shared if this would save less than LEAST_SAVED.
     """
@@ -294,7 +296,9 @@ def _find_shared(pieces: Sequence[_Piece], joined: Tensor) -> Sequence[_Piece]:
             most = min(before.length, piece.prompt - 1)
             differ = joined[before.start :][:most] != joined[piece.start :][:most]
             shared = int(differ.nonzero()[0]) if differ.any() else most
-        length = max(piece.prompt + piece.response - 1, 1)
+        length = piece.prompt + piece.response
+        if not scores:
+            length = max(length - 1, 1)
         found.append(replace(piece, length=length, shared=shared))
     saved = sum(piece.shared for piece in found)
     return found if saved > LEAST_SAVED * len(joined) else pieces

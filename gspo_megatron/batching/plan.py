@@ -182,6 +182,14 @@ def split_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return [sorted(members) for members in bins]
 
 
+def split_in_order(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Cut sequences into micro-batches within the token budget. Neighbours stay together.
+
+    A sequence longer than the budget gets a micro-batch of its own.
+    """
+    return _runs(lengths, [(0, 0)] * len(lengths), budget)
+
+
 def split_padded(rows: Sequence[Sequence[int]], budget: int) -> list[list[int]]:
     """Split sequences into padded micro-batches. Sequences of similar length go into the same
     micro-batch.

@@ -19,7 +19,7 @@ from gspo_megatron.batching.micro_batches import (
     micro_batch_multiple,
 )
 from gspo_megatron.batching.packing import BatchShape, last_token_rows
-from gspo_megatron.batching.plan import level, split_by_budget, split_padded
+from gspo_megatron.batching.plan import level, split_by_budget, split_in_order, split_padded
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.score_head import ScoreInputs
 
@@ -84,18 +84,22 @@ def sequence_scores(
     *,
     token_budget: int,
     padded: bool = False,
+    share_prompts: bool = False,
 ) -> Tensor:
     """Score sequences without gradients. Every rank of the model replica gets the scores,
     [num_sequences] float32 on the device.
 
     tokens: [sum(lengths)] int64, the sequences of this data-parallel rank, end to end. Other
     data-parallel ranks have their own sequences, or no sequences. All ranks call this function
-    together. token_budget: the largest number of tokens of a micro-batch on one rank."""
+    together. token_budget: the largest number of tokens of a micro-batch on one rank.
+    share_prompts: compute the common beginning of neighbouring sequences once."""
     device = torch.device(torch.cuda.current_device())
-    builder = MicroBatchBuilder(policy, 0, 1.0, padded=padded)
+    builder = MicroBatchBuilder(policy, 0, 1.0, padded=padded, share_prompts=share_prompts)
     budget = token_budget * builder.spec.context_parallel_size
     if padded:
         bins = split_padded([[length] for length in lengths], budget)
+    elif share_prompts:
+        bins = split_in_order(lengths, budget)
     else:
         bins = split_by_budget(lengths, budget)
     multiple = micro_batch_multiple(policy)

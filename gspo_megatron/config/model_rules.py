@@ -154,7 +154,8 @@ def sharing_obstacle(config: Any, shape: ModelShape, layout: Layout) -> str | No
 
 
 def shares_prompts(config: Any) -> bool:
-    """Whether a micro-batch holds a prompt once. A checked RL configuration decides.
+    """Whether a micro-batch holds a prompt once. A checked configuration of RL or of a preference
+    model decides.
 
     By default this is off if the routers' biases are trained. These biases depend on how many
     tokens each expert gets, and would count a prompt once.

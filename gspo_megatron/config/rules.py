@@ -484,7 +484,7 @@ _RULES: dict[type[AnyConfig], tuple[Rule, ...]] = {
         suites_fit,
         routing_can_be_replayed,
     ),
-    PreferenceConfig: (*_STAGE, preferences_are_sound),
+    PreferenceConfig: (*_STAGE, prompts_can_be_shared, preferences_are_sound),
     FineTuningConfig: (*_STAGE, model_gives_tokens, examples_are_sound),
     PretrainingConfig: (*_STAGE, model_gives_tokens, corpora_are_sound, samples_and_batches_divide),
 }

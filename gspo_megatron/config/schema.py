@@ -17,6 +17,7 @@ from gspo_megatron.config.precision import Precision
 from gspo_megatron.config.reward_model import RewardModelSection
 from gspo_megatron.config.section import (
     FORMAT,
+    SHARE_PROMPTS,
     SYSTEM_PROMPT,
     TEMPLATE,
     TOKENIZER,
@@ -355,11 +356,7 @@ class TrainingSection(RunSection):
     packing: bool = harmless(
         True, "pack sequences into one row; false: a padded row for each sequence"
     )
-    share_prompts: bool | None = harmless(
-        None,
-        "compute a prompt once in each micro-batch, not once for each of its responses; null: if "
-        "the model and the layout allow it",
-    )
+    share_prompts: bool | None = harmless(None, SHARE_PROMPTS)
     evaluation_prompts: Positive = harmless(256, "largest number of data.eval_prompts to use")
     keep_step_inputs: NotNegative = harmless(
         0,

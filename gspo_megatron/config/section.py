@@ -67,6 +67,10 @@ TEMPLATE = (
     "the prompt, in which {field} stands for a field of the row, and {{ for a brace before a "
     "name; null: prompt_field is the prompt"
 )
+SHARE_PROMPTS = (
+    "compute a prompt once in each micro-batch, not once for each of its responses; null: if the "
+    "model and the layout allow it"
+)
 SYSTEM_PROMPT = (
     "text of a system message before conversations that do not begin with one; null: none"
 )

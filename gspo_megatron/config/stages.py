@@ -19,6 +19,7 @@ from gspo_megatron.config.schema import (
     RunSection,
 )
 from gspo_megatron.config.section import (
+    SHARE_PROMPTS,
     SYSTEM_PROMPT,
     TEMPLATE,
     TOKENIZER,
@@ -248,6 +249,12 @@ class PreferenceSection(Section):
     )
 
 
+class PreferenceTrainingSection(FineTuningTrainingSection):
+    """The run itself."""
+
+    share_prompts: bool | None = harmless(None, SHARE_PROMPTS)
+
+
 class PreferenceCheckpointSection(CheckpointSection):
     """Saving and resuming."""
 
@@ -264,6 +271,7 @@ class PreferenceConfig(ExamplesConfig):
 
     data: PreferenceDataSection
     preference: PreferenceSection = Field(default_factory=PreferenceSection)
+    training: PreferenceTrainingSection = Field(default_factory=PreferenceTrainingSection)
     checkpoint: PreferenceCheckpointSection = Field(default_factory=PreferenceCheckpointSection)  # ty: ignore[incompatible-attribute-override]
 
     def resolved_model(self) -> ModelShape:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gspo_megatron.batching.scores import sequence_scores
 from gspo_megatron.config import ResolvedParallel
+from gspo_megatron.config.model_rules import sharing_obstacle
 from gspo_megatron.config.scorer import config_of_scorer
 from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.hf.load import load_hf
@@ -32,6 +33,8 @@ class FrozenScorer:
         vocab_size = own.resolved_model().vocab_size
         self.token_budget: int = own.training.micro_batch_tokens
         self.padded: bool = not own.training.packing
+        obstacle = sharing_obstacle(own, own.resolved_model(), own.layout())
+        self.share_prompts = own.training.share_prompts is not False and obstacle is None
         self.policy = build_frozen(own, parallel, vocab_size)
         load_hf(folder, self.policy, ignore_custom_code=own.model.ignore_custom_code)
 
@@ -43,5 +46,10 @@ class FrozenScorer:
         score of its last token.
         """
         return sequence_scores(
-            self.policy, tokens, lengths, token_budget=self.token_budget, padded=self.padded
+            self.policy,
+            tokens,
+            lengths,
+            token_budget=self.token_budget,
+            padded=self.padded,
+            share_prompts=self.share_prompts,
         )

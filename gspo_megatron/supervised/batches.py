@@ -13,7 +13,8 @@ from megatron.core import parallel_state
 
 from gspo_megatron.batching.micro_batches import MicroBatch, MicroBatchBuilder, micro_batch_multiple
 from gspo_megatron.batching.plan import MiniBatch, plan_step
-from gspo_megatron.config.stages import ExamplesConfig
+from gspo_megatron.config.model_rules import shares_prompts
+from gspo_megatron.config.stages import ExamplesConfig, PreferenceConfig
 from gspo_megatron.data.examples import Example
 from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.models.build import Policy
@@ -61,7 +62,10 @@ class ExampleBatches(ABC, Generic[E, B]):
         self.policy = policy
         self.train, self.evaluation_data = train, evaluation
         self.batch_size = training.batch_size
-        self.builder = MicroBatchBuilder(policy, pad_id, 1.0, padded=not training.packing)
+        # Only responses to one prompt have a common beginning that is worth a search.
+        share = isinstance(config, PreferenceConfig) and shares_prompts(config)
+        padded = not training.packing
+        self.builder = MicroBatchBuilder(policy, pad_id, 1.0, padded=padded, share_prompts=share)
         # The configured budget is for one rank. A context-parallel group shares a micro-batch.
         self.token_budget = training.micro_batch_tokens * policy.config.context_parallel_size
         self.loader = PromptLoader(

@@ -75,16 +75,20 @@ def test_a_frozen_model_gives_the_same_scores_on_any_layout(
 Found = tuple[dict[str, torch.Tensor], dict[str, float], dict[str, float]]
 
 
-def one_batch(config: PreferenceConfig, ratings: bool) -> Found:
+def one_batch(config: PreferenceConfig, ratings: bool, prompt: int = 0) -> Found:
     """The gradients of a batch as whole tensors (on rank 0), its figures, and an evaluation."""
     policy = build_on_ranks(config)
     rate = config.optimizer.learning_rate
     trainer = build_trainer(policy, config.optimizer, Schedule(rate, rate, 0, 1, "constant"))
-    train, held_out = (preferences(8, seed, ratings=ratings) for seed in (1, 2))
+    train, held_out = (preferences(8, seed, ratings=ratings, prompt=prompt) for seed in (1, 2))
     batches = PreferenceBatches(config, policy, 0, train, held_out)
     updater = PreferenceUpdater(policy, trainer, config.preference, held_out)
     zero_gradients(policy.chunks, trainer.optimizer)
-    metrics = updater.accumulate(batches.next())
+    batch = batches.next()
+    if prompt:
+        shared = [each.packed.shared is not None for each in batch.micro_batches]
+        assert any(shared) is (config.training.share_prompts is not False)
+    metrics = updater.accumulate(batch)
     gradients, replica_error = gather_gradients(policy)
     assert replica_error < 1e-12
     figures = {}
@@ -141,3 +145,12 @@ def test_gradients_and_figures_are_those_of_one_rank(
 ) -> None:
     config = preference_config(layout, training={"packing": packing}, **case(ratings))
     assert_same(pool.each(config, one_batch, ratings=ratings), alone[ratings])
+
+
+@pytest.mark.parametrize("layout", ["tp=2,ep=2,dp=2", "pp=2,vpp=2", "dp=2"])
+def test_a_prompt_that_is_computed_once_changes_nothing(pool: Pool, layout: str) -> None:
+    """By default, the responses that a preference compares share their prompt."""
+    repeated = preference_config(training={"share_prompts": False}, **case(ratings=False))
+    expected = pool.on(repeated, one_batch, ratings=False, prompt=9)
+    shared = preference_config(layout, **case(ratings=False))
+    assert_same(pool.each(shared, one_batch, ratings=False, prompt=9), expected)

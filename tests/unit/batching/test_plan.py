@@ -14,6 +14,7 @@ from gspo_megatron.batching.plan import (
     plan_step,
     split_by_budget,
     split_evenly,
+    split_in_order,
     split_padded,
 )
 
@@ -257,6 +258,18 @@ def first_fit(lengths: list[int], budget: int) -> list[list[int]]:
 def test_micro_batches_are_those_of_first_fit(budget: int) -> None:
     for lengths in map(random_lengths, range(40)):
         assert split_by_budget(lengths, budget) == first_fit(lengths, budget)
+
+
+@pytest.mark.parametrize("budget", [1, 7, 100, 10_000])
+def test_sequences_in_order_fill_the_budget(budget: int) -> None:
+    for lengths in map(random_lengths, range(40)):
+        bins = split_in_order(lengths, budget)
+        assert [index for members in bins for index in members] == [*range(len(lengths))]
+        totals = [sum(lengths[i] for i in members) for members in bins]
+        for members, total in zip(bins, totals, strict=True):
+            assert total <= budget or len(members) == 1
+        for total, after in zip(totals, bins[1:], strict=False):
+            assert total + lengths[after[0]] > budget
 
 
 @pytest.mark.parametrize("parts", [1, 2, 5, 13])

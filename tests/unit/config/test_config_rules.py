@@ -7,11 +7,13 @@ import re
 
 import pytest
 
-from gspo_megatron.config import resolve_parallel
+from gspo_megatron.config import check_config, resolve_parallel
 from gspo_megatron.config.model_rules import shares_prompts
+from gspo_megatron.errors import ConfigError
 from gspo_megatron.evaluation.scores import ProblemResponses, suite_figures
 from tests.programs import ROOT
 from tests.unit.config.configs import config_with, problems_of
+from tests.unit.supervised.synthetic_preferences import preference_config
 
 BIASED_SOFTMAX = ["model.megatron.moe_router_enable_expert_bias=true"]
 BIASED_SOFTMAX += ["model.megatron.moe_router_pre_softmax=true"]
@@ -427,6 +429,14 @@ BIASES = [
     "model.megatron.moe_router_score_function=sigmoid",
     "model.megatron.moe_router_enable_expert_bias=true",
 ]
+
+
+def test_preference_models_share_prompts_by_the_same_rules() -> None:
+    assert shares_prompts(preference_config("tp=2"))
+    assert not shares_prompts(preference_config("cp=2"))
+    config = preference_config("cp=2", training={"share_prompts": True})
+    with pytest.raises(ConfigError, match=r"share_prompts = true: with cp = 2 a rank holds only"):
+        check_config(config, 2, for_training=False)
 
 
 @pytest.mark.parametrize(

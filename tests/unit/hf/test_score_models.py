@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from gspo_megatron.batching import scores
+from gspo_megatron.batching.micro_batches import MicroBatch
 from gspo_megatron.checkpoint.convert import hf_to_megatron
 from gspo_megatron.checkpoint.start import load_base
 from gspo_megatron.config import check_config, resolve_parallel
@@ -45,6 +47,8 @@ FAMILIES = (
 
 _draw = random.Random(4)
 SEQUENCES = [[_draw.randrange(1, VOCABULARY) for _ in range(n)] for n in (4, 9, 1, 17)]
+# three responses to one prompt, of which one has a single token
+SEQUENCES += [SEQUENCES[1] + SEQUENCES[0][:n] for n in (3, 1, 4)]
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +57,20 @@ def transformers() -> Iterator[ProcessPoolExecutor]:
         yield process
 
 
-def frozen_scores(folder: Path) -> list[float]:
-    config = odd_moe("tp=1", training={"micro_batch_tokens": 20})
+def frozen_scores(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], bool]:
+    """The scores, and whether they were computed with shared prompts."""
+    shared: list[bool] = []
+    native = scores.head_outputs
+
+    def watched(policy: Policy, batches: list[MicroBatch]) -> list[Tensor]:
+        shared.extend(each.packed.shared is not None for each in batches)
+        return native(policy, batches)
+
+    monkeypatch.setattr(scores, "head_outputs", watched)
+    config = odd_moe("tp=1", training={"micro_batch_tokens": 45, "share_prompts": None})
     scorer = FrozenScorer(str(folder), config, resolve_parallel(config, 1))
     flat = torch.tensor([token for each in SEQUENCES for token in each])
-    return scorer(flat, [*map(len, SEQUENCES)]).tolist()
+    return scorer(flat, [*map(len, SEQUENCES)]).tolist(), any(shared)
 
 
 def classes() -> set[str]:
@@ -81,14 +94,19 @@ def test_the_page_names_the_families_without_a_class(transformers: ProcessPoolEx
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_folder_of_transformers_gives_its_scores(
-    transformers: ProcessPoolExecutor, tmp_path: Path, family: str
+    transformers: ProcessPoolExecutor,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
 ) -> None:
     folder = write_score_model(tmp_path / family, family, seed=2)
     name, complaints, expected = transformers.submit(
         scores_by_transformers, folder, SEQUENCES
     ).result()
     assert name.endswith("ForSequenceClassification") and not complaints
-    assert frozen_scores(folder) == pytest.approx(expected, abs=TOLERANCE)
+    found, are_shared = frozen_scores(folder, monkeypatch)
+    assert found == pytest.approx(expected, abs=TOLERANCE)
+    assert are_shared is (family not in ("qwen3_next", "qwen3_5_text"))  # these have delta nets
 
 
 def started(folder: Path, **model: Any) -> tuple[Policy, dict[str, Tensor]]:
@@ -142,7 +160,7 @@ def with_config(folder: Path, **keys: Any) -> Path:
     return folder
 
 
-def test_folders_that_hold_none(tmp_path: Path) -> None:
+def test_folders_that_hold_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error for each folder is one line, for a frozen scorer and for a model to train."""
     config = odd_moe("tp=1")
     language = write_model(tmp_path / "lm", "qwen3", seed=1)
@@ -161,7 +179,7 @@ def test_folders_that_hold_none(tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     save_file({n: t for n, t in tensors.items() if n != "score.weight"}, folder / SINGLE_FILE)
     with pytest.raises(DataError, match="score.weight is missing"):
-        frozen_scores(folder)
+        frozen_scores(folder, monkeypatch)
 
 
 def test_a_policy_is_no_preference_model(tmp_path: Path) -> None:

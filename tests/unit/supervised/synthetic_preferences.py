@@ -15,15 +15,21 @@ from tests.parallel.models import NO_ROUTER_LOSSES, ODD_MOE, VOCAB_SIZE
 SOURCES = ("code", "chat")
 
 
-def preferences(count: int, seed: int, *, ratings: bool = False, most: int = 3) -> PreferenceData:
+def preferences(
+    count: int, seed: int, *, ratings: bool = False, most: int = 3, prompt: int = 0
+) -> PreferenceData:
     """`count` prompts. Each prompt has 1 to `most` rejected responses with margins, or rated
-    responses."""
+    responses. All responses to it begin with the same `prompt` tokens."""
     draw = random.Random(seed)
 
     def one(number: int) -> tuple[Preference, str]:
         others = 0 if ratings else draw.randint(1, most)
         lengths = [draw.randint(1, 14) for _ in range(1 + others)]
-        tokens = [draw.randrange(1, VOCAB_SIZE) for _ in range(sum(lengths))]
+        same = [draw.randrange(1, VOCAB_SIZE) for _ in range(prompt)]
+        tokens: list[int] = []
+        for length in lengths:
+            tokens += same + [draw.randrange(1, VOCAB_SIZE) for _ in range(length)]
+        lengths = [prompt + length for length in lengths]
         values = [draw.uniform(-1, 1)] if ratings else [draw.random() for _ in range(others)]
         arrays = np.array(tokens, np.int32), np.array(lengths, np.int64), np.array(values)
         return Preference(*arrays, source=0), SOURCES[number % 2]
