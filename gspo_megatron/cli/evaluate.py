@@ -113,7 +113,7 @@ def _values(source: Path, suites: dict[str, Any]) -> tuple[dict[str, Any], str]:
     elif source.is_dir():
         values, out = _of_run(source)
     else:
-        values, out = _read(source), f"runs/{source.stem}-evaluation"
+        values, out = _in_first_phase(source), f"runs/{source.stem}-evaluation"
     values = _as_rl(values)
     for section in ("parallel", "data", "training", "evaluation", "checkpoint", "logging"):
         values[section] = dict(values.get(section) or {})
@@ -229,6 +229,18 @@ def _of_hugging_face(folder: Path) -> dict[str, Any]:
             "chat_template": has_template,
         },
     }
+
+
+def _in_first_phase(path: Path) -> dict[str, Any]:
+    """Read a configuration. Its weights are those that training begins with, so the values of its
+    first phase count."""
+    from gspo_megatron.config.load import load_any_config
+    from gspo_megatron.config.phases import at_step
+
+    values = _read(path)
+    if not (values.get("training") or {}).get("phases"):
+        return values
+    return dict(at_step(load_any_config(path), 1).model_dump())
 
 
 def _read(path: Path) -> dict[str, Any]:

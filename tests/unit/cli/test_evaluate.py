@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from gspo_megatron.cli.evaluate import _values
 from gspo_megatron.config.load import STAGES, parse_config, to_yaml
@@ -101,3 +102,23 @@ def test_a_run_that_learns_from_a_teacher_alone_is_evaluated_without_it(tmp_path
     evaluated = parse_config(_values(path, {})[0])
     assert [*evaluated.evaluation.suites] == ["near"] and evaluated.reward.name != "none"
     assert not evaluated.objective.distillation.is_on
+
+
+def test_a_configuration_is_evaluated_as_in_its_first_phase(tmp_path: Path) -> None:
+    """Its weights are those that training begins with."""
+    path = tmp_path / "config.yaml"
+    first = {"rollout": {"max_response_tokens": 7}, "evaluation": {"suites": SUITES}}
+    phases = [{"until_step": 2, **first}, {"rollout": {"max_response_tokens": 9}}]
+    values: dict[str, Any] = {
+        "data": {"tokenizer": "t.model", "prompts": "a.jsonl"},
+        "training": {"steps": 4, "phases": phases},
+        "checkpoint": {"interval": 1},
+    }
+    path.write_text(yaml.safe_dump(values))
+    evaluated = parse_config(_values(path, {})[0])
+    assert evaluated.rollout.max_response_tokens == 7 and evaluated.training.phases == []
+    assert [*evaluated.evaluation.suites] == ["near"]
+    phases[0]["rollout"] = {"max_response_tokens": "many"}
+    path.write_text(yaml.safe_dump(values))
+    with pytest.raises(ConfigError, match="phases.0.: rollout.max_response_tokens = 'many'"):
+        _values(path, {})
