@@ -55,6 +55,8 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         return arguments.run(arguments)
     except OSError as error:
+        if error.errno == errno.ENOENT and error.filename is None:  # of os.getcwd
+            raise UserError("the current folder was removed; change to another one") from error
         if error.errno != errno.ENAMETOOLONG:
             raise
         raise UserError(f"{error.filename}: {error.strerror}") from error
