@@ -71,10 +71,13 @@ def run(arguments: argparse.Namespace) -> int:
     suites = _suites(arguments.suite)
     if is_server:
         return _run_server(arguments, suites)
+    from gspo_megatron.checkpoint.folder import CHECKPOINTS, positions
     from gspo_megatron.config.load import dump_yaml
 
     values, out = _values(folder_of(arguments.source, "SOURCE"), suites)
-    values["logging"]["dir"] = arguments.output or out
+    values["logging"]["dir"] = out = arguments.output or out
+    if positions(Path(out) / CHECKPOINTS):
+        raise DataError(f"--output {out}: holds the checkpoints of a run; give another folder")
     with tempfile.TemporaryDirectory(prefix="gspo-megatron-evaluate-") as folder:
         path = Path(folder) / "evaluation.yaml"
         path.write_text(dump_yaml(values), encoding="utf-8")

@@ -260,6 +260,10 @@ def suites_of_file(given: str) -> dict[str, Any]:
     if not os.path.exists(given) and ":" in given:  # False for an impossible name, too
         path, _, name = given.rpartition(":")
     suites = read_mapping(Path(path), what="file of suites")
+    data = suites.get("data")
+    if isinstance(data, dict) and "tokenizer" in data:
+        wrong = "a configuration; allowed: a file with what evaluation.suites has below it"
+        raise ConfigError([f"{path}: {wrong}"])
     if name and name not in suites:
         raise ConfigError([f"{path}: no suite {name!r}; {suggest(name, [*map(str, suites)])}"])
     return {name: suites[name]} if name else suites

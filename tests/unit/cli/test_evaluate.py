@@ -12,6 +12,7 @@ import yaml
 from gspo_megatron.cli.evaluate import _values
 from gspo_megatron.config.load import STAGES, parse_config, to_yaml
 from gspo_megatron.errors import ConfigError
+from tests.unit.cli.conftest import Command, ConfigWriter, refused
 
 SUITES = {"near": {"prompts": "test.jsonl"}}
 RUNS: dict[str, dict[str, Any]] = {
@@ -122,3 +123,19 @@ def test_a_configuration_is_evaluated_as_in_its_first_phase(tmp_path: Path) -> N
     path.write_text(yaml.safe_dump(values))
     with pytest.raises(ConfigError, match="phases.0.: rollout.max_response_tokens = 'many'"):
         _values(path, {})
+
+
+def test_an_evaluation_does_not_go_into_the_folder_of_a_run(
+    gspo: Command, write_config: ConfigWriter, tmp_path: Path
+) -> None:
+    (tmp_path / "run/checkpoints/rl_00000002").mkdir(parents=True)
+    (tmp_path / "suites.yaml").write_text(yaml.safe_dump(SUITES))
+    words = ("--suite", tmp_path / "suites.yaml", "-o", tmp_path / "run")
+    told = f"--output {tmp_path}/run: holds the checkpoints of a run; give another folder"
+    assert refused(gspo, "evaluate", write_config(), *words) == [told]
+
+
+def test_a_configuration_is_no_file_of_suites(gspo: Command, write_config: ConfigWriter) -> None:
+    config = write_config()
+    (told,) = refused(gspo, "evaluate", config, "--suite", config)
+    assert told.startswith(f"--suite {config}: a configuration; allowed: ")
