@@ -82,7 +82,7 @@ def begin_branch(run: Path, step: int, overrides: Sequence[str]) -> Path:
                     _make(branch, source, folder)
             except OSError as error:
                 wrong = f"the branch cannot be made: {error.strerror or error}"
-                raise UserError(f"{folder}: {wrong}; then repeat the command") from error
+                raise UserError(f"{folder}: {wrong}; mend this, and repeat the command") from error
     path = folder / BRANCH_CONFIG
     write_atomically(path, to_yaml(config).encode())
     return path
@@ -130,6 +130,7 @@ def _branch_of(run: Path, step: int) -> RunBranch:
 def _make(branch: RunBranch, source: Path, folder: Path) -> None:
     """Fill the folder of a branch. Raises OSError and DataError."""
     run, checkpoints = Path(branch.run), folder / CHECKPOINTS
+    make_folder(folder)  # the lock ignores a folder that cannot be made
     branch.write(folder)  # first, because from now on the same command continues
     make_folder(checkpoints)
     remove_leftovers(checkpoints)

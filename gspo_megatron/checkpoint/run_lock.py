@@ -55,11 +55,14 @@ class RunLock:
         try:
             is_new = not folder.exists()
             make_folder(folder)
+        except OSError:
+            return True  # the next write into the folder reports what is wrong
+        try:
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except FileNotFoundError:
             return False
         except OSError:
-            return True  # the next write into the folder reports what is wrong
+            return True  # as above
         if any(os.path.sameopenfile(file, held) for held in self._held):
             os.close(file)
             return True

@@ -12,6 +12,7 @@ from gspo_megatron.cli.arguments import DTYPES, Commands, loading, new_parser
 from gspo_megatron.errors import UserError
 from gspo_megatron.hub import folder_of
 from gspo_megatron.process import ranks
+from gspo_megatron.process.failures import exit_code_of
 
 if TYPE_CHECKING:
     import torch
@@ -139,18 +140,15 @@ def run_export(arguments: argparse.Namespace) -> int:
         from gspo_megatron.checkpoint.convert_workers import shard_of_rank
 
         with shard_of_rank() as shard:
-            taken = _export(arguments, shard)
-            shard.gather(None)  # wait until every process has written its files
-            if shard.is_main:
-                _push(arguments, taken)
+            code = exit_code_of(lambda: _run_rank(arguments, shard))
             if shard.world_size > 1:
                 # The process ends by os._exit. Otherwise about one process in ten aborts with
                 # "terminate called without an active exception" (torch 2.13) when it destroys its
-                # gloo group, after all work is done.
+                # gloo group. An abort would also hide an error, so the error is told before.
                 sys.stdout.flush()
                 sys.stderr.flush()
-                os._exit(0)
-        return 0
+                os._exit(code)
+        return code
     if processes > _MOST_PROCESSES:
         raise UserError(
             f"--layout {arguments.layout}: takes {processes} processes; allowed: up to "
@@ -169,6 +167,15 @@ def run_export(arguments: argparse.Namespace) -> int:
         command += ["--public"] if arguments.public else []
         return launch(command, processes)
     _push(arguments, _export(arguments))
+    return 0
+
+
+def _run_rank(arguments: argparse.Namespace, shard: WorkerShard) -> int:
+    """Convert as one of several ranks. The main rank pushes the folder."""
+    taken = _export(arguments, shard)
+    shard.gather(None)  # wait until every process has written its files
+    if shard.is_main:
+        _push(arguments, taken)
     return 0
 
 

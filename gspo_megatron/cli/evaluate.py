@@ -71,10 +71,13 @@ def run(arguments: argparse.Namespace) -> int:
     suites = _suites(arguments.suite)
     if is_server:
         return _run_server(arguments, suites)
+    from gspo_megatron.checkpoint.folder import CHECKPOINTS, positions
     from gspo_megatron.config.load import dump_yaml
 
     values, out = _values(folder_of(arguments.source, "SOURCE"), suites)
-    values["logging"]["dir"] = arguments.output or out
+    values["logging"]["dir"] = out = arguments.output or out
+    if positions(Path(out) / CHECKPOINTS):
+        raise DataError(f"--output {out}: holds the checkpoints of a run; give another folder")
     with tempfile.TemporaryDirectory(prefix="gspo-megatron-evaluate-") as folder:
         path = Path(folder) / "evaluation.yaml"
         path.write_text(dump_yaml(values), encoding="utf-8")
@@ -113,7 +116,7 @@ def _values(source: Path, suites: dict[str, Any]) -> tuple[dict[str, Any], str]:
     elif source.is_dir():
         values, out = _of_run(source)
     else:
-        values, out = _read(source), f"runs/{source.stem}-evaluation"
+        values, out = _in_first_phase(source), f"runs/{source.stem}-evaluation"
     values = _as_rl(values)
     for section in ("parallel", "data", "training", "evaluation", "checkpoint", "logging"):
         values[section] = dict(values.get(section) or {})
@@ -229,6 +232,18 @@ def _of_hugging_face(folder: Path) -> dict[str, Any]:
             "chat_template": has_template,
         },
     }
+
+
+def _in_first_phase(path: Path) -> dict[str, Any]:
+    """Read a configuration. Its weights are those that training begins with, so the values of its
+    first phase count."""
+    from gspo_megatron.config.load import load_any_config
+    from gspo_megatron.config.phases import at_step
+
+    values = _read(path)
+    if not (values.get("training") or {}).get("phases"):
+        return values
+    return dict(at_step(load_any_config(path), 1).model_dump())
 
 
 def _read(path: Path) -> dict[str, Any]:

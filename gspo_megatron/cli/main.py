@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import errno
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import gspo_megatron
 from gspo_megatron.cli import (
@@ -39,28 +41,39 @@ COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `gspo-megatron ARGV...` and return its exit code. `--help` and a malformed command line
-    raise SystemExit, as in any argparse program."""
+    """Run `gspo-megatron ARGV...` and return its exit code."""
     join_launcher()
     make_streams_safe()
-    arguments = parse(argv)
-    return exit_code_of(lambda: _run(arguments))
+    return exit_code_of(lambda: _run(argv))
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(argv: Sequence[str] | None) -> int:
+    try:
+        arguments = parse(argv)
+    except SystemExit as ended:  # argparse has printed the help, or what is wrong
+        return int(ended.code or 0)
     try:
         return arguments.run(arguments)
     except OSError as error:
+        if error.errno == errno.ENOENT and error.filename is None:  # of os.getcwd
+            raise UserError("the current folder was removed; change to another one") from error
         if error.errno != errno.ENAMETOOLONG:
             raise
         raise UserError(f"{error.filename}: {error.strerror}") from error
 
 
+class _Parser(argparse.ArgumentParser):
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print like argparse, but raise the error of a stdout that takes no output."""
+        if file is sys.stdout:
+            file.write(message)
+        else:
+            super()._print_message(message, file)
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. `run` in the result is the command's function. Raises SystemExit."""
-    parser = argparse.ArgumentParser(
-        prog="gspo-megatron", description=gspo_megatron.__doc__, allow_abbrev=False
-    )
+    parser = _Parser(prog="gspo-megatron", description=gspo_megatron.__doc__, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=gspo_megatron.__version__)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:

@@ -4,6 +4,7 @@ other nodes."""
 from __future__ import annotations
 
 import argparse
+import signal
 import socket
 import sys
 import tempfile
@@ -33,8 +34,8 @@ def add_parser(commands: Commands) -> None:
         metavar="SOURCE",
         type=Path,
         help="a Hugging Face folder, or ORG/NAME[@REVISION] of the Hub; or a checkpoint or a run, "
-        "which is converted first. With "
-        "--join: the run folder, or the configuration of the run",
+        "which is converted first, to a folder in TMPDIR (default: /tmp) that is removed at the "
+        "end. With --join: the run folder, or the configuration of the run",
     )
     parser.add_argument(
         "words",
@@ -90,8 +91,15 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.source.exists():
         device_of(_python(arguments))  # reports a missing vLLM before the conversion
+    # SIGTERM during the conversion must not leave the weights behind.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="gspo-megatron-serve-") as folder:
-        taken, notes = any_to_hf(arguments.source, Path(folder) / "hf")
+        try:
+            taken, notes = any_to_hf(arguments.source, Path(folder) / "hf")
+        except DataError as error:
+            if folder in str(error):
+                raise DataError(f"{error}; TMPDIR may name a folder with more space") from None
+            raise
         for note in [*notes, f"serving {taken}"]:
             print(note, file=sys.stderr, flush=True)
         return _serve(arguments, Path(folder) / "hf", options)

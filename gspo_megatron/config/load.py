@@ -50,7 +50,20 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: Any = C
     path = Path(path)
     values = read_mapping(path, overrides)
     warn_of_old_names(values, overrides)
+    _refuse_other_stage(apply_overrides(values, overrides)[0], path, schema)
     return parse_config(values, overrides, path.stem, schema)
+
+
+def _refuse_other_stage(values: Mapping[str, Any], path: Path, schema: Any) -> None:
+    """Raise ConfigError if the values name the training data of another stage, and none of this."""
+    data = values.get("data")
+    given = data if isinstance(data, Mapping) else {}
+    for stage, other in STAGES.items():
+        key = other.inputs[0]
+        if given.get(key) and not given.get(schema.inputs[0]):
+            command = "train" if stage == "rl" else stage.replace("_", "-")
+            wrong = f"with data.{key} it is a configuration of `gspo-megatron {command}`"
+            raise ConfigError([f"{path}: {wrong}; allowed here: data.{schema.inputs[0]}"])
 
 
 @overload
@@ -260,6 +273,10 @@ def suites_of_file(given: str) -> dict[str, Any]:
     if not os.path.exists(given) and ":" in given:  # False for an impossible name, too
         path, _, name = given.rpartition(":")
     suites = read_mapping(Path(path), what="file of suites")
+    data = suites.get("data")
+    if isinstance(data, dict) and "tokenizer" in data:
+        wrong = "a configuration; allowed: a file with what evaluation.suites has below it"
+        raise ConfigError([f"{path}: {wrong}"])
     if name and name not in suites:
         raise ConfigError([f"{path}: no suite {name!r}; {suggest(name, [*map(str, suites)])}"])
     return {name: suites[name]} if name else suites

@@ -91,6 +91,8 @@ def check_rows(path: Path, what: str) -> None:
 
 def is_parquet(path: Path, what: str) -> bool:
     """Whether a file is Parquet, by its suffix or by Parquet's magic bytes."""
+    if path.is_fifo():
+        raise DataError(f"{path}: a pipe, which can be read only once; give a file")
     try:
         with path.open("rb") as file:
             return path.suffix == ".parquet" or file.read(4) == PARQUET_MAGIC

@@ -101,8 +101,10 @@ class RunLogger:
             # a rollback or a resume went back to a step before this phase
             if int(path.stem.removeprefix(PHASE_CONFIG)) > step + 1:
                 path.unlink()
-        text = to_shown_yaml(phase, {})
         if changed or step == 0:
+            # Without the list of phases, whose first ones would change these values again.
+            training = phase.training.model_copy(update={"phases": []})
+            text = to_shown_yaml(phase.model_copy(update={"training": training}), {})
             name = f"{PHASE_CONFIG}{step + 1:08d}.yaml"
             write_atomically(self.folder / name, text.encode())
 

@@ -80,7 +80,10 @@ def math(sample: Sample) -> float:
     """
     from math_verify import parse, verify
 
-    answer = _parse_answer(str(sample.answer))
+    text = str(sample.answer)
+    answer: list[Any] = _parse_answer(text)
+    if not answer and _is_surely_readable(text):
+        answer = [text]  # no check before the run has refused it, so it must not end the run
     if not answer:
         raise RewardError(
             f"reward 'math': the answer {shorten(sample.answer)} of prompt {sample.prompt!r} "
@@ -131,10 +134,11 @@ def _with_boxes(response: str) -> str:
 
 
 def _is_surely_readable(answer: str) -> bool:
-    """Whether math-verify can surely read an answer: a number, or LaTeX.
+    r"""Whether math-verify can surely read an answer: a number, or LaTeX.
 
     This check is faster than math-verify, which takes milliseconds. For LaTeX that passes this
-    check, math-verify always returns at least the text."""
+    check, math-verify returns at least the text, except for commands that mean nothing to it, such
+    as \ldots alone."""
     if len(answer) > _MOST_CHARACTERS:
         return False
     if _NUMBER.fullmatch(answer):

@@ -91,6 +91,7 @@ def test_phases_are_stops_with_changes(campaign: Path, toy: Path, tmp_path: Path
     assert kept["rollout"]["max_response_tokens"] == 6 and len(kept["training"]["phases"]) == 3
     third = yaml.safe_load((campaign / "run/config.from_step_00000005.yaml").read_text())
     assert (third["rollout"]["max_response_tokens"], third["objective"]["name"]) == (9, "grpo")
+    assert third["training"]["phases"] == []
     lengths = {each["step"]: each["response/length_max"] for each in records(campaign / "run")[1:]}
     assert max(lengths[1], lengths[2]) <= 6 < max(lengths[3], lengths[4], lengths[5])
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -271,7 +273,17 @@ def test_the_run_folder_may_be_the_current_folder(
         begin_branch(Path("."), 3, [])
 
 
-@pytest.mark.parametrize("done", range(12))
+def test_why_a_branch_cannot_be_made_is_told(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = add(config, Position("rl", 9)).parents[1]
+    refusal = PermissionError(errno.EACCES, "Permission denied")
+    monkeypatch.setattr(Path, "mkdir", mock.Mock(side_effect=refusal))
+    with pytest.raises(UserError, match="-from-9: the branch cannot be made: Permission denied; "):
+        begin_branch(run, 9, ["training.steps=12"])
+
+
+@pytest.mark.parametrize("done", range(13))
 def test_a_branch_is_made_again_by_the_command_that_was_killed(
     config: Config, monkeypatch: pytest.MonkeyPatch, done: int
 ) -> None:

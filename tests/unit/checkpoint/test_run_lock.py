@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gspo_megatron import files
 from gspo_megatron.checkpoint import run_lock
 from gspo_megatron.checkpoint.run_lock import LOCK_FILE, RunLock
 from gspo_megatron.errors import UserError
@@ -49,6 +50,14 @@ def test_a_second_run_is_refused_and_told_of_the_first(
     with pytest.raises(UserError, match=f"process {other.pid}, Slurm job 7") as error:
         RunLock().hold(tmp_path)
     assert str(tmp_path / LOCK_FILE) in str(error.value)
+
+
+def test_a_folder_that_cannot_be_made_is_left_to_the_next_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The error is the same as for a folder that another run renames: no such file."""
+    monkeypatch.setattr(files, "_LAGS", ())
+    RunLock().hold(Path("/proc/none"))
 
 
 def test_a_requeued_job_is_let_in_where_the_lock_of_a_lost_node_is_still_there(

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from gspo_megatron.cli.evaluate import _values
 from gspo_megatron.config.load import STAGES, parse_config, to_yaml
 from gspo_megatron.errors import ConfigError
+from tests.unit.cli.conftest import Command, ConfigWriter, refused
 
 SUITES = {"near": {"prompts": "test.jsonl"}}
 RUNS: dict[str, dict[str, Any]] = {
@@ -101,3 +103,39 @@ def test_a_run_that_learns_from_a_teacher_alone_is_evaluated_without_it(tmp_path
     evaluated = parse_config(_values(path, {})[0])
     assert [*evaluated.evaluation.suites] == ["near"] and evaluated.reward.name != "none"
     assert not evaluated.objective.distillation.is_on
+
+
+def test_a_configuration_is_evaluated_as_in_its_first_phase(tmp_path: Path) -> None:
+    """Its weights are those that training begins with."""
+    path = tmp_path / "config.yaml"
+    first = {"rollout": {"max_response_tokens": 7}, "evaluation": {"suites": SUITES}}
+    phases = [{"until_step": 2, **first}, {"rollout": {"max_response_tokens": 9}}]
+    values: dict[str, Any] = {
+        "data": {"tokenizer": "t.model", "prompts": "a.jsonl"},
+        "training": {"steps": 4, "phases": phases},
+        "checkpoint": {"interval": 1},
+    }
+    path.write_text(yaml.safe_dump(values))
+    evaluated = parse_config(_values(path, {})[0])
+    assert evaluated.rollout.max_response_tokens == 7 and evaluated.training.phases == []
+    assert [*evaluated.evaluation.suites] == ["near"]
+    phases[0]["rollout"] = {"max_response_tokens": "many"}
+    path.write_text(yaml.safe_dump(values))
+    with pytest.raises(ConfigError, match="phases.0.: rollout.max_response_tokens = 'many'"):
+        _values(path, {})
+
+
+def test_an_evaluation_does_not_go_into_the_folder_of_a_run(
+    gspo: Command, write_config: ConfigWriter, tmp_path: Path
+) -> None:
+    (tmp_path / "run/checkpoints/rl_00000002").mkdir(parents=True)
+    (tmp_path / "suites.yaml").write_text(yaml.safe_dump(SUITES))
+    words = ("--suite", tmp_path / "suites.yaml", "-o", tmp_path / "run")
+    told = f"--output {tmp_path}/run: holds the checkpoints of a run; give another folder"
+    assert refused(gspo, "evaluate", write_config(), *words) == [told]
+
+
+def test_a_configuration_is_no_file_of_suites(gspo: Command, write_config: ConfigWriter) -> None:
+    config = write_config()
+    (told,) = refused(gspo, "evaluate", config, "--suite", config)
+    assert told.startswith(f"--suite {config}: a configuration; allowed: ")

@@ -3,17 +3,19 @@ mistake."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
 
-from gspo_megatron.checkpoint import convert_adapters
+from gspo_megatron.checkpoint import convert_adapters, convert_workers
 from gspo_megatron.checkpoint.convert import hf_to_megatron
 from gspo_megatron.checkpoint.run_state import CONFIG_FILE, STATE_FILE, RunState
 from gspo_megatron.data.character_tokenizer import write_character_tokenizer
@@ -118,6 +120,23 @@ def test_several_processes_push_once(server: SmallHub, tmp_path: Path) -> None:
     repository = server.repositories["models/org/open"]
     assert not repository.private and len(repository.commits) == 2  # the first one is empty
     assert "1 steps." in card_of(server, "org/open")
+
+
+def test_a_rank_tells_that_its_push_has_failed_before_it_leaves(
+    server: SmallHub, gspo: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank may abort when it destroys its process group, and an abort hides the error."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    save(tmp_path / "source", 1)
+    server.refuse_commits = True
+    two = convert_workers.WorkerShard(0, 2, lambda value: [value, value])
+    monkeypatch.setattr(convert_workers, "shard_of_rank", lambda: contextlib.nullcontext(two))
+    monkeypatch.setattr(os, "_exit", mock.Mock(side_effect=SystemExit))
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "2"} | address
+    _, out, said = gspo(*EXPORT, "run", "out", "--push", "org/new")
+    assert os._exit.mock_calls == [mock.call(2)], said
+    assert "out: written from" in out and "--push org/new: nothing was pushed: " in said
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from gspo_megatron.errors import ConfigError
 from tests.unit.cli.conftest import Command
 
 ROOT = Path(gspo_megatron.__file__).parents[1]
+GONE = "the current folder was removed; change to another one"
 
 
 def test_overrides_may_stand_before_and_after_options_and_keep_their_order() -> None:
@@ -72,6 +73,7 @@ def test_parsing_and_launching_import_nothing_heavy(module: str) -> None:
         (RuntimeError("on fire"), 1, "Traceback (most recent call last):", "RuntimeError: on fire"),
         (KeyboardInterrupt(), 130, "", ""),
         (OSError(errno.ENAMETOOLONG, "too long", "zz"), 2, "zz: too long", "zz: too long"),
+        (OSError(errno.ENOENT, "of os.getcwd"), 2, GONE, GONE),
     ],
 )
 def test_how_a_command_that_raises_ends(

@@ -19,7 +19,7 @@ from gspo_megatron.config import (
     to_shown_yaml,
     to_yaml,
 )
-from gspo_megatron.config.load import load_any_config, override, stage_of
+from gspo_megatron.config.load import STAGES, load_any_config, override, stage_of
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig
 from gspo_megatron.config.yaml12 import dump_yaml, parse_yaml
 from gspo_megatron.errors import ConfigError
@@ -562,3 +562,17 @@ def test_dates_without_quotes_are_dates(tmp_path: Path) -> None:
         load_config(write(tmp_path, to_yaml(config), "again.yaml")).evaluation == config.evaluation
     )
     assert parse_config(yaml.safe_load(path.read_text()), name="run") == config
+
+
+@pytest.mark.parametrize(
+    ("stage", "key", "command"), [("rl", "examples", "sft"), ("sft", "prompts", "train")]
+)
+def test_a_configuration_of_another_stage_is_told_by_its_command(
+    tmp_path: Path, stage: str, key: str, command: str
+) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text(f"data: {{tokenizer: t, {key}: a.jsonl}}\n")
+    with pytest.raises(ConfigError) as told:
+        load_config(path, (), STAGES[stage])
+    (line,) = told.value.problems
+    assert f"with data.{key} it is a configuration of `gspo-megatron {command}`; " in line

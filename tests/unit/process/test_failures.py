@@ -177,10 +177,14 @@ def test_a_broken_pipe_of_another_kind_is_shown_whole(
 
 
 @pytest.mark.parametrize("options", [[], ["-u"]], ids=["buffered", "unbuffered"])
-@pytest.mark.parametrize("words", [["--keys", "clip"], ["--keys"]], ids=["short", "long"])
+@pytest.mark.parametrize(
+    "words",
+    [["check", "--keys", "clip"], ["check", "--keys"], ["--help"]],
+    ids=["short", "long", "help"],
+)
 def test_a_full_disk_under_stdout_is_told_in_one_line(options: list[str], words: list[str]) -> None:
     """Short output is written only at the end of the command, long output while it runs."""
-    program = [sys.executable, *options, "-m", "gspo_megatron", "check", *words]
+    program = [sys.executable, *options, "-m", "gspo_megatron", *words]
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             program, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False

@@ -89,6 +89,13 @@ def test_an_answer_that_takes_too_long_to_read_is_told_before_the_run(answer: st
     assert len(line) < 400
 
 
+@pytest.mark.parametrize("answer", [r"\ldots", r"\displaystyle"])
+def test_an_answer_that_no_check_refuses_does_not_end_the_run(answer: str) -> None:
+    """math-verify drops these commands, and nothing is left of the answer."""
+    check_answers(get_reward("math"), [Prompt("p", answer, "p.jsonl:1")])
+    assert math(answered(r"\boxed{3}", answer)) == 0.0
+
+
 def test_large_values_that_can_be_computed_are_compared() -> None:
     assert math(answered(r"\boxed{2^{100}}", "1267650600228229401496703205376")) == 1.0
     assert math(answered(r"\boxed{20!}", "2432902008176640000")) == 1.0

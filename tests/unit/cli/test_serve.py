@@ -1,0 +1,47 @@
+"""`gspo-megatron serve` of a run: the folder for the converted weights. tests/vllm/test_serve.py
+tests the server."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.programs import ROOT, run_program
+
+PROGRAM = """
+import os, signal, sys, time
+from gspo_megatron.checkpoint import convert_adapters
+from gspo_megatron.cli.main import main
+from gspo_megatron.errors import DataError
+from gspo_megatron.rollout.vllm import installed
+
+def convert(source, destination):
+    destination.mkdir()
+    (destination / "weights").touch()
+    if sys.argv[1] == "full":
+        raise DataError(f"{destination}: 9 bytes to write, 8 are free")
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+
+installed.device_of = lambda python: "cpu"
+convert_adapters.any_to_hf = convert
+sys.exit(main(["serve", "."]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "code", "told"),
+    [
+        ("full", 2, "8 are free; TMPDIR may name a folder with more space\n"),
+        ("told to end", 143, ""),
+    ],
+)
+def test_a_conversion_that_ends_early_leaves_no_weights(
+    tmp_path: Path, case: str, code: int, told: str
+) -> None:
+    words = (sys.executable, "-c", PROGRAM, case)
+    environ = {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = run_program(*words, expect=code, environ=environ, cwd=tmp_path)
+    assert done.stderr.endswith(told) and [*tmp_path.iterdir()] == []
