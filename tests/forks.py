@@ -125,7 +125,7 @@ def start(
     """Start words that `can_fork` accepts. `files`: the descriptors of the streams; a terminal
     becomes that of the fork. The fork is killed when the result is no longer used, and when this
     process ends."""
-    return Fork(next(_turns()), words[1:], environ, cwd, files)
+    return Fork(next_server(), words[1:], environ, cwd, files)
 
 
 def run(
@@ -137,7 +137,7 @@ def run(
         fork = start(words, environ, cwd, [none.fileno(), *(write for _, write in ends)])
         for _, write in ends:
             os.close(write)
-        texts = [readers.submit(_read, read) for read, _ in ends]
+        texts = [readers.submit(read_all, read) for read, _ in ends]
         try:
             code = fork.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -146,7 +146,7 @@ def run(
         return subprocess.CompletedProcess([*words], code, *(text.result() for text in texts))
 
 
-def _read(descriptor: int) -> str:
+def read_all(descriptor: int) -> str:
     with open(descriptor, encoding="utf-8", errors="replace") as file:
         return file.read()
 
@@ -167,6 +167,11 @@ def run_for_shell(name: str, *words: str) -> None:
     servers = os.environ[SERVERS].split(os.pathsep)
     code = Fork(servers[os.getpid() % len(servers)], words, os.environ, None, [0, 1, 2]).wait()
     sys.exit(code if code >= 0 else 128 - code)
+
+
+def next_server() -> str:
+    """The socket of the server whose turn it is."""
+    return next(_turns())
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -518,7 +519,8 @@ def _add_expert_parts(
     etp = parallel_state.get_expert_tensor_parallel_group()
     ranks = etp.rank(), parallel_state.get_expert_data_parallel_group().rank()
     lora = adapter.lora
-    total = sum(name.startswith(names[0].rpartition("[")[0] + "[") for name in weights.recipes)
+    weight = names[0].rpartition("[")[0]
+    total = next(n for n in itertools.count() if f"{weight}[{n}]" not in weights.recipes)
     chosen = {matrix.leaf for matrix in lora.adapted[names[0]].matrices}
     kind = COLUMN if number == "1" else ROW
     order, used = [], 0

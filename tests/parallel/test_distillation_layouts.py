@@ -72,9 +72,27 @@ def explicit(**arguments: Any) -> StepResult:
     return explicit_distillation(**arguments)
 
 
-@pytest.mark.parametrize("name", ["gspo", "gspo_token", "grpo"])
-def test_an_advantage_is_that_of_the_formula_on_every_layout(pool: Pool, name: str) -> None:
-    check(pool, name, ("dp=2", "tp=2,cp=2", "pp=2,vpp=2,ep=2", WIDE))
+LAYOUTS = ("dp=2", "tp=2,cp=2", "pp=2,vpp=2,ep=2", WIDE)
+
+
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [
+        # an advantage for each sequence
+        ("gspo", ("tp=2,cp=2", WIDE)),
+        # an advantage for each token
+        ("gspo_token", ("dp=2", "tp=2,cp=2")),
+        ("grpo", ("pp=2,vpp=2,ep=2", WIDE)),
+        *(
+            pytest.param(name, LAYOUTS, marks=pytest.mark.full)
+            for name in ("gspo", "gspo_token", "grpo")
+        ),
+    ],
+)
+def test_an_advantage_is_that_of_the_formula_on_every_layout(
+    pool: Pool, name: str, layouts: tuple[str, ...]
+) -> None:
+    check(pool, name, layouts)
 
 
 @pytest.mark.parametrize(

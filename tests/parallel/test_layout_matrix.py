@@ -18,6 +18,7 @@ from tests.parallel.matrix import (
     DIMENSIONS,
     LAYOUT_DIMENSIONS,
     LAYOUTS,
+    MORE_OBJECTIVE_DIMENSIONS,
     OBJECTIVE_DIMENSIONS,
     Case,
     Dimensions,
@@ -29,11 +30,16 @@ from tests.parallel.updates import FP64_TOLERANCE_OF_ROUTERS, Updates, assert_fo
 
 SELECTION = covering_selection(LAYOUT_DIMENSIONS)
 OBJECTIVES = covering_selection(OBJECTIVE_DIMENSIONS)
+MORE_OBJECTIVES = covering_selection(MORE_OBJECTIVE_DIMENSIONS)
 
 
 @pytest.mark.parametrize(
     ("selection", "dimensions"),
-    [(SELECTION, LAYOUT_DIMENSIONS), (OBJECTIVES, OBJECTIVE_DIMENSIONS)],
+    [
+        (SELECTION, LAYOUT_DIMENSIONS),
+        (OBJECTIVES, OBJECTIVE_DIMENSIONS),
+        (MORE_OBJECTIVES, MORE_OBJECTIVE_DIMENSIONS),
+    ],
 )
 def test_any_two_values_of_two_dimensions_meet_in_the_selection(
     selection: list[Case], dimensions: Dimensions
@@ -64,7 +70,18 @@ def test_batches_meet_both_clip_bounds_and_stay_inside_too(
     assert metrics["clip/token/outside"] > metrics["clip/token/binding"] + 0.02
 
 
-@pytest.mark.parametrize("case", SELECTION + OBJECTIVES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(QUICK := dict.fromkeys(SELECTION + OBJECTIVES)),
+        *(
+            pytest.param(each, marks=pytest.mark.full)
+            for each in MORE_OBJECTIVES
+            if each not in QUICK
+        ),
+    ],
+    ids=str,
+)
 def test_update_is_the_same_on_every_layout(updates: Updates, case: Case) -> None:
     updates.check(case)
 
@@ -105,10 +122,12 @@ def edge_batch() -> SyntheticBatch:
 EDGE_LAYOUTS = ("tp=1", "dp=4", "cp=2", "cp=4", "tp=2,cp=2", "pp=2,vpp=2,ep=2,cp=2")
 
 
-def two_each(layouts: Sequence[str], ways: Sequence[Any]) -> list[Any]:
-    """The parameters of a test: each layout with each of the ways. Two ways of each layout have no
-    mark; the other ways have the mark `full`."""
-    turns = [{(2 * row) % len(ways), (2 * row + 1) % len(ways)} for row in range(len(layouts))]
+def some(layouts: Sequence[str], ways: Sequence[Any], *, of_each: int = 1) -> list[Any]:
+    """The parameters of a test: each layout with each of the ways. `of_each` ways of each layout
+    have no mark, in turn; the other ways have the mark `full`."""
+    turns = [
+        {(of_each * row + n) % len(ways) for n in range(of_each)} for row in range(len(layouts))
+    ]
     return [
         pytest.param(layout, *way, marks=() if column in quick else pytest.mark.full)
         for layout, quick in zip(layouts, turns, strict=True)
@@ -118,7 +137,7 @@ def two_each(layouts: Sequence[str], ways: Sequence[Any]) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("layout", "objective", "packing", "dispatcher"),
-    two_each(
+    some(
         EDGE_LAYOUTS,
         [
             ("gspo", True, "alltoall"),
@@ -156,9 +175,10 @@ def masked_batch() -> SyntheticBatch:
 
 @pytest.mark.parametrize(
     ("layout", "objective", "packing"),
-    two_each(
+    some(
         ["cp=4", "tp=1", "tp=2,cp=2", "pp=2,vpp=2,ep=2,cp=2"],
         [("gspo", True), ("grpo", False), ("gspo_token", True), ("dapo", True), ("gmpo", True)],
+        of_each=2,
     ),
 )
 def test_masked_tokens_have_no_part_in_an_update(
@@ -174,13 +194,13 @@ def test_masked_tokens_have_no_part_in_an_update(
 
 @pytest.mark.parametrize(
     ("layout", "objective", "packing", "dispatcher"),
-    two_each(
+    some(
         ["tp=1", "dp=4", "cp=4", "tp=2,pp=2,cp=2", "dp=2,ep=2,cp=2"],
         [
             ("gspo", True, "alltoall"),
+            ("luspo", False, "alltoall"),
             ("gspo_token", False, "allgather"),
             ("grpo", True, "allgather"),
-            ("luspo", False, "alltoall"),
         ],
     ),
 )

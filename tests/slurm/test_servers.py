@@ -14,6 +14,7 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import (
     CALLS_PER_STEP,
     STEPS,
+    Disturbance,
     Run,
     disturb,
     make_run,
@@ -85,13 +86,19 @@ def processes(run: Run) -> list[str]:
     return found
 
 
+@pytest.mark.parametrize(
+    "disturbances",
+    # test_train requeues a job, and below a job is requeued whose servers end without notice.
+    [[signalled], pytest.param([signalled, requeued], marks=pytest.mark.full)],
+    ids=len,
+)
 def test_servers_on_a_node_of_their_own_through_signals_and_requeues(
-    isolated_cluster: Cluster, served: Run
+    isolated_cluster: Cluster, served: Run, disturbances: list[Disturbance]
 ) -> None:
-    """During the third start the agent is killed. It is started again, and the job continues."""
+    """During the last start the agent is killed. It is started again, and the job continues."""
     cluster, second = isolated_cluster, isolated_cluster.nodes[1]
-    number = submit(served, cluster)
-    for disturbance in (signalled, requeued):
+    number, starts = submit(served, cluster), 1 + len(disturbances)
+    for disturbance in disturbances:
         disturb(cluster, served, number, disturbance)
         served.hold((served.folder / "calls").stat().st_size + 1)
     served.wait_until_held(cluster, number)
@@ -100,10 +107,10 @@ def test_servers_on_a_node_of_their_own_through_signals_and_requeues(
     wait_for_line(cluster, number, f"the agent on {second} has ended: starting it again")
     served.let_go()
     log = finish(cluster, served, number)
-    assert log.count(f"2 tasks on 1 nodes; rollout servers on {second}") == 3
-    assert log.count(f"{second}: server 0 started at http://{second}:") >= 4
+    assert log.count(f"2 tasks on 1 nodes; rollout servers on {second}") == starts
+    assert log.count(f"{second}: server 0 started at http://{second}:") >= starts + 1
     assert "stopped as asked" in log
-    assert cluster.restarts(number) == 2
+    assert cluster.restarts(number) == len(disturbances)
 
 
 def is_agent(process: psutil.Process, run: Run) -> bool:

@@ -57,7 +57,8 @@ def test_a_run_that_everything_happens_to_ends_as_the_one_that_nothing_happened_
     # Half of the disturbances happen at the same checkpoint, and late signals of Slurm itself may
     # add restarts. So the limit is high.
     run = make_run(tmp_path, training={"max_restarts_without_progress": 20})
-    everything = [signalled, preempted, node_failed, killed_late, second_node_killed_late, requeued]
+    # Slurm also sends SIGUSR1 when it preempts a job. The signal alone is in test_stages.
+    everything = [preempted, node_failed, killed_late, second_node_killed_late, requeued]
     number = run.submit_held(cluster, IN_STEP_2)
     for disturbance in everything:
         disturb(cluster, run, number, disturbance)
@@ -66,8 +67,7 @@ def test_a_run_that_everything_happens_to_ends_as_the_one_that_nothing_happened_
     log = finish_as(cluster, run, number, undisturbed)
     for restart in range(1 + len(everything)):
         assert f"slurm: job {number}, restart {restart}: 2 tasks on 2 nodes" in log
-    # Some starts may get too little time to stop as asked, so not all starts print this line.
-    assert log.count("stopped as asked") >= 2
+    assert "stopped as asked" in log
     assert log.count("killed from outside") >= 2
     environment = json.loads((run.out / "environment.json").read_text())
     # Late signals of Slurm itself may cause further restarts.

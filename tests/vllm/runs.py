@@ -1,13 +1,17 @@
-"""Small RL runs with vLLM servers, started like a user's runs, and their processes."""
+"""Small RL runs with vLLM servers, and their processes.
+
+The trainers are forks of a process that has done their imports (tests/forks.py). Servers and
+services are new interpreters. In tests/slurm/test_servers.py, trainers with servers are new
+interpreters, too.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +20,7 @@ import psutil
 import yaml
 
 from gspo_megatron.data.toy import write_toy_dataset
-from gspo_megatron.rollout.vllm.process import end_with_parent
+from tests import forks
 from tests.programs import ROOT, command_environment
 
 # The reward of a response is arbitrary but reproducible. Each call adds a line to the file `calls`.
@@ -31,46 +35,57 @@ def reward(sample):
 """
 
 
+class Trainer(forks.Fork):
+    """A running train command. It is killed when the tests end."""
+
+    def __init__(self, words: Sequence[str], environ: Mapping[str, str], folder: Path) -> None:
+        assert forks.can_fork(words, environ), environ
+        read, write = os.pipe()
+        with open(os.devnull) as none:
+            files = [none.fileno(), write, write]
+            super().__init__(forks.next_server(), words[1:], environ, str(folder), files)
+        os.close(write)
+        # A thread of its own reads the output, because a full pipe would stop the command.
+        self._said = ThreadPoolExecutor(1).submit(forks.read_all, read)
+
+    def communicate(self, timeout: float | None = None) -> str:
+        """Wait until the command and all processes that share its output have ended. Returns the
+        output."""
+        self.wait(timeout)
+        return self._said.result(timeout)
+
+
 @dataclass
 class Run:
     """A run, with all its files in `folder`."""
 
     folder: Path
-    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+    processes: list[Trainer] = field(default_factory=list)
 
     @property
     def out(self) -> Path:
         return self.folder / "run"
 
-    def start(self, *overrides: str, **environ: str) -> subprocess.Popen[str]:
-        """Start the train command, as in a terminal."""
-        words = [sys.executable, "-m", "gspo_megatron", "train", str(self.folder / "config.yaml")]
+    def start(self, *overrides: str, **environ: str) -> Trainer:
+        """Start the train command."""
+        words = [*forks.COMMAND, "train", str(self.folder / "config.yaml"), *overrides]
         path = os.pathsep.join([str(ROOT), str(self.folder)])
-        process = subprocess.Popen(
-            [*words, *overrides],
-            env={**command_environment(), "PYTHONPATH": path, **environ},
-            cwd=self.folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            preexec_fn=end_with_parent,  # the run ends with the tests
-        )
-        self.processes.append(process)
-        return process
+        environ = {**command_environment(), "PYTHONPATH": path, **environ}
+        self.processes.append(Trainer(words, environ, self.folder))
+        return self.processes[-1]
 
-    def wait(self, process: subprocess.Popen[str], condition: Callable[[], Any]) -> Any:
+    def wait(self, process: Trainer, condition: Callable[[], Any]) -> Any:
         """Wait until the condition returns something true. Fails if the run ends first."""
 
         def look() -> Any:
-            assert process.poll() is None, process.communicate()[0][-6000:]
+            assert process.poll() is None, process.communicate()[-6000:]
             return condition()
 
         return wait_for(look, 600)
 
-    def finish(self, process: subprocess.Popen[str], code: int = 0, seconds: float = 600) -> str:
+    def finish(self, process: Trainer, code: int = 0, seconds: float = 600) -> str:
         """Wait until the run ends. Returns its output."""
-        said, _ = process.communicate(timeout=seconds)
+        said = process.communicate(timeout=seconds)
         assert process.returncode == code, said[-6000:]
         return said
 

@@ -7,8 +7,6 @@ import contextlib
 import json
 import os
 import re
-import subprocess
-import sys
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -21,7 +19,7 @@ from gspo_megatron.config.load import load_config
 from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.rollout.store import read_groups
 from gspo_megatron.rollout.vllm.weights_folder import weights_folders
-from tests.programs import ROOT, command_environment
+from tests.programs import ROOT, gspo
 from tests.vllm.runs import Run, is_alive, make_run, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -157,12 +155,5 @@ def assert_layouts_agree(run: Run, step: int) -> None:
     """Check that responses from several versions of the weights lead to the same update on every
     layout."""
     words = ["verify", run.out, "--step", step, "--layouts", "tp=2,pp=2,ep=2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "gspo_megatron", *map(str, words)],
-        env={**command_environment(), "PYTHONPATH": os.pathsep.join([str(ROOT), str(run.folder)])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = gspo(*words, PYTHONPATH=os.pathsep.join([str(ROOT), str(run.folder)]))
     assert float(re.search(r"\bworst_error=(\S+)", done.stdout)[1]) <= 1e-5, done.stdout
