@@ -37,7 +37,7 @@ START_SECONDS = 300  # 9 s on an idle machine
 _REQUEST_SECONDS = 120
 _TAIL = 3000  # the number of characters of the log in the message of a failure
 
-_ENVIRONMENT = common_environment(token="") | cpu_environment() | {"OMP_NUM_THREADS": "1"}
+_ENVIRONMENT = common_environment(token="") | cpu_environment({}) | {"OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)

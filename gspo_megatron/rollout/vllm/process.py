@@ -293,10 +293,15 @@ def option_words(options: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def cpu_environment() -> dict[str, str]:
-    """Return variables for vLLM's CPU build, without those that the environment already sets."""
+def cpu_environment(options: Mapping[str, Any]) -> dict[str, str]:
+    """Return variables for vLLM's CPU build, without those that the environment already sets.
+
+    options: the user's options of the server. For vLLM, a size of the cache in the environment
+    overrides this option.
+    """
+    cache = {} if "kv_cache_memory_bytes" in options else {"VLLM_CPU_KVCACHE_SPACE": "1"}  # GB
     wanted = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
+        **cache,
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "TORCHDYNAMO_DISABLE": "1",
         # Otherwise even a single worker is a separate process: 9 s of CPU time at each start.

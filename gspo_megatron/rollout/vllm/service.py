@@ -229,7 +229,8 @@ class Service:
         token = secrets.token_urlsafe(32)
         client.begin(token)
         on_cpu = self.settings["on_cpu"]
-        environ = common_environment(token, devices) | (cpu_environment() if on_cpu else {})
+        options = self.config.rollout.vllm.options
+        environ = common_environment(token, devices) | (cpu_environment(options) if on_cpu else {})
         return environ | (adapter_environment() if self.fleet.settings.base is not None else {})
 
     # The next phase of the run

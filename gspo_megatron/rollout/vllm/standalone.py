@@ -92,7 +92,7 @@ def _command(
         if wrong := _wrong_on_cpus(folder, shape, arguments["dtype"]):
             raise RolloutError(f"{folder}: {wrong}")
         arguments |= cpu_arguments(shape, options.get("tensor_parallel_size", 1))
-        environ |= cpu_environment()
+        environ |= cpu_environment(options)
     return server_words(python, {**arguments, **options}), environ
 
 

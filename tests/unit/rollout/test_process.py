@@ -27,6 +27,7 @@ from gspo_megatron.rollout.vllm.process import (
     WORKER_FOLDER,
     ServerProcess,
     cpu_arguments,
+    cpu_environment,
     errors_of,
     last_lines_of,
     option_words,
@@ -304,6 +305,15 @@ def test_latent_attention_on_cpus_gets_other_kernels() -> None:
     )
     usual = cpu_arguments(shape_with(), workers=2)
     assert usual == {"enforce_eager": True, "enable_chunked_prefill": False}
+
+
+def test_the_cache_on_cpus_has_the_size_of_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM takes the variable, if there is one, and ignores the option."""
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    assert cpu_environment({})["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in cpu_environment({"kv_cache_memory_bytes": 2**31})
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")  # the server inherits it
+    assert "VLLM_CPU_KVCACHE_SPACE" not in cpu_environment({})
 
 
 def test_delta_nets_on_cpus_have_no_prefix_caching() -> None:
