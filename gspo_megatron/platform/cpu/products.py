@@ -1,9 +1,9 @@
 """Chooses between torch's two libraries for float32 matrix products on a CPU.
 
-torch takes MKL. For processors that are not from Intel, MKL has no AVX-512 kernels, and it is slow
-with the few rows of a decoding pass. oneDNN is up to twice as fast there. torch offers oneDNN's
-float32 product only as an operator without gradients, so rollouts and log-probs use it, and updates
-do not (docs/decisions/0118-float32-stays-with-mkl.md).
+torch takes MKL. For AMD's processors, MKL has no AVX-512 kernels, and it is slow with the few rows
+of a decoding pass. oneDNN is up to twice as fast there. Only decoding (inference mode) uses it:
+torch offers oneDNN's float32 product without gradients, and old log-probs, updates and recomputed
+layers must agree bit for bit (docs/decisions/0118-float32-stays-with-mkl.md).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def takes_onednn(rows: Tensor, weight: Tensor) -> bool:
     return (
         rows.numel() * weight.shape[-2] >= products * FEWEST_MULTIPLICATIONS
         and rows.dtype is torch.float32
-        and not torch.is_grad_enabled()
+        and torch.is_inference_mode_enabled()
         and faster.applies_to(rows)
         and _is_onednn_faster()
     )

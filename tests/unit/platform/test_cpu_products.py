@@ -40,7 +40,7 @@ class Operators(TorchDispatchMode):
 
 @pytest.fixture
 def onednn(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """On any processor, every product without gradients is large enough for oneDNN."""
+    """On any processor, every product of inference mode is large enough for oneDNN."""
     monkeypatch.setattr(products, "_is_onednn_faster", lambda: True)
     monkeypatch.setattr(products, "FEWEST_MULTIPLICATIONS", 1)
     return monkeypatch
@@ -61,7 +61,7 @@ def assert_product(output: Tensor, rows: Tensor, weight: Tensor) -> None:
 @pytest.mark.parametrize("shape", [(7,), (1, 5), (3, 4)])
 def test_a_linear_layer(onednn: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
     rows, weight, bias = random(*shape, 37), random(19, 37), random(19)
-    with torch.no_grad(), Operators() as operators:
+    with torch.inference_mode(), Operators() as operators:
         plain, biased = products.linear(rows, weight), products.linear(rows, weight, bias)
     assert operators.names.count(ONEDNN) == 2
     assert_product(plain.flatten(0, -2), rows.flatten(0, -2), weight)
@@ -72,7 +72,7 @@ def test_a_linear_layer(onednn: pytest.MonkeyPatch, shape: tuple[int, ...]) -> N
 def test_experts_of_which_one_has_no_rows(onednn: pytest.MonkeyPatch) -> None:
     counts = torch.tensor([3, 0, 8])
     rows, weight = random(11, 16), random(3, 24, 16)
-    with torch.no_grad(), Operators() as operators:
+    with torch.inference_mode(), Operators() as operators:
         output = grouped_linear(rows, weight, counts, counts.cumsum(0).int())
     assert operators.names.count(ONEDNN) == 2 and "_grouped_mm" not in operators.names
     for part, run, matrix in zip(output.split(counts.tolist()), rows.split([3, 0, 8]), weight):
@@ -102,7 +102,7 @@ def test_greedy_responses_are_the_same(onednn: pytest.MonkeyPatch) -> None:
 def test_updates_small_products_and_other_dtypes_stay(onednn: pytest.MonkeyPatch) -> None:
     rows, weight = random(4, 8), random(6, 8)
     weights = weight.expand(3, 6, 8)
-    with torch.no_grad():
+    with torch.inference_mode():
         assert products.takes_onednn(rows, weight)
         assert not products.takes_onednn(rows.bfloat16(), weight.bfloat16())
         assert not products.takes_onednn(rows.double(), weight.double())
@@ -113,7 +113,10 @@ def test_updates_small_products_and_other_dtypes_stay(onednn: pytest.MonkeyPatch
         # 4 rows for three experts are fewer than 4 rows for each
         assert not products.takes_onednn(rows, weights)
         assert products.takes_onednn(rows.repeat(3, 1), weights)
+    # passes with and without gradients have the same bits
     assert not products.takes_onednn(rows, weight)
+    with torch.no_grad():
+        assert not products.takes_onednn(rows, weight)
     weight.requires_grad_()
     products.linear(rows, weight).sum().backward()
     torch.testing.assert_close(weight.grad, rows.sum(0).expand(6, 8))
