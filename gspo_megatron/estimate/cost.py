@@ -68,7 +68,8 @@ def step_cost(
     tokens = work.filled * work.tokens * work.micro_batches_per_step
     sizes, shape = parallel.layout, config.resolved_model()
     # FLOPs per token: two for each weight in a matrix product, and attention over a window or, on
-    # average, half of the sequence. An input embedding is a look-up without FLOPs.
+    # average, half of the sequence. An input embedding is a look-up without FLOPs. A shared prompt
+    # has its products once, but attention with each of its responses.
     has_one = shape.tie_embeddings or shape.scores
     outside = 0 if has_one else shape.hidden_size * (shape.vocab_size or 0)
     kinds = delta_net_layers(shape)
@@ -79,7 +80,8 @@ def step_cost(
         if not is_delta
     )
     attention = seen * shape.num_attention_heads * sum(shape.head_channels)
-    flops = 2.0 * (active_parameters - outside) + attention + sum(kinds) * _delta_flops(shape)
+    products = 2.0 * (active_parameters - outside) * work.computed
+    flops = products + attention + sum(kinds) * _delta_flops(shape)
     # Passes per token, in units of a forward pass. A backward pass counts as two, or as one if the
     # weights are frozen. Adapters have next to no FLOPs.
     passes = 2.0 if config.model.lora.rank else 3.0
@@ -87,7 +89,8 @@ def step_cost(
     passes += work.forward_only / work.micro_batches_per_step
     compute = flops * passes * tokens / (sizes.tp * sizes.cp * sizes.pp) / FLOPS
     rates = axis_rates(parallel)
-    exchange = work.filled * sum(traffic[a] / rates[a] for a in ("tp", "ep", "etp", "cp"))
+    sent = sum(traffic[axis] / rates[axis] for axis in ("tp", "ep", "etp", "cp"))
+    exchange = work.filled * work.computed * sent
     update = sum(traffic[axis] / rates[axis] for axis in ("dp", "edp", "pp"))
     bubble = bubble_share(sizes.pp, sizes.vpp or 1, work.micro_batches)
     return Cost(compute, exchange, (compute + exchange) * bubble / (1 - bubble), update)

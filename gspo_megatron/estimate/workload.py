@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from gspo_megatron.batching.plan import largest_equal_share
 from gspo_megatron.config import Config, ResolvedParallel, recomputes_old_logprobs
+from gspo_megatron.config.model_rules import shares_prompts
 from gspo_megatron.config.stages import (
     AnyConfig,
     ExamplesConfig,
@@ -29,6 +30,9 @@ class Workload:
     rollout_rows: int = 0  # sequences that a rank decodes together
     rollout_rounds: int = 0  # how often in a step it decodes so many
     rollout_prompts: int = 0  # number of prompts of these sequences
+    # The tokens that the layers compute, as a share of the tokens of a micro-batch. It is below 1
+    # if a prompt is computed once for several responses.
+    computed: float = 1.0
 
     @property
     def longest(self) -> int:
@@ -89,6 +93,10 @@ def workload(config: AnyConfig, parallel: ResolvedParallel, longest: int | None 
     if not isinstance(config, Config):
         return work
     objective = config.objective
+    if shares_prompts(config):
+        held = min(lengths.count(sequence), of_rank)
+        repeats = held - -(-held // rollout.group_size)
+        work = replace(work, computed=1 - repeats * sequence[0] / (held * sum(sequence)))
     forward = 0
     if recomputes_old_logprobs(config):
         # The first mini-batch gets its old log-probs from its training pass.

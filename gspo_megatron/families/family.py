@@ -131,7 +131,7 @@ class Family:
         if not hf.get("vocab_size") or _wrong_size(hf["vocab_size"], 1):
             problems.append("vocab_size: required, and an integer from 1")
         problems += _count_problems(hf) + _group_problems(megatron)
-        problems += self.check(hf)
+        problems += self._expert_problems(megatron) + self.check(hf)
         rest = {} if problems else self.read_rest(hf)
         megatron |= {name: value for name, value in rest.items() if value is not None}
         if self.read_pattern is not None and not problems:
@@ -202,6 +202,15 @@ class Family:
         if entry.ours == "num_moe_experts" and self.read_pattern is None:
             is_needed = True  # all layers have experts
         return _wrong_size(value, int(is_needed))
+
+    def _expert_problems(self, megatron: Mapping[str, Any]) -> list[str]:
+        """Return a line if a token uses more experts than a layer has."""
+        experts, chosen = (megatron.get(key) for key in ("num_moe_experts", "moe_router_topk"))
+        if not experts or not chosen or chosen <= experts:
+            return []
+        names = {entry.ours: entry.hf for entry in self.fields}
+        most = f"must be at most {names['num_moe_experts']} = {experts}"
+        return [problem(names["moe_router_topk"], chosen, most)]
 
     def config(self, shape: ModelShape, vocab_size: int) -> dict[str, Any] | None:
         """The config.json of a model of this shape, in the form of published checkpoints; None if

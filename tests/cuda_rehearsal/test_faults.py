@@ -31,6 +31,7 @@ class Case:
     message: str
     run: dict[str, Any] = field(default_factory=dict)
     task: Callable[..., Any] = train
+    is_like_another: bool = False  # the check that detects another case detects this one
 
 
 def of(function: str, old: str, new: str) -> Fault:
@@ -90,6 +91,7 @@ CASES = (
             'isinstance(value, Tensor) and name != "targets" else',
         ),
         DEVICES,
+        is_like_another=True,
     ),
     Case(
         "a constant is not moved to the device",
@@ -108,6 +110,7 @@ CASES = (
             "requests.prompts], dtype=torch.long",
         ),
         DEVICES,
+        is_like_another=True,
     ),
     Case(
         "a mask's positions stay on the host",
@@ -118,6 +121,7 @@ CASES = (
         ),
         DEVICES,
         {"parallel__layout": "cp=2"},
+        is_like_another=True,
     ),
     Case(
         "a column is not brought to the host",
@@ -132,6 +136,7 @@ CASES = (
             "torch.argsort(batch.sample_index)",
         ),
         DEVICES,
+        is_like_another=True,
     ),
     Case(
         "numpy looks at memory of the device",
@@ -144,6 +149,7 @@ CASES = (
         of("gspo_megatron.platform.devices:_own_gpu", "return rank", "return 0"),
         "this rank's device is cuda:1",
         DP2,
+        is_like_another=True,
     ),
     Case(
         "a buffer is on the first GPU whatever the rank",
@@ -178,6 +184,7 @@ CASES = (
         of("gspo_megatron.routing.replay:to_host", "pin_memory=True", "pin_memory=False"),
         "not pinned",
         {"routing__replay": "r2", "routing__store_on_host": True},
+        is_like_another=True,
     ),
     Case(
         "weights are copied to memory that is not pinned",
@@ -195,6 +202,7 @@ CASES = (
         "a pinned buffer is filled again while another stream copies it",
         of(PACK, "moved = {", _STAGED + "moved = {"),
         DIED,
+        is_like_another=True,
     ),
     Case(
         "the thread that writes a checkpoint is on the first GPU",
@@ -214,6 +222,7 @@ CASES = (
         of(DISPATCHER, "self.d2h_event.synchronize()", "pass"),
         DIED,
         {"parallel__layout": "ep=2"},
+        is_like_another=True,
     ),
     Case(
         "another stream waits for gathered parameters",
@@ -234,6 +243,7 @@ CASES = (
         ),
         RACE,
         OVERLAP,
+        is_like_another=True,
     ),
 )
 
@@ -244,7 +254,13 @@ def config_of(case: Case, make_config: MakeConfig) -> Any:
     return make_config(**case.run)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.full] * case.is_like_another, id=case.name)
+        for case in CASES
+    ],
+)
 def test_the_rehearsal_catches(host: Host, make_config: MakeConfig, case: Case) -> None:
     with pytest.raises(RankError, match=case.message):
         config = config_of(case, make_config)

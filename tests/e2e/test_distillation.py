@@ -38,7 +38,7 @@ def distilling(toy: Path, folder: Path, teacher: Path, **objective: Any) -> Path
     return path
 
 
-@pytest.mark.parametrize("form", ["reverse_kl", "forward_kl_topk", "reverse_kl_topk"])
+@pytest.mark.parametrize("form", ["reverse_kl", "forward_kl_topk"])
 def test_a_student_without_rewards_comes_closer_to_its_teacher(
     toy: Path, tmp_path: Path, form: str
 ) -> None:
@@ -49,19 +49,16 @@ def test_a_student_without_rewards_comes_closer_to_its_teacher(
     assert sum(found[-4:]) < 0.65 * sum(found[:4])
 
 
-@pytest.mark.parametrize("form", ["reverse_kl", "forward_kl_topk"])
-def test_a_teacher_with_the_students_weights_teaches_nothing(
-    toy: Path, tmp_path: Path, form: str
-) -> None:
+def test_a_teacher_with_the_students_weights_teaches_nothing(toy: Path, tmp_path: Path) -> None:
     config = distilling(toy, tmp_path, tmp_path / "student")
     # Two other sources of a gradient are turned off: the router's own loss, and the rounding of the
     # rollout's log-probs.
     exact = ["model.megatron.moe_aux_loss_coeff=0.0", "objective.old_logprobs=recompute"]
     # Weight decay would change the student before the second update.
     exact += ["optimizer.weight_decay=0.0"]
-    train(config, "training.steps=1", f"objective.distillation.form={form}", *exact)
+    train(config, "training.steps=1", "objective.distillation.form=forward_kl_topk", *exact)
     [record] = records(tmp_path / "run")
-    assert record.get("distill/loss", 0) == 0 and record.get("distill/greedy_agreement", 1) == 1
+    assert record["distill/loss"] == 0 and record["distill/greedy_agreement"] == 1
     assert record["distill/kl"] == 0 and record["grad_norm"] == 0
 
 

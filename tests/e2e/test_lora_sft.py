@@ -19,7 +19,7 @@ from gspo_megatron.cli.main import main
 from tests.e2e.resuming import all_records, environment
 from tests.e2e.test_convert import logits_by_transformers
 from tests.programs import ROOT, run_program, start_program, wait_until
-from tests.unit.hf.published import read_folder, write_model
+from tests.unit.hf.published import assert_same_bits, read_folder, write_model
 
 VOCABULARY, STEPS, TOLERANCE = 53, 4, 1e-5  # two epochs of two steps
 TOKENS = torch.randint(VOCABULARY, (1, 11), generator=torch.Generator().manual_seed(4))
@@ -99,11 +99,16 @@ def assert_leaves_the_same(folder: Path, source: Path) -> None:
     assert names["base_model.model.model.layers.1.mlp.gate.lora_A.weight"].shape == (4, 44)
     settings = json.loads((adapter / "adapter_config.json").read_text())
     assert {"lm_head", "gate", "q_proj", "down_proj"} <= set(settings["target_modules"])
+    assert (settings["r"], settings["lora_alpha"], settings["bias"]) == (4, 8, "none")
+    assert settings["base_model_name_or_path"] == str(source)
 
     expected = logits_by_transformers(merged, TOKENS)
     assert float((expected - logits_by_transformers(source, TOKENS)).abs().max()) > 1e-3
     again = folder / "again"  # the PEFT folder is converted back to a checkpoint
     assert main(["convert", "hf-to-megatron", str(adapter), str(again)]) == 0
+    back = folder / "back"
+    assert main(["convert", "megatron-to-hf", str(again), str(back), "--adapter"]) == 0
+    assert_same_bits(names, load_file(back / "adapter_model.safetensors"))
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
     base = transformers.AutoModelForCausalLM.from_pretrained(source)

@@ -6,24 +6,9 @@ import json
 import re
 from pathlib import Path
 
-import pytest
-
-from gspo_megatron.config import load_config
-from gspo_megatron.data.character_tokenizer import CHATML_SYMBOLS, write_character_tokenizer
 from tests.programs import gspo, run_program
-from tests.unit.hf.published import write_model
 
 VOCABULARY = 320
-
-
-@pytest.fixture(scope="module")
-def hf_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3-MoE with 512 positions, and a tokenizer with a chat template."""
-    sizes = {"max_position_embeddings": 512, "vocab_size": VOCABULARY}
-    folder = write_model(tmp_path_factory.mktemp("hf") / "model", "qwen3_moe", seed=3, **sizes)
-    texts = ["What is 3 + 4? 1 2 5 6 7 8 9 0 ="]
-    write_character_tokenizer(folder, texts, VOCABULARY, **CHATML_SYMBOLS)
-    return folder
 
 
 def new(tmp_path: Path, *words: object) -> tuple[Path, str]:
@@ -44,16 +29,3 @@ def test_without_a_model_the_printed_command_trains(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in steps][-1] == 2
     assert "reward/mean" in json.loads(steps[-1])
     assert not list(tmp_path.glob(".*"))  # no staging folder is left
-
-
-def test_with_a_model_of_hugging_face_the_printed_command_trains_it(
-    tmp_path: Path, hf_folder: Path
-) -> None:
-    folder, printed = new(tmp_path, "--model", hf_folder)
-    config = load_config(folder / "config.yaml")
-    assert config.model.hf_path == config.data.tokenizer == str(hf_folder)
-    assert config.rollout.max_response_tokens == 256
-    run_program(*printed_command(printed), cwd="/")
-    sample = json.loads((folder / "run/samples.jsonl").read_text().splitlines()[0])
-    assert sample["prompt"].endswith(" = ?")
-    assert (folder / "run/checkpoints/rl_00000002").is_dir()

@@ -14,10 +14,7 @@ from pathlib import Path
 import pytest
 
 import gspo_megatron
-from gspo_megatron.data.character_tokenizer import CHATML_SYMBOLS, write_character_tokenizer
-from tests.hub import files_of, small_hub
 from tests.programs import ROOT, run_program
-from tests.unit.hf.published import write_model
 
 PINS = {"3.11": "cpu-py311.txt", "3.12": "cpu-py312.txt"}
 
@@ -33,8 +30,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_two_steps(environment: Path, folder: Path) -> None:
-    """Run `new` and `train` of the wheel in a folder outside of the repository. Then run them again
-    with the name of a model on a Hub."""
+    """Run `new` and `train` of the wheel in a folder outside of the repository."""
     folder.mkdir()
     python, command = environment / "bin/python", environment / "bin/gspo-megatron"
     place = "import gspo_megatron; print(gspo_megatron.__file__)"
@@ -46,17 +42,6 @@ def train_two_steps(environment: Path, folder: Path) -> None:
     lines = (folder / "my/run/metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["step"] == 2
     assert (folder / "my/run/report.html").is_file()
-    source = write_model(folder / "source", "qwen3_moe", seed=3, vocab_size=320)
-    write_character_tokenizer(source, ["What is 3 + 4?"], 320, **CHATML_SYMBOLS)
-    with small_hub() as hub:
-        commit = hub.add("org/base", files_of(source))
-        given = {"environ": hub.environ(folder / "home"), "cwd": folder, "timeout": 400}
-        run_program(command, "new", "named", "--model", "org/base", **given)
-        words = ("training.steps=2", "rollout.max_response_tokens=8", "rollout.group_size=2")
-        run_program(command, "train", "named/config.yaml", "logging.dir=run", *words, **given)
-    lines = (folder / "run/metrics.jsonl").read_text().splitlines()
-    assert json.loads(lines[-1])["step"] == 2
-    assert f"hf_path: org/base@{commit}" in (folder / "run/config.resolved.yaml").read_text()
 
 
 def test_the_changelog_has_the_version_and_room_for_the_next() -> None:

@@ -137,17 +137,6 @@ def assembled(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_a_run_stopped_after_rollouts_ends_as_if_it_had_not(base: Path, again: Path) -> None:
-    shutil.rmtree(again.parent / "run")
-    stop_in_call(again, 8 + 2 * 16 + 5)
-    result = train(again, expect=75)
-    said = result.stderr.splitlines()[-1]
-    assert said.startswith("stopped as asked") and "the same command resumes the run" in said
-    train(again)
-    assert_same_run(again.parent / "run", base.parent / "run", LAST)
-    assert sampled(again) == sampled(base)
-
-
 def test_damaged_checkpoints_are_named_and_the_newest_whole_one_is_used(
     base: Path, again: Path, run: Path
 ) -> None:

@@ -175,12 +175,3 @@ def test_a_run_of_no_steps_evaluates(toy: Path, tmp_path: Path, undisturbed: Pat
         assert "held-out accuracy (reward ≥ 0.5)" in (run / "report.html").read_text()
         assert "(reward >= 0.5)" in result.stderr
         assert [p for p in earlier if not p.exists()] == []
-
-
-def test_a_run_of_no_steps_needs_something_to_evaluate(toy: Path, tmp_path: Path) -> None:
-    path = config_in(toy, tmp_path / "evaluation")
-    result = train(path, "training.steps=0", "data.eval_prompts=", expect=2)
-    assert result.stderr == (
-        "training.steps = 0: evaluates only, and there is nothing to evaluate on; allowed: from 1, "
-        "or give data.eval_prompts or evaluation.suites\n"
-    )

@@ -103,10 +103,9 @@ def train_and_save(
     *,
     updates: int = 3,
     asynchronous: bool = False,
-    held: bool = False,
 ) -> Outcome:
     """Make `updates` updates, save, and make one more update. With an asynchronous save, the last
-    update happens during the save. If `held`, it happens before the first byte is written."""
+    update happens before the first byte is written."""
     policy, trainer = start(config)
     for number in range(updates):
         update(config, policy, trainer, seed=number)
@@ -114,7 +113,7 @@ def train_and_save(
     native, released = tensors.write_pieces, threading.Event()
 
     def write_pieces(*arguments: Any) -> None:
-        assert not held or released.wait(60)
+        assert not asynchronous or released.wait(60)
         native(*arguments)
 
     with mock.patch.object(tensors, "write_pieces", write_pieces):
@@ -123,7 +122,7 @@ def train_and_save(
         state = gather_state(policy, trainer)
         if asynchronous:
             update(config, policy, trainer, seed=updates)
-            assert not (held and save.done())
+            assert not save.done()
         released.set()
         save.result()
     assert save.done()

@@ -149,15 +149,14 @@ def test_sixteen_bits_overlap_and_tied_embeddings(
     assert_same(elsewhere, expected, 2**-7 if bf16 else UPDATE_TOLERANCE)
 
 
-@pytest.mark.parametrize("held", [True, False], ids=["held", "free"])
 def test_asynchronous_save_is_of_the_moment_of_the_call(
-    pool: Pool, saved: tuple[Path, Outcome], held: bool, tmp_path: Path
+    pool: Pool, saved: tuple[Path, Outcome], tmp_path: Path
 ) -> None:
     """The weights may change during the save. Training continues as without a save, and the
     checkpoint has the state at the call."""
     _, expected = saved
-    options = {"asynchronous": True, "held": held}
-    assert_same(on(pool, SAVED_ON, train_and_save, folder=tmp_path, **options), expected)
+    found = on(pool, SAVED_ON, train_and_save, folder=tmp_path, asynchronous=True)
+    assert_same(found, expected)
     assert_same(on(pool, SAVED_ON, resume, folder=tmp_path), expected)
 
 
@@ -198,11 +197,6 @@ def test_writer_that_fails_is_everyones_error(
     assert f"{tmp_path}/model: rank 0 cannot write: " in error
 
 
-class Intruder:
-    def __reduce__(self) -> tuple:
-        return (Path.touch, (Path("intruded"),))
-
-
 def edit_index(folder: Path, edit: Any) -> None:
     path = folder / ".metadata"
     index = pickle.loads(path.read_bytes())
@@ -218,20 +212,13 @@ LOST = "optimizer.exp_avg.decoder.final_layernorm.weight"
 # For each kind of damage: the damaged file, the damage, and the message on all ranks of dp=2 or
 # SAVED_ON.
 DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
-    "evil": (
-        "optimizer/.metadata",
-        lambda path: path.write_bytes(pickle.dumps(Intruder())),
-        "{path}: not an index of a checkpoint: it names ",
-    ),
     "truncated": (
         "model/__3_0.distcp",
         lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
         "{path}: truncated, ",
     ),
-    "damaged": ("model/__0_0.distcp", overwrite, "{path}: damaged"),
     # Only the last rank writes and reads this file.
     "one_rank": ("optimizer/__3_0.distcp", overwrite, "{path}: damaged"),
-    "missing_file": ("optimizer/__0_0.distcp", Path.unlink, "{path}: no such file"),
     "no_optimizer": ("optimizer", shutil.rmtree, "{path}/groups.json: no such file"),
     "missing_key": (
         "optimizer",
@@ -252,23 +239,12 @@ def test_damage_is_named_on_all_ranks(
     layout = SAVED_ON if damage == "one_rank" else "dp=2"
     error = error_of_all(pool, layout, folder=tmp_path / "copy")
     assert expected.format(path=path) in error
-    assert not Path("intruded").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"moe_ffn_hidden_size": 48}, "has shape [8, 2, 40, 48]; the model has [8, 2, 48, 48]"),
-        ({"num_layers": 5, "moe_layer_freq": [0, 1, 1, 1, 1]}, "has no tensor decoder.layers.4."),
-        ({"num_layers": 2, "moe_layer_freq": [0, 1]}, "belongs to no part of the model"),
-    ],
-    ids=["shape", "missing", "unexpected"],
-)
-def test_another_model_is_refused(
-    pool: Pool, saved: tuple[Path, Outcome], options: dict[str, Any], expected: str
-) -> None:
+def test_another_model_is_refused(pool: Pool, saved: tuple[Path, Outcome]) -> None:
+    options = {"num_layers": 5, "moe_layer_freq": [0, 1, 1, 1, 1]}
     error = error_of_all(pool, "dp=2", options, folder=saved[0])
-    assert f"{saved[0] / 'model'}: " in error and expected in error
+    assert f"{saved[0] / 'model'}: " in error and "has no tensor decoder.layers.4." in error
 
 
 def test_random_numbers_go_on_on_the_same_layout_alone(pool: Pool, tmp_path: Path) -> None:

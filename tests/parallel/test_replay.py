@@ -252,17 +252,6 @@ def test_policy_and_reference_replay_apart_on_every_layout(
 # noticed.
 
 
-def test_trap_recomputation_does_not_know_its_micro_batch(pool: Pool) -> None:
-    with pytest.raises(RankError, match="never asked for their routes"):
-        run(
-            pool,
-            "pp=2,vpp=2",
-            mistake="recomputation_without_context",
-            recompute="full",
-            replay="r2",
-        )
-
-
 @pytest.mark.parametrize(("layout", "alike"), [("pp=2", False), ("pp=2,vpp=2", True)])
 def test_trap_newest_micro_batch_only_under_1f1b_with_recomputation(
     pool: Pool, layout: str, alike: bool

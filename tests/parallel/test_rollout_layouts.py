@@ -191,16 +191,15 @@ def test_sampled_responses_are_those_of_one_rank(
             assert response == replace(expected, **own)
 
 
-@pytest.mark.parametrize("layout", ["tp=1", *LAYOUTS])
-def test_greedy_decoding_equals_the_argmax_of_a_full_forward(pool: Pool, layout: str) -> None:
-    found = [copies[0] for copies in responses(pool, layout, GREEDY, per_prompt=1).values()]
+def test_greedy_decoding_equals_the_argmax_of_a_full_forward(pool: Pool) -> None:
+    found = [copies[0] for copies in responses(pool, "tp=2,pp=2", GREEDY, per_prompt=1).values()]
     sequences = [response.prompt + response.tokens for response in found]
     expected = pool.on(odd_moe("tp=1"), argmaxes, sequences=sequences)
     for response, likeliest in zip(found, expected, strict=True):
         assert response.tokens == likeliest[len(response.prompt) - 1 : -1]
 
 
-@pytest.mark.parametrize("layout", ["tp=1", *LAYOUTS])
+@pytest.mark.parametrize("layout", ["tp=1", "cp=2", "pp=2,vpp=2", "tp=2,pp=2,ep=2"])
 def test_log_probs_of_the_engine_are_those_of_the_trainer(pool: Pool, layout: str) -> None:
     differences = list(itertools.chain(*pool.each(odd_moe(layout), mismatch)))
     assert len(differences) // Layout.parse(layout).tp > 5 * PER_PROMPT

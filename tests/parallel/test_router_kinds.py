@@ -11,7 +11,6 @@ import pytest
 
 from gspo_megatron.config import check_config, parse_config
 from gspo_megatron.verify.parity import Cut
-from gspo_megatron.verify.results import compare
 from gspo_megatron.verify.synthetic import synthetic_batch
 from tests.parallel.pool import Pool
 from tests.parallel.test_replay import Watched, watched, with_routes
@@ -86,13 +85,3 @@ def test_every_token_goes_where_it_is_told(
     results = sharded.result, alone.result
     assert_same_update(*results, FP64_TOLERANCE_OF_ROUTERS, but=bytes_of_padding)
     assert (alone.replayed > 0) == (alone.moved > 0) == (sharded.replayed > 0) == replays
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_replay_changes_the_update(pool: Pool, folders: Path, family: str) -> None:
-    """Replay changes the update by more than rounding, because without replay the routers would
-    choose different experts."""
-    plain = of_one_rank(pool, folders / family, "off").result.gradients
-    for mode in ("r2", "r3"):
-        replayed = of_one_rank(pool, folders / family, mode).result.gradients
-        assert compare(plain, replayed)[0][1] > 1e-3

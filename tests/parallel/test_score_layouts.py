@@ -53,8 +53,6 @@ def frozen_scores(config: Config, folder: Path) -> list[tuple[int, float]]:
 @pytest.mark.parametrize(
     ("layout", "packing", "family"),
     [
-        ("tp=2,pp=2,ep=2", True, "qwen3_moe"),
-        ("cp=2,dp=2,ep=2", True, "qwen3_moe"),
         ("tp=2,cp=2", False, "qwen3_moe"),
         ("dp=2,ep=2", True, "qwen3"),  # a dense scorer, while the policy has experts
     ],

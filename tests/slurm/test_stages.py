@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,21 +62,3 @@ def test_pretraining_that_is_stopped_ends_as_it_would_have_and_fine_tuning_takes
     assert f"Slurm job {number}, restart 1" in log and "stopped as asked" in log
     assert_same_run(stopped.out, other.out, f"pretrain_{STAGE_STEPS:08d}")
     assert str(other.out) in completed(cluster, tuned, tuning)
-
-
-def test_what_a_stage_cannot_do_is_refused_before_any_task_starts(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    sft, pretrain = (make_stage_run(tmp_path / stage, stage) for stage in ("sft", "pretrain"))
-    # A batch of 7 samples cannot be divided among 2 data-parallel ranks. The second job gives the
-    # configuration of fine-tuning to pretrain.sbatch.
-    bad = pretrain.submit(cluster, "--check-only", "training.batch_size=7")
-    foreign = replace(sft, script="pretrain").submit(cluster, "--check-only")
-    good = sft.submit(cluster, "--check-only")
-    told = {bad: "training.batch_size = 7", foreign: "data.examples", good: "64 in data.examples"}
-    for number, text in told.items():
-        log = cluster.ended(number, "COMPLETED 0:0" if number == good else "FAILED 2:0")
-        assert text in log and "Traceback" not in log
-        # If srun had started tasks, each line would begin with the number of a task.
-        assert not re.search(r"^\d: ", log, re.MULTILINE), log
-    assert not sft.out.exists() and not pretrain.out.exists()

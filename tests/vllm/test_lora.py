@@ -92,6 +92,7 @@ def test_servers_sample_with_the_adapters_of_each_version(
     assert names_in_log(run, "Removed") == ["policy-0", "policy-1"]
 
 
+@pytest.mark.full
 def test_responses_under_way_end_with_their_adapter(vllm_python: Path, tmp_path: Path) -> None:
     """A restarted server gets the newest adapter."""
     run = adapter_run(tmp_path, vllm_python, steps=4, staleness=1)

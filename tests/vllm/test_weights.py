@@ -272,18 +272,3 @@ def test_a_server_that_was_left_behind_serves_nothing_and_the_other_goes_on(
             await fleet.generate([1, 2], {"temperature": 1.0, "max_tokens": 2}, 1)
 
     served([vllm_server, second_server], work, client)
-
-
-def test_a_server_of_another_model_is_refused_at_the_start(vllm_server: Running, old: Path) -> None:
-    """The message names the server and everything in which it does not fit. No weights are
-    loaded."""
-
-    async def work(fleet: ScheduledFleet) -> None:
-        other = Needs(max_model_len=4096, dtype="bfloat16", with_routes=True)
-        fleet.change_settings(needs=other)
-        with pytest.raises(RolloutError) as caught:
-            await fleet.update(weights(0, old))
-        (line,) = str(caught.value).splitlines()
-        assert line.startswith("server 0: computes in torch.float32: --dtype bfloat16; takes 2048")
-
-    served([vllm_server], work)

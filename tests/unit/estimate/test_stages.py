@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,9 +91,10 @@ def test_examples_are_as_long_as_the_longest_and_learned_but_for_a_token() -> No
     assert work_of(padded, 2).lengths == ((1, 99), (1, 99))
 
 
-def cost_of(config: Any, sent_per_token: int = 0) -> Cost:
+def cost_of(config: Any, sent_per_token: int = 0, computed: float = 1.0) -> Cost:
     """The seconds of a step on one rank. Each token of each micro-batch sends bytes to experts."""
-    work, traffic = work_of(config, 1), dict.fromkeys(AXES, 0)
+    work = replace(work_of(config, 1), computed=computed)
+    traffic = dict.fromkeys(AXES, 0)
     traffic["ep"] = sent_per_token * work.tokens * work.micro_batches
     return step_cost(config, resolve_parallel(config, 1), work, 10**6, traffic)
 
@@ -132,6 +134,14 @@ def test_room_in_micro_batches_costs_no_time(budget: int) -> None:
     cost = cost_of(config, sent_per_token=10**6)
     assert cost.compute * FLOPS == pytest.approx(3 * flops_of_tokens(config, 100))
     assert cost.exchange * NODE_BYTES == pytest.approx(10**6 * 24 * 100)
+
+
+def test_a_shared_prompt_is_computed_and_sent_once() -> None:
+    config = stage_config(FineTuningConfig, "tp=1", micro_batch_tokens=250)
+    whole, shared = (cost_of(config, sent_per_token=10**6, computed=c) for c in (1.0, 0.7))
+    products = 3 * 24 * 100 * 2 * 10**6  # attention still sees the whole sequences
+    assert (whole.compute - shared.compute) * FLOPS == pytest.approx(0.3 * products)
+    assert shared.exchange == pytest.approx(0.7 * whole.exchange)
 
 
 def test_pretraining_keeps_what_autograd_keeps() -> None:

@@ -68,6 +68,24 @@ def test_a_micro_batch_is_filled_to_its_budget(
     assert (work.sequences, work.micro_batches_per_step) == (40, 2 * micro_batches)
 
 
+@pytest.mark.parametrize(
+    ("layout", "keys", "computed"),
+    [
+        ("tp=1", {}, 170 / 200),  # two responses of 70 tokens to a prompt of 30
+        ("tp=1", {"budget": 99}, 1.0),  # one response
+        ("tp=1", {"budget": 600}, 480 / 600),  # four responses to a prompt, two to the next
+        ("tp=1", {"budget": 9000}, 1550 / 2000),  # 20 responses to five prompts, a mini-batch
+        ("tp=1", {"packing": False}, 1.0),
+        ("cp=2", {}, 1.0),
+    ],
+)
+def test_a_micro_batch_computes_a_prompt_once(
+    work_of: Any, layout: str, keys: dict[str, Any], computed: float
+) -> None:
+    work = work_of(layout, 2 if layout == "cp=2" else 1, **keys)
+    assert work.computed == pytest.approx(computed)
+
+
 def test_ranks_share_sequences_and_prompts(work_of: Any) -> None:
     work = work_of("dp=3", 3)
     assert work.micro_batches == 4  # a rank has 7 of 20 sequences, two in a micro-batch

@@ -150,6 +150,7 @@ def test_what_transformers_takes_for_a_missing_key() -> None:
         ({"num_attention_heads": 0}, "num_attention_heads = 0: must be an integer from 1"),
         ({"num_key_value_heads": "4"}, "num_key_value_heads = '4': must be an integer from 0"),
         ({"num_key_value_heads": 7}, "num_key_value_heads = 7: must divide num_attention_heads"),
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok = 129: must be at most num_experts ="),
         ({"head_dim": 1.5}, "head_dim = 1.5: must be an integer"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps = '1e-6': must be a number"),
         ({"max_position_embeddings": "x"}, "max_position_embeddings = 'x': must be an integer"),
