@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path, PurePosixPath
@@ -58,9 +59,9 @@ def write_atomically(path: str | Path, content: bytes, mode: int = 0o666) -> Pat
     be written.
     """
     path = Path(path)
-    # The name has the process id, so that two writers have different files. The partial file is in
-    # the same folder as `path`, so that the replacement is atomic.
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    # Two writers have different files, also on two machines with the same process id. The partial
+    # file is in the same folder as `path`, so that the replacement is atomic.
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     with os_errors(path, "cannot be written"):
         make_folder(path.parent)
         try:
@@ -154,18 +155,19 @@ _TOKENIZER_FILES = ("*token*.json", "vocab*", "merges*", "*.model", "chat_templa
 _ROW_FILES = ("*.jsonl", "*.parquet")
 
 
-def fingerprint(path: str | Path) -> str:
-    """Return the SHA-256 of a file, or of the tokenizer files in a folder. If the folder has no
-    tokenizer files, its .jsonl and .parquet files are used instead. Raises DataError."""
+def fingerprint(path: str | Path, *, of_rows: bool = False) -> str:
+    """Return the SHA-256 of a file, or of the tokenizer files in a folder; with `of_rows`, of the
+    .jsonl and .parquet files in it. A folder without such files counts as one of the other kind.
+    Raises DataError."""
     path = Path(path)
     digest = hashlib.sha256()
     with os_errors(path, "cannot be read"):
         if not path.is_dir():
             _add(digest, path)
             return digest.hexdigest()
-        files = {file for pattern in _TOKENIZER_FILES for file in path.glob(pattern)}
-        files = files or {file for pattern in _ROW_FILES for file in path.glob(pattern)}
-        for file in sorted(files):
+        kinds = (_ROW_FILES, _TOKENIZER_FILES) if of_rows else (_TOKENIZER_FILES, _ROW_FILES)
+        found = ({file for pattern in kind for file in path.glob(pattern)} for kind in kinds)
+        for file in sorted(next(filter(None, found), ())):
             digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
             _add(digest, file)
     return digest.hexdigest()

@@ -237,15 +237,13 @@ def _snapshot(name: HubName) -> Path:
 
 
 def _split_folder(name: HubName) -> Path:
-    split = (name.split or "default").replace("/", "--")
-    return _own() / name.folder / str(name.commit) / split
+    return _own() / name.folder / str(name.commit) / (name.split or "train").replace("/", "--")
 
 
 def _size(file: Path) -> int | None:
-    try:
+    with contextlib.suppress(OSError):
         return file.stat().st_size
-    except OSError:
-        return None
+    return None
 
 
 def _is_here(name: HubName, file: str, sizes: Mapping[str, int | None]) -> bool:
@@ -293,6 +291,8 @@ def _whole(name: HubName, weights: bool) -> Path | None:
         if name.kind == "dataset":
             folder = _split_folder(name)
             files = (folder / ".files").read_text(encoding="utf-8").splitlines()
+            if not all(link.exists() for link in _links(folder, files)):
+                return None
         else:
             folder = _snapshot(name)
             files = _needed(name, listing["files"], weights)
@@ -433,18 +433,22 @@ def _link_split(name: HubName, files: list[str]) -> Path:
     """Make a folder with the files of a split, in their order."""
     folder = _split_folder(name)
     make_folder(folder)
-    for number, each in enumerate(files):
-        link = folder / f"{number:05d}-{Path(each).name}"
+    # relative links, because a container may mount the cache at another place
+    snapshot = os.path.relpath(os.path.realpath(_snapshot(name)), os.path.realpath(folder))
+    for link, each in zip(_links(folder, files), files, strict=True):
         link.unlink(missing_ok=True)
-        link.symlink_to(_snapshot(name) / each)
+        link.symlink_to(Path(snapshot) / each)
     write_atomically(folder / ".files", "\n".join(files).encode())
     return folder
 
 
+def _links(folder: Path, files: list[str]) -> list[Path]:
+    return [folder / f"{number:05d}-{Path(each).name}" for number, each in enumerate(files)]
+
+
 @contextlib.contextmanager
 def _one_process(name: HubName, where: str) -> Generator[None]:
-    """Hold the lock of a repository on this machine. The kernel frees the lock if the process that
-    holds it dies.
+    """Hold the lock of a repository on this machine. It ends with the process.
 
     Raises DataError if another process holds the lock and has not received a byte for WAIT_SECONDS.
     """
@@ -568,8 +572,7 @@ def _page(name: HubName) -> str:
 def _without_token(text: str) -> str:
     from huggingface_hub import get_token
 
-    token = get_token()
-    return text.replace(token, "***") if token else text
+    return text.replace(token, "***") if (token := get_token()) else text
 
 
 def _tell(text: str) -> None:
@@ -594,5 +597,4 @@ def name_of(path: str | None) -> HubName | None:
 
 def written(path: str) -> str:
     """Return a path as files show it: as its name of the Hub with the commit, if it has one."""
-    name = _fetched.get(path)
-    return path if name is None else str(name)
+    return str(_fetched.get(path, path))

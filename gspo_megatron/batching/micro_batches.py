@@ -294,7 +294,7 @@ def run_chunk(model: torch.nn.Module, micro_batch: MicroBatch) -> Tensor:
     """
     packed = micro_batch.packed
     with routed(micro_batch.routes):
-        return model(
+        output = model(
             input_ids=packed.input_ids,
             position_ids=packed.position_ids,
             attention_mask=None,
@@ -302,6 +302,9 @@ def run_chunk(model: torch.nn.Module, micro_batch: MicroBatch) -> Tensor:
             packed_seq_params=micro_batch.packed_seq_params,
             padding_mask=_local_padding_mask(model, packed.padding_mask),
         )
+    if packed.shared is not None:
+        packed.shared.forget_angles()
+    return output
 
 
 def _local_padding_mask(model: torch.nn.Module, mask: Tensor | None) -> Tensor | None:

@@ -63,7 +63,9 @@ from gspo_megatron.platform.collectives import any_rank, on_main
 from gspo_megatron.platform.stop import StopRun, StopSignals
 
 # Keys of the section data that decide which prompt each position in the data means.
-_PROMPT_KEYS = ("prompts", "weights", "shuffle", "selection")
+# Keys of `data` that decide the order of the prompts. The fingerprint covers the files themselves,
+# which may have moved.
+_PROMPT_KEYS = ("weights", "shuffle", "selection")
 
 
 class DataOrder(Protocol):
@@ -483,7 +485,12 @@ class Checkpoints:
         record = read_rollbacks(self.folder)
         if record is None or self.start.state is None or self.rollbacks >= record.number:
             return self.rollbacks, None
-        return record.number, record.loader if record.prompts == self._prompts() else None
+        return record.number, record.loader if self._has_prompts_of(record) else None
+
+    def _has_prompts_of(self, record: Rollbacks) -> bool:
+        # an earlier version also recorded the paths of the files
+        known = {key: value for key, value in record.prompts.items() if key != "prompts"}
+        return known == self._prompts()
 
     def _drop_surplus(self, newest: Position) -> None:
         """Remove the checkpoints that the configuration does not keep. Called on the main rank.

@@ -97,7 +97,10 @@ def fingerprints(config: AnyConfig) -> dict[str, str]:
         }
         code = {key: _module_file(path.partition(":")[0]) for key, path in named.items() if path}
         files |= {key: [file] for key, file in code.items() if file is not None and file.is_file()}
-    return {key: "+".join(map(fingerprint, paths)) for key, paths in files.items()}
+    return {
+        key: "+".join(fingerprint(path, of_rows=key != TOKENIZER) for path in paths)
+        for key, paths in files.items()
+    }
 
 
 def _module_file(module: str) -> Path | None:

@@ -151,16 +151,21 @@ def _print_keys(word: str, stage: str | None) -> int:
 
 
 def _without_weights(config: AnyConfig) -> AnyConfig:
-    """Return the configuration. If its weights are missing on this machine, the result takes the
-    shape of the preset instead. Raises ConfigError if no preset is named."""
+    """Return the configuration with the shape of its preset, without looking at the weights.
+    Without a preset, the weights decide the shape. Raises ConfigError if they are missing on this
+    machine."""
+    model = config.model.model_copy(update={"hf_path": None})
+    of_preset = config.model_copy(update={"model": model})
+    # A resolved configuration of an earlier version names the preset `tiny` beside hf_path.
+    if model.preset not in (None, "tiny"):
+        return of_preset
     try:
         config.resolved_model()
     except ConfigError as error:
-        if config.model.preset is None:
+        if model.preset is None:
             advice = "name its shape, as in model.preset=qwen3-30b-a3b"
             raise ConfigError([f"{line}; {advice}" for line in error.problems]) from None
-        model = config.model.model_copy(update={"hf_path": None})
-        return config.model_copy(update={"model": model})
+        return of_preset
     return config
 
 

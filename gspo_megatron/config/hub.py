@@ -18,7 +18,7 @@ from typing import Any
 
 from gspo_megatron import hub
 from gspo_megatron.config.beside import places
-from gspo_megatron.errors import DataError, problem
+from gspo_megatron.errors import DataError, gathered_in, problem
 from gspo_megatron.files import WRONG_VALUES, parse_json, write_atomically
 
 HUB_FILE = "hub.json"
@@ -58,23 +58,23 @@ def with_folders(values: Mapping[str, Any], name: str) -> tuple[dict[str, Any], 
     asked = {each.asked for _, each in given if each.commit is None}
     if rank not in (None, "0") and asked - {*commits, *hub.known_commits()}:
         commits = _wait_for_commits(folder, asked)
+    resolved = []
     for kind in _KEYS:
         for key, holder, at in places(found, _KEYS[kind]):
             named = hub.parse_name(holder[at], kind)
             if named is None:
                 continue
             where = problem(key, holder[at], "").removesuffix(": ")
-            try:
-                named = hub.resolved(named, where, commits)
-                path = hub.fetch(named, where)
-            except DataError as error:
-                problems.append(str(error))
-                continue
+            with gathered_in(problems):
+                resolved.append((key, holder, at, where, hub.resolved(named, where, commits)))
+    if rank == "0":  # before the downloads, because the other ranks wait for the commits
+        write_commits(folder)
+    for key, holder, at, where, named in resolved:
+        with gathered_in(problems):
+            path = hub.fetch(named, where)
             path = hub.tokenizer_in(path) if key == "data.tokenizer" else path
             hub.register(path, named)
             holder[at] = str(path)
-    if rank == "0":
-        write_commits(folder)
     return found, problems
 
 

@@ -17,7 +17,7 @@ from gspo_megatron.config.hub import with_folders
 from gspo_megatron.config.known import known_part
 from gspo_megatron.config.megatron_fields import MEGATRON_CLASSES, megatron_problems
 from gspo_megatron.config.model_rules import value_at
-from gspo_megatron.config.parallel import expand_layout
+from gspo_megatron.config.parallel import LAYOUT_KEYS, expand_layout
 from gspo_megatron.config.phases import phase_problems, phases_of, values_of_phase
 from gspo_megatron.config.renamed import RENAMED, warn_of_old_names, with_new_names
 from gspo_megatron.config.schema import Config, EvaluationSection, RunConfig
@@ -186,9 +186,13 @@ def apply_overrides(
     Renamed keys get their new names (config/renamed.py).
 
     An override is split at its first "="; its value is YAML: `training.steps=10`,
-    `parallel.layout=tp=2,pp=2`, `rollout.stop=["a", "b"]`. An empty value is null.
+    `parallel.layout=tp=2,pp=2`, `rollout.stop=["a", "b"]`. An empty value is null. A new layout
+    replaces all sizes in `values`, such as those in the resolved configuration of a run.
     """
     result, problems = with_new_names(copy.deepcopy(dict(values)))
+    parallel = result.get("parallel")
+    if isinstance(parallel, dict) and any(_sets_layout(override) for override in overrides):
+        result["parallel"] = {k: v for k, v in parallel.items() if k not in LAYOUT_KEYS.values()}
     for override in overrides:
         dotted, equals, text = override.partition("=")
         dotted = dotted.strip()
@@ -215,6 +219,11 @@ def apply_overrides(
             node[key] = value
     result, wrong = with_new_names(result)  # overrides may set whole sections
     return result, problems + wrong
+
+
+def _sets_layout(override: str) -> bool:
+    key, _, text = override.partition("=")
+    return key.strip() == "parallel.layout" and bool(text.strip())
 
 
 def with_suites_of_files(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -251,6 +260,8 @@ def parse_suites(suites: Mapping[str, Any], overrides: Sequence[str]) -> Evaluat
     Raises ConfigError with all problems of the suites and overrides.
     """
     raw, problems = apply_overrides({"evaluation": {"suites": suites}}, overrides)
+    raw, wrong = with_folders(raw, "")
+    problems += wrong
     for other in raw.keys() - {"evaluation"}:
         problems.append(f"{other}: nothing reads it without a model; allowed: evaluation.key=value")
     try:

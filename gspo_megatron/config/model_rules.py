@@ -468,6 +468,14 @@ _NOT_DELAYED = {
     ),
 }
 
+
+def latent_attention_is_possible(plan: Plan) -> Problems:
+    if plan.shape.has_latent_attention and plan.shape.megatron.get("apply_rope_fusion"):
+        # models/latent_attention.py takes the angles at positions of its own
+        wrong = "latent attention does not support the fused kernel; allowed: false"
+        yield "model.megatron.apply_rope_fusion", wrong
+
+
 MODEL_RULES: tuple[Rule, ...] = (
     world_size_fits,
     tensor_parallel_fits,
@@ -475,6 +483,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     experts_divide,
     delta_nets_fit,
     windows_are_possible,
+    latent_attention_is_possible,
     patterns_have_all_layers,
     experts_have_biases,
     router_is_sound,

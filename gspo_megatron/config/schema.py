@@ -177,7 +177,7 @@ class RolloutSection(Section):
     max_refills: NotNegative = shapes(4, "additional batches of prompts for a step, at most")
     max_staleness: NotNegative | None = shapes(
         None,
-        "how many steps the weights that generate a token may be behind the policy; with n, "
+        "most steps between the weights that generate a token and the trained policy; with n, "
         "servers generate responses of up to n later steps while the policy trains; null: 1 with "
         "engine = vllm, else 0",
     )

@@ -210,7 +210,18 @@ def message_fault(messages: object) -> str | None:
             fault = text_fault(message[key])
             if fault is not None:
                 return f"{key!r} of message {number} {fault}"
+        for key, value in message.items():  # others, such as tool_calls
+            if (fault := _fault_of_texts(value)) is not None:
+                return f"{key!r} of message {number} {fault}"
     return None
+
+
+def _fault_of_texts(value: object) -> str | None:
+    """Return why a text in a nested value is not valid Unicode, or None."""
+    if isinstance(value, str):
+        return text_fault(value)
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next(filter(None, map(_fault_of_texts, inner)), None)
 
 
 def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:

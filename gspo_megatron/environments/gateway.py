@@ -144,8 +144,14 @@ class EpisodeSession:
         if count and continues and len(given) > count:
             turn = await self.client.generate(given[count:], max_tokens=limit)
         else:  # the first request, or a changed history
+            before = self.client.position()
             self.client.begin(given, tools)
-            turn = await self.client.generate(max_tokens=limit)
+            try:
+                turn = await self.client.generate(max_tokens=limit)
+            except LimitReached:  # the program may go on with the history before
+                self.client.go_back(before)
+                self.client.is_cut = True
+                raise
         message = assistant_message(turn.text, bool(tools), len(self.client.transcript.turns))
         self.known = [*given, *plain_messages([message])]
         used = len(self.client.transcript.turns[-1].token_ids)

@@ -17,6 +17,7 @@ import json
 import math
 import operator
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +26,11 @@ from gspo_megatron.environments.episode import Client
 from gspo_megatron.environments.registry import register
 from gspo_megatron.errors import EpisodeError
 from gspo_megatron.process import sandbox
+from gspo_megatron.process.heartbeat import heartbeat
 from gspo_megatron.types import Prompt
 
 _SHOWN_CHARACTERS = 2000  # a longer answer of a tool is cut
+_MOST_CALLS = 16  # of a turn; a program may take ten seconds
 
 
 class ToolError(Exception):
@@ -69,7 +72,8 @@ class ToolUse:
     async def rollout(self, client: Client, task: Prompt) -> None:
         turn = await client.generate()
         while (calls := calls_in(turn.text)[0]) and client.turns_left:
-            answers = [await self._answer(call) for call in calls]
+            answers = [await self._answer(call) for call in calls[:_MOST_CALLS]]
+            answers += [f"error: at most {_MOST_CALLS} calls a turn"] * len(calls[_MOST_CALLS:])
             turn = await client.generate([{"role": "tool", "content": a} for a in answers])
 
     async def _answer(self, text: str) -> str:
@@ -147,14 +151,17 @@ def _real(value: Any) -> int | float:
 
 
 _PROGRAMS = sandbox.Limits(seconds=5.0, memory_mb=512, processes=8, disk_mb=16)
+# Not the threads of asyncio.to_thread, because other work would wait for these programs.
+_THREADS = ThreadPoolExecutor(thread_name_prefix="python-tool")
 
 
 async def run_python(code: str) -> str:
     """Run a program in a sandbox (process/sandbox.py); return its output, and why it failed."""
     try:
-        outcome = await asyncio.to_thread(
-            sandbox.run, code.encode(errors="replace"), b"", _PROGRAMS
+        outcome = await asyncio.get_running_loop().run_in_executor(
+            _THREADS, sandbox.run, code.encode(errors="replace"), b"", _PROGRAMS
         )
+        heartbeat()  # the other episodes may wait for this program
     except sandbox.SandboxError as error:
         raise EpisodeError(f"the sandbox: {error}") from error
     printed = outcome.stdout[: 4 * _SHOWN_CHARACTERS].decode(errors="replace")

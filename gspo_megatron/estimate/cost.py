@@ -70,8 +70,8 @@ def step_cost(
     # FLOPs per token: two for each weight in a matrix product, and attention over a window or, on
     # average, half of the sequence. An input embedding is a look-up without FLOPs. A shared prompt
     # has its products once, but attention with each of its responses.
-    has_one = shape.tie_embeddings or shape.scores
-    outside = 0 if has_one else shape.hidden_size * (shape.vocab_size or 0)
+    is_head = shape.tie_embeddings and not shape.scores
+    outside = 0 if is_head else shape.hidden_size * (shape.vocab_size or 0)
     kinds = delta_net_layers(shape)
     windows = windows_in_layers(shape.megatron, shape.num_layers)
     seen = sum(
@@ -150,8 +150,8 @@ def run_cost(estimate: LayoutEstimate, active_parameters: int) -> RunCost | None
     if config.rollout.engine == "megatron":
         # A pass gives each response one token. A pass goes through the pipeline stages one after
         # the other, and reads the weights, keys and values of each stage. On average half of the
-        # cache is filled.
+        # cache is filled, and `kv_cache` is one and a half caches.
         passes = work.rollout_rounds * config.rollout.max_response_tokens
-        read = sum(estimate.worst.state.parameters.values()) + estimate.worst.kv_cache / 2
+        read = sum(estimate.worst.state.parameters.values()) + estimate.worst.kv_cache / 3
         generate = passes * parallel.pipeline_model_parallel_size * read / MEMORY_BYTES
     return RunCost(config.training.steps, cost.total, generate, parallel.world_size)

@@ -97,12 +97,15 @@ def workload(config: AnyConfig, parallel: ResolvedParallel, longest: int | None 
         held = min(lengths.count(sequence), of_rank)
         repeats = held - -(-held // rollout.group_size)
         work = replace(work, computed=1 - repeats * sequence[0] / (held * sum(sequence)))
-    forward = 0
-    if recomputes_old_logprobs(config):
-        # The first mini-batch gets its old log-probs from its training pass.
-        forward += work.micro_batches_per_step - work.micro_batches
-    if objective.kl != "none":
-        forward += work.micro_batches_per_step
+    whole, forward = work.micro_batches_per_step, 0
+    records = "r2" in config.routing.modes or config.routing.volatility
+    if recomputes_old_logprobs(config) or records:
+        # The first mini-batch gets its old log-probs from its training pass, if no other pass needs
+        # them or the routes before (PolicyUpdater.compute_old_logprobs).
+        is_early = objective.kl != "none" and objective.kl_in == "reward"
+        is_early |= config.routing.reference_replay == "r2"
+        forward += whole if is_early else whole - work.micro_batches
+    forward += whole * ((objective.kl != "none") + len(objective.distillation.folders))
     if rollout.engine == "vllm":  # the ranks generate only the short responses of the weight check
         return replace(work, forward_only=forward)
     ranks = replicas * parallel.context_parallel_size

@@ -85,13 +85,16 @@ class ServerEvaluation:
         model = model or asyncio.run(self._first_model())
         with self._files() as (responses, figures):
             for name, suite in self.section.suites.items():
-                samples = asyncio.run(self._draw(name, suite, model, requests))
-                # If the reward fails, the responses are written without it: the server may have
-                # taken hours for them.
-                records = self._records(name, suite, samples, [None] * len(samples), [])
+                drawn: list[Sample | None] = [None] * (len(self.prompts[name]) * suite.samples)
+                records: list[dict[str, Any]] | None = None
                 try:
-                    records = self._judge(name, suite, samples)
+                    asyncio.run(self._draw(name, suite, model, requests, drawn))
+                    records = self._judge(name, suite, [each for each in drawn if each is not None])
                 finally:
+                    # If the server or the reward fails, the responses so far are written without
+                    # rewards: the server may have taken hours for them.
+                    if records is None:
+                        records = self._records(name, suite, drawn, [None] * len(drawn), [])
                     for record in records:
                         responses.append({"phase": RL, "step": 0, **record})
                 try:
@@ -123,27 +126,32 @@ class ServerEvaluation:
             raise RolloutError(f"{self.url}: names no model; allowed: --model NAME") from error
 
     async def _draw(
-        self, name: str, suite: SuiteSection, model: str, requests: int
-    ) -> list[Sample]:
-        """Return the responses to each problem, in the order of the problems."""
+        self,
+        name: str,
+        suite: SuiteSection,
+        model: str,
+        requests: int,
+        drawn: list[Sample | None],
+    ) -> None:
+        """Write the responses to each problem into `drawn`, in the order of the problems."""
         prompts, slots = self.prompts[name], asyncio.Semaphore(requests)
-        total = len(prompts) * suite.samples
-        with Progress(total, name) as progress:
+        with Progress(len(drawn), name) as progress:
             async with _session() as session:
                 done = 0
 
-                async def one(prompt: Prompt, number: int) -> Sample:
+                async def draw(place: int) -> None:
                     nonlocal done
+                    problem, number = divmod(place, suite.samples)
                     async with slots:
-                        sample = await self._response(session, suite, model, prompt, number)
+                        drawn[place] = await self._response(
+                            session, suite, model, prompts[problem], number
+                        )
                     done += 1
                     progress.update(done, {})
-                    return sample
 
-                wanted = [(prompt, n) for prompt in prompts for n in range(suite.samples)]
-                tasks = [asyncio.create_task(one(*each)) for each in wanted]
+                tasks = [asyncio.create_task(draw(place)) for place in range(len(drawn))]
                 try:
-                    return list(await asyncio.gather(*tasks))
+                    await asyncio.gather(*tasks)
                 finally:
                     for task in tasks:
                         task.cancel()
@@ -199,12 +207,13 @@ class ServerEvaluation:
         self,
         name: str,
         suite: SuiteSection,
-        samples: Sequence[Sample],
+        samples: Sequence[Sample | None],
         scores: Sequence[Score | None],
         answers: Sequence[Any],
     ) -> list[dict[str, Any]]:
-        """Return the records of a suite's responses. scores: one for each response. answers: as the
-        reward read them, one for each response; empty: not read."""
+        """Return the records of a suite's responses. samples: None is a missing response, which has
+        no record. scores: one for each response. answers: as the reward read them, one for each
+        response; empty: not read."""
         least = self.section.correct_at if suite.correct_at is None else suite.correct_at
         return [
             {
@@ -215,6 +224,7 @@ class ServerEvaluation:
                 "read_answer": answers[place] if answers else None,
             }
             for place, (score, sample) in enumerate(zip(scores, samples, strict=True))
+            if sample is not None
         ]
 
 

@@ -141,7 +141,11 @@ def wrong_parameters(config: Mapping[str, Any], has_joint: bool) -> list[str]:
 
 def not_plain(key: str, value: Any) -> str:
     """Return the line about a key whose value means something else than plain LoRA."""
-    return f"{key} is {format_value(value)}: not plain LoRA with one rank"
+    found = f"{key} is {format_value(value)}"
+    if key == "init_lora_weights":
+        way = "save it with path_initial_model_for_weight_conversion, as plain LoRA"
+        return f"{found}: PEFT changes the base weights when it loads this adapter; {way}"
+    return f"{found}: not plain LoRA with one rank"
 
 
 def _all_end(names: Any, ends: tuple[str, ...]) -> bool:

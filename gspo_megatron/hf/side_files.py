@@ -80,8 +80,11 @@ def tokenizer_files(tokenizer: str | Path | None) -> list[Path]:
     if tokenizer is None:
         return []
     path = Path(tokenizer)
-    if path.is_file():
-        return [path]
+    if path.is_file():  # of sentencepiece, which may have these files beside it
+        beside = (
+            path.with_name(name) for name in ("chat_template.jinja", "generation_config.json")
+        )
+        return [path, *(file for file in beside if file.is_file())]
     names = (name for name in SIDE_FILES if name != "config.json")
     return [file for name in names if (file := path / name).is_file()]
 

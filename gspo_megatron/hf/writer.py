@@ -74,8 +74,11 @@ class NewFolder:
         with os_errors(self.path, "cannot be written"):
             make_folder(self.partial.parent)
             if self.partial.exists():
-                os.close(self._locked())
-                shutil.rmtree(self.partial)
+                leftover = self._locked()
+                try:
+                    shutil.rmtree(self.partial)
+                finally:
+                    os.close(leftover)
             if self.reuse is not None and self.reuse.is_dir():
                 self.reuse.rename(self.partial)
             else:
@@ -93,10 +96,13 @@ class NewFolder:
         descriptor = os.open(self.partial, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise DataError(f"{self.path}: another process is writing to it") from None
-        return descriptor
+            # Another process may have replaced the folder before the call of flock.
+            if os.path.samestat(os.fstat(descriptor), self.partial.stat()):
+                return descriptor
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        os.close(descriptor)
+        raise DataError(f"{self.path}: another process is writing to it")
 
     def publish(self) -> None:
         """Rename the hidden folder to `path`. If durable, sync the folders; the files are synced

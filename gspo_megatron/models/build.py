@@ -21,7 +21,7 @@ from gspo_megatron.families.adapter_map import adapted_weights
 from gspo_megatron.families.model_shape import experts_in_layers
 from gspo_megatron.families.weight_map import weight_map
 from gspo_megatron.models.initialize import initialize_weights
-from gspo_megatron.models.lora import Lora, attach_adapters
+from gspo_megatron.models.lora import COPIED, Lora, attach_adapters, kind_of_layer
 from gspo_megatron.models.policy import PolicyModel
 from gspo_megatron.models.score_head import ScoreModel
 from gspo_megatron.models.specs import block_spec, choose_backend
@@ -238,7 +238,7 @@ def _count_copies_once(model: PolicyModel) -> None:
     although each rank has its own part. The norm would count them on one rank only.
     """
     for module in model.modules():
-        if getattr(module, "parallel_mode", "") is None and hasattr(module, "weight"):
+        if hasattr(module, "parallel_mode") and kind_of_layer(module) == COPIED:
             module.weight.tensor_model_parallel = False
     for name, parameter in model.named_parameters():
         if "softmax_offset" in name or (".mlp.experts." in name and ".bias" in name):

@@ -192,8 +192,9 @@ class LocalAttention(torch.nn.Module):
         self.norm: Tensor | None = None
         if isinstance(stock.q_layernorm, TorchNorm):
             norms = [stock.q_layernorm] * self.queries + [stock.k_layernorm]
-            weights = torch.stack([norm.weight + norm.zero_centered for norm in norms])
-            self.norm = weights.to(torch.promote_types(weights.dtype, torch.float32))
+            weights = torch.stack([norm.weight for norm in norms])
+            weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+            self.norm = weights + stock.q_layernorm.zero_centered
 
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, Tensor | None]:
         """See CachedSelfAttention."""

@@ -338,17 +338,15 @@ def tensor_parallel_group(layer: Any) -> dist.ProcessGroup:
 
 def kind_of_layer(module: torch.nn.Module) -> str | None:
     """Return how a linear layer is divided over TP ranks; None for other modules. The class of the
-    layer decides this, or `parallel_mode` for layers of Transformer Engine."""
-    kinds = {kind.__name__ for kind in type(module).__mro__}
-    if "ColumnParallelLinear" in kinds:
-        return COLUMN
-    if "RowParallelLinear" in kinds:
-        return ROW
-    if kinds & {"ReplicatedLinear", "Router"}:
-        return COPIED
-    if not hasattr(module, "parallel_mode") or not hasattr(module, "weight"):
-        return None
-    return {"column": COLUMN, "row": ROW}.get(str(module.parallel_mode), COPIED)
+    layer decides this, also for layers of Transformer Engine such as TERowParallelLinear.
+    Megatron-Core clears their `parallel_mode` for shared experts that overlap with messages."""
+    kinds = [kind.__name__ for kind in type(module).__mro__]
+    for end, found in (("ColumnParallelLinear", COLUMN), ("RowParallelLinear", ROW)):
+        if any(kind.endswith(end) for kind in kinds):
+            return found
+    is_copied = "ReplicatedLinear" in kinds or "Router" in kinds
+    is_copied |= hasattr(module, "parallel_mode") and hasattr(module, "weight")
+    return COPIED if is_copied else None
 
 
 def attach_adapters(model: Any, lora: Lora, weights: WeightMap) -> None:

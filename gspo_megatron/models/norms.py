@@ -43,19 +43,23 @@ class TorchNorm(torch.nn.Module):
         sum_gradients_over_tp([self.weight, self.bias], config)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        weight = self.weight + 1.0 if self.zero_centered else self.weight
+        weight, shape = self.weight, (hidden.shape[-1],)
+        if self.zero_centered:  # bf16 cannot hold 1 + weight
+            weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1.0
+        wide = hidden.to(weight.dtype) if self.zero_centered else hidden
         if self.centered:
-            shape = (hidden.shape[-1],)
-            return torch.nn.functional.layer_norm(hidden, shape, weight, self.bias, self.eps)
+            bias = self.bias.to(wide.dtype)  # type: ignore[union-attr]
+            normed = torch.nn.functional.layer_norm(wide, shape, weight, bias, self.eps)
+            return normed.to(hidden.dtype)
         # Passes with and without gradients use the same function, so that they agree bit for bit.
         # Decoding (inference mode) need not agree. Memory is estimated on the meta device, where
         # this function stands for a GPU's norm: both keep the same tensors for the backward pass.
         is_ours = hidden.is_meta or faster.applies_to(hidden)
-        if is_ours and hidden.dtype == weight.dtype and not torch.is_inference_mode_enabled():
+        if is_ours and hidden.dtype == self.weight.dtype and not torch.is_inference_mode_enabled():
             is_wide = hidden.dtype.itemsize >= 4
             function = CpuRmsNorm if is_wide else LowPrecisionRmsNorm
             return function.apply(hidden, weight, self.eps)
-        return torch.nn.functional.rms_norm(hidden, (hidden.shape[-1],), weight, self.eps)
+        return torch.nn.functional.rms_norm(wide, shape, weight, self.eps).to(hidden.dtype)
 
 
 class PlainNorm(TorchNorm):

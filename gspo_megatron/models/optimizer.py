@@ -144,7 +144,8 @@ def _fuse_on_cpu(optimizer: MegatronOptimizer) -> None:
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(part.optimizer, torch.optim.Adam):
             for group in part.optimizer.param_groups:
-                group["fused"] = all(map(faster.applies_to, group["params"]))
+                if all(map(faster.applies_to, group["params"])):
+                    group["fused"] = True  # False would turn off torch's default on a GPU
 
 
 def zero_gradients(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:

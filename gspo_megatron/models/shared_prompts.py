@@ -44,13 +44,17 @@ class SharedPrompts:
 
     def take_angles(self, angles: Tensor) -> Tensor:
         """Rotary angles [positions, 1, 1, dim] -> those of the rows, [tokens + 1, 1, 1, dim]. All
-        layers of a model have the same angles, so they are taken once."""
+        layers of a model have the same angles, so they are taken once in a pass."""
         if self._angles is None:
             # One row more than needed. Otherwise `_apply_rotary_pos_emb_thd` would take the rows at
             # an offset that it reads from the device.
             rows = torch.cat([self.positions, self.positions[:1]])
             self._angles = angles.index_select(0, rows)
         return self._angles
+
+    def forget_angles(self) -> None:
+        """Free the angles at the end of a pass. All micro-batches of a step exist together."""
+        self._angles = None
 
 
 @dataclass

@@ -269,7 +269,7 @@ def _terminal_table(run: Run) -> rich_table.Table:
         table.add_column(name, justify=justify, style=style, no_wrap=bool(name))
     for row in summary.rows:
         table.add_row(*row)
-    table.add_row("wall time", "", duration(wall_seconds(run.records)), "", "")
+    table.add_row("time of steps", "", duration(wall_seconds(run.records)), "", "")
     return table
 
 
@@ -333,7 +333,7 @@ def print_results(run_dirs: Sequence[str | Path], stream: TextIO | None = None) 
         names = [f"{kind} {_name(metric, folders)}" for kind, metric in columns]
         table = rich_table.Table(box=box.SIMPLE_HEAD, pad_edge=False)
         table.add_column("run", overflow="fold")
-        for name in ("steps", *names, "wall time"):
+        for name in ("steps", *names, "time of steps"):
             table.add_column(name, justify="right")
         for run in members:
             found = [(kind, m.write, _summarize(run.records, m, phase)) for kind, m in columns]
@@ -393,7 +393,7 @@ def _report_one(run: Run, out: Path) -> str:
         if entry.last is not None
     ]
     tiles.append(("steps", f"{steps_done(records, phase):,}"))
-    tiles.append(("wall time", duration(wall_seconds(records))))
+    tiles.append(("time of steps", duration(wall_seconds(records))))
     sections = [ReportSection("Metrics", [_summary_table(run.path, records)])]
     sections += [ReportSection("History", told)] if (told := history(run.path)) else []
     sections += warning_section([run])
@@ -470,7 +470,7 @@ def _compare(runs: Sequence[Run], phase: str, suffix: str, path: Path) -> list[R
     for run in runs:
         steps, wall = str(steps_done(run.records, phase)), duration(wall_seconds(run.records))
         rows.append([run.name, steps, *cells([run]), wall])
-    table = Table(["run", "steps", *names, "wall time"], rows)
+    table = Table(["run", "steps", *names, "time of steps"], rows)
     return [*sections, ReportSection(f"Each run{suffix}", [_MEANS, table])]
 
 

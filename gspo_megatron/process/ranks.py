@@ -102,9 +102,11 @@ def world_size_of_rank(environ: MutableMapping[str, str]) -> int | None:
 
 def _is_slurm_task(environ: Mapping[str, str]) -> bool:
     """Whether srun started this process as one of several. A batch script, which runs only once,
-    also has SLURM_PROCID and SLURM_NTASKS; but only processes of srun have a step number."""
+    also has SLURM_PROCID and SLURM_NTASKS; but only processes of srun have a step number. The shell
+    of salloc may be a step of its own, with a single task and the job's SLURM_NTASKS."""
     needed = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID")
-    return all(name in environ for name in needed) and number_in(environ, "SLURM_NTASKS") > 1
+    tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    return all(name in environ for name in needed) and number_in(environ, tasks) > 1
 
 
 def first_host(nodes: str) -> str:

@@ -10,6 +10,7 @@ rank runs the same code.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -157,6 +158,7 @@ class ReinforcementLoop:
             context_parallel_size=self.policy.config.context_parallel_size,
             token_advantages=token_advantages,
         )
+        experience.batch.routes = None  # `sequences` have the routes
         metrics = update_policy(self.updater, sequences, index, plan, advantages, timer)
         metrics = {**experience.metrics, **metrics}
         try:
@@ -440,15 +442,18 @@ def collect(collector: Collector, rows: Iterator[list[int]], of_step: RolloutReq
         config.rollout.max_refills,
         enabled=config.rollout.dynamic_sampling,
     )
-    while chosen.wants_more:
-        request = part_of(of_step, len(kept), next(rows), chosen.num_groups)
+    for number in itertools.count():
+        if not chosen.wants_more:
+            break
+        request = part_of(of_step, number, next(rows), chosen.num_groups)
         share = collector.sample(request)
         metrics.add(share)
         records, has_failed = collector.judge(request, share.group)
         chosen.add([record["spread"] for record in records], has_failed)
         draws += records
-        group = share.group.without_texts()
-        kept.append(group.of_prompts(chosen.candidates(request.first)))
+        # A request whose responses all failed may lack columns, such as the routes.
+        if candidates := chosen.candidates(request.first):
+            kept.append(share.group.without_texts().of_prompts(candidates))
         if request.first == 0:
             samples = collector.sample_rows(request, share.group)
     if not chosen.groups():

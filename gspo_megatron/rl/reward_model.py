@@ -110,14 +110,15 @@ class ModelRewards:
         )
 
     def _scores(self, share: RolloutShare, samples: Sequence[Sample]) -> ModelScores:
-        """Return the scores of the responses, which a server has computed or these ranks
-        compute."""
+        """Return the scores of the responses, which a server has computed or these ranks compute.
+        A suite may have a server of its own in a run that scores with a folder."""
         group = share.group
-        if self.score is None or self.texts is None:
-            assert group.model_scores is not None and group.model_tokens is not None
+        if group.model_scores is not None:
+            assert group.model_tokens is not None
             assert group.model_cut is not None and group.model_seconds is not None
             seconds = float(group.model_seconds.sum())
             return ModelScores(group.model_scores, group.model_tokens, group.model_cut, seconds)
+        assert self.score is not None and self.texts is not None, "the run has a folder"
         begin, given, problem = perf_counter(), None, None
         try:
             given = self.texts.conversations(samples)

@@ -209,7 +209,7 @@ class ServedRollouts:
             nonlocal before
             status = self._service().request_status(request.name)
             done, scoring = status["finished"], status["scoring"]
-            moved = status["drawn"], status["tokens"], done
+            moved = status["drawn"], status["tokens"], done, status["heartbeats"]
             if moved != before:
                 heartbeat()
             before = moved

@@ -92,10 +92,12 @@ class RequestFile:
 def read_groups(path: Path, wanted: Collection[int] | None = None) -> dict[int, RolloutGroup]:
     """Read the groups with the numbers in `wanted`; None: all complete groups.
 
-    All other groups are skipped without reading them. Raises DataError if the file cannot be read,
-    or if a group in `wanted` is missing or lacks columns.
+    All other groups are skipped without reading them. A group that was damaged and drawn again is
+    in the file twice. Raises DataError if the file cannot be read, or if a group in `wanted` is
+    missing or lacks columns.
     """
     groups: dict[int, RolloutGroup] = {}
+    damaged: DataError | None = None
     with os_errors(path, "cannot be read"):
         for number, content, _ in _records(
             path, lambda n: n != _REQUEST and (wanted is None or n in wanted)
@@ -103,11 +105,10 @@ def read_groups(path: Path, wanted: Collection[int] | None = None) -> dict[int, 
             try:
                 groups |= {number: RolloutGroup.load(content)} if content else {}
             except DataError as error:
-                if wanted is not None:
-                    text = f"{path}: damaged since it was written: group {number} {error}"
-                    raise DataError(text) from error
+                damaged = damaged or DataError(f"group {number} {error}")
     if missing := sorted(set(wanted or ()) - groups.keys()):
-        raise DataError(f"{path}: damaged since it was written: groups {missing} are missing")
+        wrong = damaged or f"groups {missing} are missing"
+        raise DataError(f"{path}: damaged since it was written: {wrong}")
     return groups
 
 

@@ -138,7 +138,8 @@ class Recording:
         assert not is_known, f"layer {layer} is recorded already"
         self.experts[layer] = chosen[1].detach().to(expert_dtype(scores.shape[-1]))
         if self._keep_scores:
-            kept = scores.detach()[scored_tokens(len(scores))].to(torch.bfloat16)
+            # a copy, because a view would keep the scores of all tokens
+            kept = scores.detach()[scored_tokens(len(scores))].to(torch.bfloat16, copy=True)
             self.scores[layer] = to_host(kept) if self._on_host else kept
         if len(self.experts) == self._num_layers:
             self._table = self.table()
@@ -213,10 +214,14 @@ class Observing:
     ) -> None:
         """real: [tokens] bool, False on padding; inner: chooses the experts; None: the router
         chooses."""
-        self._old, self._old_scores, self._real = old, old_scores, real
+        self._old, self._old_scores = old, old_scores
         self._figures, self.inner = figures, inner
+        # The rows of real tokens, and of those whose scores are recorded. As numbers, so that the
+        # host does not wait for a GPU in every layer.
+        self._real = real.nonzero().squeeze(1)
+        self._scored = real[scored_tokens(len(real))].nonzero().squeeze(1)
         # [real tokens] bool: whether the experts of a token have changed in any layer
-        self.changed = torch.zeros(int(real.sum()), dtype=torch.bool, device=real.device)
+        self.changed = torch.zeros(len(self._real), dtype=torch.bool, device=real.device)
         self._seen: set[int] = set()
 
     def choose(self, layer: int, scores: Tensor, native: Callable[[], Choice]) -> Choice:
@@ -238,8 +243,8 @@ class Observing:
         new_scores = scores[scored].to(torch.bfloat16).float()
         old_scores = self._old_scores[layer].to(scores.device, non_blocking=True).float()
         shift = (new_scores - old_scores).abs().mean(dim=-1)
-        old, natural, used = old[self._real], natural[self._real], used[self._real]
-        shift = shift[self._real[scored]]
+        old, natural, used = (each.index_select(0, self._real) for each in (old, natural, used))
+        shift = shift.index_select(0, self._scored)
         kept = (old[:, :, None] == natural[:, None, :]).any(dim=-1).sum(dim=-1)
         lost = 1.0 - kept / old.shape[1]
         self.changed |= lost > 0

@@ -98,12 +98,16 @@ def test_phases_are_stops_with_changes(campaign: Path, toy: Path, tmp_path: Path
 
 def test_a_change_after_a_stop_in_a_rollout_skips_no_prompts(toy: Path, tmp_path: Path) -> None:
     """The stopped run has saved responses of step 3. They depend on the old values. So the step
-    begins again, with the same prompts as in a run that was stopped after step 2."""
+    begins again, with the same prompts as in a run that was stopped after step 2. This also holds
+    if the file with the prompts has moved."""
     stopped, whole = (a_run(toy, tmp_path / name, [], steps=4) for name in ("stopped", "whole"))
     (stopped.parent / "signal_at").write_text("60")
     train(stopped, expect=75)
     assert "rl_00000002_rollouts" in checkpoint_names(stopped.parent / "run")
     train(whole, "training.steps=2")
+    (stopped.parent / "moved").mkdir()
+    moved = shutil.copy(toy / "train.jsonl", stopped.parent / "moved")
+    edit(stopped, data={"prompts": str(moved)})
     for config in (stopped, whole):
         edit(config, rollout={"max_response_tokens": 9})
         train(config, "--change")

@@ -66,7 +66,7 @@ class Response:
 
 def prompts(count: int = 5) -> list[list[int]]:
     draw = random.Random(5)
-    lengths = [5, 1, 8, 3, 6][:count]
+    lengths = [(5, 1, 8, 3, 6)[n % 5] for n in range(count)]
     return [[draw.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
 
@@ -277,6 +277,17 @@ def test_refilled_rows_draw_the_same_responses(
             assert found.logprobs == pytest.approx(expected.logprobs, abs=TOLERANCE)
             assert found.routes[:-1] == whole.routes[:-1]  # the last token has no routes
             assert len(found.routes) == len(found.prompt) + len(found.tokens)
+
+
+def test_a_group_that_starts_in_parts_beside_dummies_keeps_its_prompt(pool: Pool) -> None:
+    """With the allgather dispatcher all ranks prefill equally many prompts. A rank that has fewer
+    fills up with dummies, and later starts the rest of its last group."""
+    options: dict[str, Any] = {"count": 24, "per_prompt": 2}
+    alone = responses(pool, "tp=1", SAMPLED, **options)
+    found = responses(pool, "dp=2,ep=2", SAMPLED, batch_size=5, megatron=ALLGATHER, **options)
+    assert {s: copies[0].tokens for s, copies in found.items()} == {
+        s: copies[0].tokens for s, copies in alone.items()
+    }
 
 
 @pytest.mark.parametrize("layout", ["tp=2,pp=2", "dp=4,ep=4"])

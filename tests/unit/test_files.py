@@ -67,6 +67,17 @@ def test_the_fingerprint_of_a_folder_is_of_its_tokenizer_files(tmp_path: Path) -
     assert fingerprint(folder) != changed
 
 
+def test_the_fingerprint_of_rows_is_not_that_of_a_tokenizer_beside_them(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "rows.jsonl").write_text("1")
+    of_tokenizer, of_rows = fingerprint(tmp_path), fingerprint(tmp_path, of_rows=True)
+    (tmp_path / "rows.jsonl").write_text("2")
+    assert fingerprint(tmp_path) == of_tokenizer != of_rows
+    assert fingerprint(tmp_path, of_rows=True) not in (of_tokenizer, of_rows)
+    (tmp_path / "rows.jsonl").unlink()
+    assert fingerprint(tmp_path, of_rows=True) == of_tokenizer
+
+
 @pytest.mark.parametrize("depth", [101, 5_000, 200_000])
 @pytest.mark.parametrize("pair", ["[]", '{"a":}'])
 def test_json_that_is_nested_too_deep_is_refused_as_all_that_is_no_json(

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gspo_megatron.platform.devices import ranks_on_node
 from gspo_megatron.process.cores import usable_cores
 
 MEMORY = "/dev/shm"  # a file system in memory
@@ -62,7 +63,7 @@ class Window:
         self.meetings = 0
         data = torch.frombuffer(memory, dtype=torch.uint8, offset=size * LINE)
         self.halves = itertools.cycle(data.view(2, size, -1).unbind(0))
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        ranks_here = ranks_on_node() or dist.get_world_size()
         is_crowded = ranks_here > usable_cores()
         self.spin_seconds = 0.0 if is_crowded else SPIN_SECONDS
         self.global_ranks = dist.get_process_group_ranks(group)

@@ -200,12 +200,12 @@ class _Prefilled:
     hidden: Tensor | None  # [prompts, hidden] of the prompts' last tokens, on the last stage
     routes: Tensor | None  # [prompts, length, layers, k]; None: not recorded
 
-    def last(self) -> _Prefilled:
-        """Return a copy of the last prompt's results, so that the memory of the other prompts'
+    def only(self, number: int) -> _Prefilled:
+        """Return a copy of the results of one prompt, so that the memory of the other prompts'
         results can be freed."""
 
         def cut(values: Tensor) -> Tensor:
-            return values[-1:].clone()
+            return values[number : number + 1].clone()
 
         return _Prefilled(
             {layer: (cut(key), cut(value)) for layer, (key, value) in self.states.items()},
@@ -356,8 +356,8 @@ class _Generation:
         if plan.prompts:
             prefills = self._prefill(range(started, prefilled), plan)
             hidden = self._start(free[known:], first + known, prefills, hidden)
-            if prefilled > started:
-                self.prefilled = prefills.last()
+            if prefilled > started:  # dummies may follow the last prompt
+                self.prefilled = prefills.only(prefilled - started - 1)
         if last % self.per_prompt == 0:
             self.prefilled = None  # the whole group has started
         self.next = last

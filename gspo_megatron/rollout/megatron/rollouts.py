@@ -43,9 +43,11 @@ from gspo_megatron.types import Prompt, RolloutBatch
 
 T = TypeVar("T")
 
-# The seeds of two consecutive turns differ by this number, so each turn of a sample has its own
-# random numbers.
-_SEED_OF_TURN = 1 << 56
+
+def _seed_of_turn(seed: int, turn: int) -> int:
+    """Return a seed of its own for each turn, so that each turn of a sample has its own random
+    numbers. The generators use the lowest 64 bits."""
+    return seed + (turn % 256 << 56) + (turn // 256 << 48)
 
 
 @dataclass
@@ -154,7 +156,7 @@ class MegatronRollouts:
                 )
         rounds: list[RolloutBatch] = []
         while (requests := self._next_requests(barrier, router_noise=router_noise)) is not None:
-            batch = self.engine.generate(requests, sampling, seed + len(rounds) * _SEED_OF_TURN)
+            batch = self.engine.generate(requests, sampling, _seed_of_turn(seed, len(rounds)))
             barrier.answer(batch)
             rounds.append(batch)
         if not self.is_leader:

@@ -21,6 +21,7 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -118,18 +119,22 @@ class Node:
 
 async def exchange_files(nodes: Sequence[Node]) -> None:
     """Exchange files with the agents of all nodes until cancelled."""
+    # Threads of their own: those of asyncio.to_thread may all be busy with an environment's tools.
+    threads = ThreadPoolExecutor(max(1, len(nodes)), "exchange")
+    loop = asyncio.get_running_loop()
 
     async def exchange(node: Node) -> None:
         # If the disk is full, the agents get no heartbeat and end their servers. The store reports
         # the full disk.
         with contextlib.suppress(DataError, OSError):
-            await asyncio.to_thread(node.exchange)
+            await loop.run_in_executor(threads, node.exchange)
 
     try:
         while True:
             await asyncio.gather(*map(exchange, nodes))
             await asyncio.sleep(_LOOK_SECONDS)
     finally:
+        threads.shutdown(wait=False)
         for node in nodes:
             node.wanted.path.unlink(missing_ok=True)
 

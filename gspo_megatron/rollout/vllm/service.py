@@ -36,6 +36,7 @@ from gspo_megatron.config.load import parse_config
 from gspo_megatron.data.inputs import Inputs, read_inputs
 from gspo_megatron.environments.registry import episodes_of, tools_of
 from gspo_megatron.errors import UserError
+from gspo_megatron.process.heartbeat import heard_by
 from gspo_megatron.rollout.engine import RolloutRequest
 from gspo_megatron.rollout.store import FOLDER, forget, step_of
 from gspo_megatron.rollout.vllm.checks import Needs, tokenized
@@ -80,11 +81,19 @@ class Service:
         self.scorers = Scorers(config, inputs)
         self.updating: asyncio.Task[None] | None = None
         self.told_to_end = False  # by SIGTERM, which the servers then got, too
+        self.heartbeats = 0  # of work in this process, such as scoring
         self.loop: asyncio.AbstractEventLoop | None = None
 
     async def run(self, told_ready: Callable[[], None]) -> None:
         """Serve until the main thread stops."""
         self.loop, self.ended = asyncio.get_running_loop(), asyncio.Event()
+        with heard_by(self._count_heartbeat):
+            await self._serve(told_ready)
+
+    def _count_heartbeat(self) -> None:
+        self.heartbeats += 1
+
+    async def _serve(self, told_ready: Callable[[], None]) -> None:
         exchange = asyncio.create_task(exchange_files(self.nodes))
         async with connected_session() as session:
             self.fleet = Fleet(self._servers(session), self._fleet_settings())
@@ -305,9 +314,13 @@ class Service:
         drawn = sum(each.tokens for each in self.fleet.servers)
         return web.json_response({**running.status(), "drawn": drawn, **self._own_status()})
 
-    def _own_status(self) -> dict[str, bool]:
+    def _own_status(self) -> dict[str, int]:
         """The part of each status that is about the service itself."""
-        return {"needs_folder": self.fleet.loader.needs_folder, "told_to_end": self.told_to_end}
+        return {
+            "needs_folder": self.fleet.loader.needs_folder,
+            "told_to_end": self.told_to_end,
+            "heartbeats": self.heartbeats,
+        }
 
     async def _until_news(self, task: asyncio.Task[Any]) -> None:
         """Wait until the task ends, a server needs a folder of weights, or LONGEST_WAIT is over."""
@@ -386,6 +399,8 @@ def _stops(config: Config, inputs: Inputs) -> dict[str, Any]:
         "stop_token_ids": [*tokenizer.eos_ids, *ids],
         "ignore_eos": True,  # only the ids above end a response, not the ids that the server knows
         **({"stop": texts} if texts else {}),
+        # A server searches the text that it would show, by default without special tokens.
+        **({"skip_special_tokens": False} if any(s in t for t in texts for s in special) else {}),
     }
 
 

@@ -300,10 +300,12 @@ def _gpus_for_servers(config: Config) -> list[str]:
     """
     import torch  # only here, because the service runs without torch
 
+    from gspo_megatron.platform.devices import ranks_on_node
+
     section = config.rollout.vllm
     if not section.servers or rollout_nodes():
         return []
-    used, needed = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), section.tensor_parallel_size
+    used, needed = ranks_on_node() or 1, section.tensor_parallel_size
     visible = visible_gpus()
     if visible is None:
         visible = list(map(str, range(torch.cuda.device_count())))

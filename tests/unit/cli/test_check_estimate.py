@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from gspo_megatron.cli import check_tables
-from gspo_megatron.config import load_config
+from gspo_megatron.cli import check, check_tables
+from gspo_megatron.config import load_config, parse_config
 from gspo_megatron.estimate.layout import estimate_layout
 from tests.unit.cli.conftest import Command, ConfigWriter
+from tests.unit.hf.published import write_model
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -142,6 +143,14 @@ def test_files_on_another_machine_do_not_matter_where_they_are_left_alone(
         ended, out, err = gspo("check", path, "--memory", *words)
         assert ended == code and told in err
         assert code or int(pairs(out)["worst_rank_bytes"]) > 0
+
+
+def test_a_preset_decides_the_shape_without_a_look_at_the_weights(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "qwen3_moe", seed=1)
+    values = {"data": {"tokenizer": "t"}, "model": {"hf_path": str(folder)}}
+    config = parse_config(values, ["model.preset=qwen3-30b-a3b"])
+    assert check._without_weights(config).resolved_model().num_layers == 48
+    assert check._without_weights(parse_config(values)).model.hf_path == str(folder)
 
 
 @pytest.mark.parametrize("text", ["0", "inf"])

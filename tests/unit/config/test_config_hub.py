@@ -17,7 +17,7 @@ import yaml
 from gspo_megatron import hub
 from gspo_megatron.config import hub as config_hub
 from gspo_megatron.config import load_config
-from gspo_megatron.config.load import parse_config, to_yaml
+from gspo_megatron.config.load import parse_config, parse_suites, to_yaml
 from gspo_megatron.config.phases import phase_configs
 from gspo_megatron.config.stages import PreferenceConfig
 from gspo_megatron.errors import ConfigError, DataError
@@ -208,3 +208,27 @@ def test_rank_0_writes_the_commits_and_others_wait_no_longer_than_their_deadline
     parse_config(values())
     held = json.loads((tmp_path / "run/hub.json").read_text())
     assert held[f"models/{MODEL}@main"] == model
+
+
+def test_rank_0_writes_the_commits_before_the_downloads(
+    server: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_both(server)
+    monkeypatch.setenv("RANK", "0")
+    native, held = hub.fetch, []
+
+    def fetch(*given: Any, **options: Any) -> Path:
+        held.append(json.loads((tmp_path / "run/hub.json").read_text()))
+        return native(*given, **options)
+
+    monkeypatch.setattr(hub, "fetch", fetch)
+    parse_config(values())
+    assert held and all(len(each) == 2 for each in held)
+
+
+def test_a_suite_for_a_server_takes_names_too(server: SmallHub) -> None:
+    add_both(server)
+    suites = {"s": {"prompts": ROWS, "answer_field": "answer", "reward": {"name": "math"}}}
+    section = parse_suites(suites, [])
+    [path] = section.suites["s"].prompts
+    assert Path(path).is_dir()

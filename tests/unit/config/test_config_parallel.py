@@ -13,6 +13,7 @@ from gspo_megatron.config import (
     ModelShape,
     apply_layout,
     check_config,
+    parse_config,
     resolve_parallel,
 )
 from gspo_megatron.errors import ConfigError
@@ -96,6 +97,16 @@ def test_a_size_named_both_ways_with_different_values_is_refused() -> None:
     assert "tp is 2 here and parallel.tensor_model_parallel_size is 4" in first
     assert "pp is 2 here and parallel.pipeline_model_parallel_size is 8" in second
     assert third.startswith("parallel.cp = 2: unknown key")
+
+
+def test_a_new_layout_replaces_the_sizes_of_a_resolved_configuration() -> None:
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    values = {"data": {"tokenizer": "t"}, "parallel": {**sizes, "sequence_parallel": True}}
+    config = parse_config(values, ["parallel.layout=tp=4"])
+    assert config.layout() == Layout(tp=4) and config.parallel.sequence_parallel is True
+    others = ["parallel.context_parallel_size=2", "parallel.layout=tp=4"]
+    assert parse_config(values, others).layout() == Layout(tp=4, cp=2)
+    assert parse_config(values, ["parallel.layout="]).layout() == Layout(tp=2, pp=2)
 
 
 def test_resolved_sizes_are_concrete() -> None:

@@ -103,6 +103,8 @@ DELTA_NETS = [
          "training.share_prompts = true", "passes along the whole sequence"),
         (1, ["training.share_prompts=true", "model.megatron.moe_token_dispatcher_type=allgather"],
          "training.share_prompts = true", "needs micro-batches of one length"),
+        (1, ["model.megatron.multi_latent_attention=true", "model.megatron.apply_rope_fusion=true"],
+         "model.megatron.apply_rope_fusion = true", "does not support the fused kernel"),
         (1, ["model.megatron.linear_attention_freq=2"],
          "model.megatron.experimental_attention_variant = null", "allowed: gated_delta_net"),
         (2, ["parallel.layout=tp=2", "model.megatron.moe_shared_expert_intermediate_size=33"],

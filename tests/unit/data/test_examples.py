@@ -267,6 +267,10 @@ def test_too_long_examples(folder: Path, tmp_path: Path) -> None:
             {"messages": [{"role": "assistant", "content": "a\ud800"}]},
             "'content' of message 1 holds half a surrogate pair at character 2",
         ),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "calls": [{"x": ["\ud800"]}]}]},
+            "'calls' of message 1 holds half a surrogate pair at character 1",
+        ),
     ],
 )
 def test_bad_rows_are_named(folder: Path, tmp_path: Path, row: object, expected: str) -> None:

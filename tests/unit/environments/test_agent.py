@@ -254,6 +254,22 @@ chat(again, tools=tools)
     assert shown(tokenizer, episode.transcript.response[episode.mask]) == "a</s>b</s>c</s>d</s>"
 
 
+def test_a_history_without_room_leaves_the_one_before_as_it_was(
+    play: Play, tokenizer: Tokenizer
+) -> None:
+    program = """
+answer = chat([user])["choices"][0]["message"]
+refused = chat([user, answer, {"role": "user", "content": "z" * 500}, user])
+refused = chat([{"role": "system", "content": "z" * 900}, user])
+assert refused["error"]["code"] == "context_length_exceeded", refused
+chat([user, answer, user])
+"""
+    episode, asked = play(program, ["a", "b"])
+    assert episode.error is None
+    before = [shown(tokenizer, each.token_ids) for each in asked]
+    assert before[1] == f"{before[0]}a</s><|user|>1+2?</s><|assistant|>"
+
+
 @pytest.mark.parametrize("survives", [True, False])
 def test_a_limit_ends_the_episode(play: Play, survives: bool) -> None:
     program = """

@@ -6,6 +6,8 @@ import asyncio
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -89,6 +91,21 @@ def test_the_policy_is_told_what_is_wrong(call: str, told: str) -> None:
     if call == "12*34":
         call = '{"name": "calculator", "arguments": "12*34"}'
     assert answer(call).startswith("error: ") and told in answer(call)
+
+
+def test_a_turn_has_at_most_sixteen_calls() -> None:
+    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>'
+
+    class Scripted:
+        turns_left, answers = 1, [""]
+
+        async def generate(self, messages: Any = ()) -> Any:
+            self.answers = [message["content"] for message in messages]
+            return SimpleNamespace(text="" if messages else 18 * call)
+
+    client: Any = Scripted()
+    asyncio.run(ToolUse().rollout(client, cast(Any, None)))
+    assert client.answers == ["2"] * 16 + ["error: at most 16 calls a turn"] * 2
 
 
 def test_python_runs_in_a_sandbox(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ def work_of(make_config: ConfigMaker) -> Any:
     def work(
         layout: str, world_size: int, longest_prompt: int | None = None, **keys: Any
     ) -> Workload:
+        objective = {"mini_batches": 2} | keys.pop("objective", {})
+        routing = keys.pop("routing", {})
         rollout = {"group_size": 4, "prompts_per_step": 10, "max_response_tokens": 70}
         training = {
             "micro_batch_tokens": keys.pop("budget", 250),
@@ -31,7 +33,8 @@ def work_of(make_config: ConfigMaker) -> Any:
             layout,
             rollout=rollout | keys,
             data={"max_prompt_tokens": 30},
-            objective={"mini_batches": 2},
+            objective=objective,
+            routing=routing,
             training=training,
         )
         return workload(config, resolve_parallel(config, world_size), longest_prompt)
@@ -84,6 +87,29 @@ def test_a_micro_batch_computes_a_prompt_once(
 ) -> None:
     work = work_of(layout, 2 if layout == "cp=2" else 1, **keys)
     assert work.computed == pytest.approx(computed)
+
+
+KL = {"kl": "k3", "kl_coefficient": 0.1}
+TEACHER = {"distillation": {"teacher": "folder", "form": "reverse_kl"}}
+
+
+# A mini-batch has 10 micro-batches, and a step 20.
+@pytest.mark.parametrize(
+    ("objective", "routing", "passes"),
+    [
+        ({}, {}, 0),  # the rollout's log-probs are exact in fp32
+        ({"old_logprobs": "recompute"}, {}, 10),  # the first mini-batch needs none
+        (KL, {}, 20),
+        (KL | {"kl_in": "reward", "old_logprobs": "recompute"}, {}, 40),
+        (TEACHER, {}, 20),
+        ({"old_logprobs": "rollout"}, {"volatility": True}, 10),
+        (KL | {"old_logprobs": "recompute"}, {"reference_replay": "r2"}, 40),
+    ],
+)
+def test_passes_before_the_updates(
+    work_of: Any, objective: dict[str, Any], routing: dict[str, Any], passes: int
+) -> None:
+    assert work_of("tp=1", 1, objective=objective, routing=routing).forward_only == passes
 
 
 def test_ranks_share_sequences_and_prompts(work_of: Any) -> None:

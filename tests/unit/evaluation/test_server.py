@@ -33,13 +33,14 @@ class Chat:
         self.requests: list[dict[str, Any]] = []
         self.failures = [503, 429]  # the statuses of the first responses
         self.refuses = False
+        self.most = 10**9  # after so many answers it refuses
         self.says: str | bytes | None = None  # the body of all responses, if it is set
         self.url = ""
 
     async def complete(self, request: web.Request) -> web.Response:
         if self.failures:
             return web.Response(status=self.failures.pop(), text="busy")
-        if self.refuses:
+        if self.refuses or len(self.requests) >= self.most:
             return web.Response(status=400, text="no such sampling")
         if self.says is not None:
             return web.Response(body=self.says, content_type="application/json", charset="utf-9")
@@ -163,6 +164,20 @@ def test_responses_are_kept_if_their_reward_fails(
     rows = [json.loads(x) for x in (tmp_path / "out/evaluation.jsonl").read_text().splitlines()]
     assert [(r["problem"], r["sample"]) for r in rows] == [(p, n) for p in (0, 1) for n in range(4)]
     assert sum(bool(row["response"]) for row in rows) == 6 and {r["reward"] for r in rows} == {None}
+    assert not (tmp_path / "out/metrics.jsonl").read_text()
+
+
+def test_responses_are_kept_if_the_server_fails(
+    chat: Chat, suite: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat.failures, chat.most = [], 3
+    words = ["evaluate", chat.url, "--suite", str(suite), "-o", str(tmp_path / "out")]
+    assert main([*words, "--requests", "1"]) == 2
+    told = capsys.readouterr().err
+    assert "HTTP 400: no such sampling" in told and "Traceback" not in told
+    rows = [json.loads(x) for x in (tmp_path / "out/evaluation.jsonl").read_text().splitlines()]
+    assert [(row["problem"], row["sample"]) for row in rows] == [(0, 0), (0, 1), (0, 2)]
+    assert {row["reward"] for row in rows} == {None} and all(row["response"] for row in rows)
     assert not (tmp_path / "out/metrics.jsonl").read_text()
 
 

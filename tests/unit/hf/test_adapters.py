@@ -66,6 +66,7 @@ def refusal(folder: Path, tmp_path: Path, base: Path | None = None) -> str:
     ("changes", "told"),
     [
         ({"use_dora": True}, "use_dora is true"),
+        ({"init_lora_weights": "pissa_niter_4"}, "PEFT changes the base weights when it loads"),
         ({"bias": "all"}, "bias is "),
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern is "),
         ({"alpha_pattern": {"q_proj": 8}}, "alpha_pattern is "),

@@ -15,7 +15,7 @@ from gspo_megatron.errors import ConfigError, DataError
 from gspo_megatron.families import describe
 from gspo_megatron.families.model_shape import ModelShape, shape_of
 from gspo_megatron.hf.export import export_hf
-from gspo_megatron.hf.side_files import export_config, generation_files
+from gspo_megatron.hf.side_files import export_config, generation_files, tokenizer_files
 from tests.unit.hf.policies import config_of, policy_of
 from tests.unit.hf.published import ADDED_KEYS, CONFIGS, VOCABULARY, model_config, write_model
 
@@ -37,6 +37,15 @@ def test_either_form_of_a_tokenizer_says_where_an_answer_ends(
 ) -> None:
     files = [file for file in tokenizer.iterdir() if file.suffix in suffixes]
     assert generation_files(files) == {NAME: {"eos_token_id": 2, "pad_token_id": 1}}
+
+
+def test_a_sentencepiece_model_is_copied_with_what_belongs_to_it(tmp_path: Path) -> None:
+    names = ["tokenizer.model", "chat_template.jinja", NAME]
+    for name in (*names, "rows.jsonl"):
+        (tmp_path / name).touch()
+    assert [file.name for file in tokenizer_files(tmp_path / names[0])] == names
+    (tmp_path / NAME).unlink()
+    assert [file.name for file in tokenizer_files(tmp_path / names[0])] == names[:2]
 
 
 def test_a_token_may_be_spelled_with_its_settings(tokenizer: Path, tmp_path: Path) -> None:

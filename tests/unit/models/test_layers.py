@@ -17,6 +17,7 @@ from gspo_megatron.models.experts import (
     grouped_linear,
     pad_to_blocks,
 )
+from gspo_megatron.models.lora import kind_of_layer
 from gspo_megatron.models.norms import TorchNorm
 from gspo_megatron.platform.cpu import faster
 from tests.unit.models.one_rank import tiny_policy
@@ -263,11 +264,17 @@ def test_output_and_gradients(normalization: str, zero_centered: bool) -> None:
         torch.testing.assert_close(gradient, by_hand, atol=1e-8, rtol=1e-8)
 
 
+@pytest.mark.parametrize("is_on_cpu", [True, False])
+@pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
-def test_bf16_is_rounded_once(normalization: str) -> None:
-    norm = make_norm(normalization, False, torch.bfloat16)
+def test_bf16_is_rounded_once(
+    normalization: str, zero_centered: bool, is_on_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also 1 + weight, by the functions for CPUs and by those for GPUs."""
+    monkeypatch.setattr(faster, "IS_ON", is_on_cpu)
+    norm = make_norm(normalization, zero_centered, torch.bfloat16)
     hidden = random_hidden(torch.bfloat16)
-    output, expected = norm(hidden), reference(norm, hidden, False)
+    output, expected = norm(hidden), reference(norm, hidden, zero_centered)
     assert output.dtype == torch.bfloat16
     # Rounding to bf16 costs up to 2^-8, and the fp32 arithmetic before it a little more.
     torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=2**-8 * 1.01)
@@ -311,3 +318,24 @@ def test_a_fresh_norm_scales_by_one_and_bears_the_mark_of_sequence_parallelism(f
     assert norm.bias.unique().tolist() == [0.0]
     marks = {name: p.sequence_parallel for name, p in norm.named_parameters()}
     assert marks == {"weight": flag, "bias": flag}
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "expected"),
+    [
+        ("ColumnParallelLinear", "none", "column"),
+        ("TELayerNormColumnParallelLinear", "column", "column"),
+        # shared experts that overlap with messages
+        ("TEColumnParallelLinear", None, "column"),
+        ("TERowParallelLinear", None, "row"),
+        ("TELinear", None, "copied"),  # latent attention's projections down
+        ("ReplicatedLinear", "none", "copied"),
+        ("Linear", "none", None),
+    ],
+)
+def test_how_a_layer_is_divided_over_tensor_parallel_ranks(
+    name: str, mode: str | None, expected: str | None
+) -> None:
+    fields = {} if mode == "none" else {"parallel_mode": mode}
+    layer = type(name, (torch.nn.Linear,), fields)(3, 2)
+    assert kind_of_layer(layer) == expected

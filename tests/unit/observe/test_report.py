@@ -424,7 +424,7 @@ def test_without_plots_the_summary_alone_is_printed_as_plain_text(make_run: RunM
     assert text.splitlines()[0].rstrip() == "gspo/seed_2: 6 steps"
     row = next(line.split() for line in text.splitlines() if "reward" in line)
     assert row == ["reward", "0.100", "0.600", "0.600", "6"]
-    assert re.search(r"wall time\s+12 s", text)
+    assert re.search(r"time of steps\s+12 s", text)
 
 
 def test_finishing_a_run_leaves_plots_and_report_and_says_where(make_run: RunMaker) -> None:

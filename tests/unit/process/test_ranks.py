@@ -34,6 +34,7 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "
         ({"RANK": "0", "WORLD_SIZE": "1"}, 1),
         (SLURM_TASK | TORCHRUN, 2),  # torchrun inside a task of srun
         (SLURM_TASK | {"SLURM_NTASKS": "1"}, None),
+        (SLURM_TASK | {"SLURM_STEP_NUM_TASKS": "1"}, None),  # the shell of salloc
         # A batch script runs once, however many tasks the job has.
         ({name: text for name, text in SLURM_TASK.items() if "STEP" not in name}, None),
     ],

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -163,8 +163,12 @@ def test_an_evaluation_has_the_scores_as_they_are(folder: Path, url: str) -> Non
     assert max(map(abs, rewards)) > 1 and found.model_rewards.moments.count == 0
 
 
-def test_a_suite_has_a_model_of_its_own_beside_a_run_without_one(folder: Path, url: str) -> None:
+@pytest.mark.parametrize("run_has_folder", [False, True])
+def test_a_suite_has_a_model_of_its_own(folder: Path, url: str, run_has_folder: bool) -> None:
+    """Also in a run that scores its own responses with another model, of a folder."""
     found = collector()
+    if run_has_folder:
+        found.model_rewards.score = found.model_rewards.texts = cast(Any, object())
     model: Any = {"url": url, "tokenizer": str(folder)}
     section = RewardSection(name="reward_model", model=model)
     of_suite = GroupScorer.of(

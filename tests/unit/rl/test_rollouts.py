@@ -25,7 +25,7 @@ from gspo_megatron.rl.loop import collect
 from gspo_megatron.rl.rollouts import Collector, Experience
 from gspo_megatron.rl.run import collector_of
 from gspo_megatron.rollout.engine import Requests, RolloutRequest, Sampling
-from gspo_megatron.rollout.megatron.rollouts import Generated, MegatronRollouts
+from gspo_megatron.rollout.megatron.rollouts import Generated, MegatronRollouts, _seed_of_turn
 from gspo_megatron.types import Prompt, Reasoned, RolloutBatch, Sample, TurnRewards
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -173,6 +173,7 @@ def test_each_turn_has_random_numbers_of_its_own() -> None:
     prompts[0] = replace(prompts[0], token_ids=(5,))
     found = batched.share(batched.generate({2: prompts[1], 1: prompts[0]}, GROUP, SAMPLING, seed=7))
     assert engine.seeds == [7, 7 + 2**56]
+    assert len({_seed_of_turn(7, turn) % 2**64 for turn in range(1000)}) == 1000
     # two samples of the prompt that does not fail, in two turns
     assert engine.samples == [4, 5, 4, 5]
     assert found.sample_index.tolist() == [4, 5, 2, 3]
@@ -490,6 +491,25 @@ def test_dynamic_sampling_replaces_groups_of_failed_calls() -> None:
     assert experience.batch.group_index.tolist() == [0, 0, 3, 3, 4, 4]
     assert experience.metrics["reward/failed_groups"] == 1
     assert experience.metrics["rollout/groups_dropped"] == 3
+
+
+class WithRoutes(Engine):
+    """Also returns the routes of two layers."""
+
+    def generate(self, requests: Requests, sampling: Sampling, seed: int) -> RolloutBatch:
+        batch = super().generate(requests, sampling, seed)
+        return replace(batch, routes=torch.zeros(len(batch.tokens), 2, 1, dtype=torch.uint8))
+
+
+def test_a_request_whose_episodes_all_fail_is_made_up_for() -> None:
+    """Its groups have no routes, because the engine was not called."""
+    found = collector(rollout=DYNAMIC, reward=DROPPING)
+    tokenizer = cast(Any, Tokenizer())
+    runner = EpisodeRunner(cast(Any, Talk()), tokenizer, EpisodeLimits(2, 20))
+    found.source = MegatronRollouts(cast(Any, WithRoutes()), runner, found.device, layers=(1, 2))
+    experience = drawn_by(found, Prompts(*range(PROMPTS)))
+    assert experience.batch.group_index.tolist() == [3, 3, 4, 4, 5, 5]
+    assert experience.batch.routes is not None and experience.batch.routes.shape[1:] == (2, 1)
 
 
 @pytest.mark.parametrize("rollout", [{}, DYNAMIC])

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from gspo_megatron.rollout.vllm.checks import Abilities
 from gspo_megatron.rollout.vllm.client import KEEP, RECOMPUTE, WAIT
 from gspo_megatron.rollout.vllm.in_flight import InFlightResponse
 from gspo_megatron.rollout.vllm.server import FleetSettings, Server
+from gspo_megatron.rollout.vllm.service import _stops
 from gspo_megatron.rollout.vllm.weight_check import WeightCheck
 from gspo_megatron.rollout.vllm.weights import Weights
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
@@ -29,6 +31,25 @@ from tests.unit.rollout.test_bank import a_group
 
 SETTINGS = fleet_settings()
 CHECK = WeightCheck([[1, 2]], [[3, 4]], [[-0.5, -0.5]], 1e-4, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [
+        ([], {}),
+        (["<end>"], {}),  # a token of its own
+        (["a", "<end>"], {"stop": ["a"]}),
+        (["a<end>"], {"stop": ["a<end>"], "skip_special_tokens": False}),
+    ],
+)
+def test_a_server_finds_a_stop_text_with_a_special_token(
+    stop: list[str], expected: dict[str, Any]
+) -> None:
+    tokenizer = SimpleNamespace(special_tokens={"<end>": 7, "</s>": 2}, eos_ids=(2,))
+    config: Any = SimpleNamespace(rollout=SimpleNamespace(stop=stop))
+    inputs: Any = SimpleNamespace(tokenizer=tokenizer)
+    ids = [2, 7] if "<end>" in stop else [2]
+    assert _stops(config, inputs) == {"stop_token_ids": ids, "ignore_eos": True, **expected}
 
 
 @dataclass
