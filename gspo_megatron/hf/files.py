@@ -197,7 +197,7 @@ class HfFolder:
             return torch.empty(entry.shape, dtype=dtype)[tuple(slices)]
         mapped = self._mapped.get(entry.file)
         if mapped is None:
-            with entry.file.open("rb") as file:
+            with os_errors(entry.file, "cannot be read"), entry.file.open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             self._mapped[entry.file] = mapped
         with warnings.catch_warnings():
