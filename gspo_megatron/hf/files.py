@@ -29,6 +29,7 @@ from gspo_megatron.files import (
     SINGLE_FILE,
     WEIGHT_INDEX,
     fault_of_name,
+    os_errors,
     parse_json,
 )
 

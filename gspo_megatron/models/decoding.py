@@ -82,7 +82,7 @@ def decoding(models: Sequence[torch.nn.Module], cache: KeyValueCache) -> Generat
     layers = [module for module in modules if isinstance(module, TransformerLayer)]
     all_plain = all(map(_is_plain_throughout, layers))
     mode = torch.inference_mode() if all_plain else torch.no_grad()
-    with changed(changes), without_fp8(models), mode:
+    with changed(changes), without_fp8(models), mode, products.packed_weights():
         yield
 
 

@@ -48,7 +48,7 @@ class TorchNorm(torch.nn.Module):
             weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1.0
         wide = hidden.to(weight.dtype) if self.zero_centered else hidden
         if self.centered:
-            bias = self.bias.to(wide.dtype)  # type: ignore[union-attr]
+            bias = None if self.bias is None else self.bias.to(wide.dtype)
             normed = torch.nn.functional.layer_norm(wide, shape, weight, bias, self.eps)
             return normed.to(hidden.dtype)
         # Passes with and without gradients use the same function, so that they agree bit for bit.

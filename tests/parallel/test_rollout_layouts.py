@@ -282,9 +282,9 @@ def test_refilled_rows_draw_the_same_responses(
 def test_a_group_that_starts_in_parts_beside_dummies_keeps_its_prompt(pool: Pool) -> None:
     """With the allgather dispatcher all ranks prefill equally many prompts. A rank that has fewer
     fills up with dummies, and later starts the rest of its last group."""
-    options: dict[str, Any] = {"count": 24, "per_prompt": 2}
+    options: dict[str, Any] = {"count": 24, "per_prompt": 4}
     alone = responses(pool, "tp=1", SAMPLED, **options)
-    found = responses(pool, "dp=2,ep=2", SAMPLED, batch_size=5, megatron=ALLGATHER, **options)
+    found = responses(pool, "dp=2,ep=2", SAMPLED, batch_size=10, megatron=ALLGATHER, **options)
     assert {s: copies[0].tokens for s, copies in found.items()} == {
         s: copies[0].tokens for s, copies in alone.items()
     }

@@ -216,7 +216,7 @@ YARN: dict[str, Any] = CONFIGS["gpt_oss"]["rope_scaling"]
         ("deepseek_v3", {"topk_group": None}, "topk_group = null: must be an integer from 1"),
         (
             "deepseek_v3",
-            {"topk_group": 5, "num_experts_per_tok": 10},
+            {"topk_group": 5, "num_experts_per_tok": 10, "n_routed_experts": 16},
             "topk_group = 5: must be an integer from 1 to n_group",
         ),
         ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob = false"),

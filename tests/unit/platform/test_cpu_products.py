@@ -80,8 +80,49 @@ def test_experts_of_which_one_has_no_rows(onednn: pytest.MonkeyPatch) -> None:
 
 
 @needs_onednn
-def test_greedy_responses_are_the_same(onednn: pytest.MonkeyPatch) -> None:
+def test_packed_weights_give_the_same_bits(onednn: pytest.MonkeyPatch) -> None:
+    onednn.setattr(products, "SMALLEST_PACKED", 1)
+    rows, weight = random(5, 37), random(19, 37)
+    with torch.inference_mode():
+        plain = products.linear(rows, weight)
+        with products.packed_weights(), Operators() as operators:
+            packed = [products.linear(rows[:n], weight) for n in (5, 3)]
+    assert operators.names.count("_reorder_linear_weight") == 1 and products._packed is None
+    assert torch.equal(packed[0], plain) and torch.equal(packed[1], plain[:3])
+
+
+@pytest.mark.skipif(not products._has_bf16(), reason="oneDNN has no bf16 for this processor")
+def test_packed_weights_in_bf16(onednn: pytest.MonkeyPatch) -> None:
+    rows, weight = random(5, 64).bfloat16(), random(32, 64).bfloat16()
+    with torch.inference_mode(), products.packed_weights():
+        assert not products.takes_onednn(rows, weight)  # too small
+        onednn.setattr(products, "SMALLEST_PACKED", 1)
+        assert products.takes_onednn(rows, weight)
+        found = products.linear(rows, weight)
+    assert found.dtype is torch.bfloat16
+    exact = rows.double() @ weight.double().t()
+    # sums in float32, rounded once
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8 * 1.01, atol=1e-4)
+
+
+def test_large_weights_on_other_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_is_onednn_faster", lambda: False)
+    monkeypatch.setattr(products, "_has_avx512", lambda: True)
+    monkeypatch.setattr(products, "SMALLEST_PACKED_BESIDE_MKL", 48)
+    rows, weight, smaller = random(2, 8), random(6, 8), random(5, 8)
+    with torch.inference_mode():
+        assert not products.takes_onednn(rows, weight)
+        with products.packed_weights():
+            assert products.takes_onednn(rows, weight)
+            assert products.takes_onednn(rows, weight.expand(3, 6, 8))
+            assert not products.takes_onednn(rows, smaller)
+
+
+@needs_onednn
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_greedy_responses_are_the_same(onednn: pytest.MonkeyPatch, is_packed: bool) -> None:
     """All three users in decoding: linear layers, experts, and the head."""
+    onednn.setattr(products, "SMALLEST_PACKED", 1 if is_packed else 2**40)
     with one_rank_groups():
         engine = MegatronEngine(tiny_policy(), pad_id=0, eos_id=1)
         prompts = Requests([[3, 4], [5, 6, 7, 8, 9], [10]], [0, 1, 2])

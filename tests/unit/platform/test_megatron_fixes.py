@@ -143,7 +143,10 @@ def test_the_global_aux_loss_divides_by_the_tokens_of_all_ranks(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This rank has 4 tokens, and the other one 3. Each token has two experts."""
-    count, given = stock_router.get_tokens_per_expert_and_token_count, {"routing_map": ROUTES, "topk": 2}
+    count, given = (
+        stock_router.get_tokens_per_expert_and_token_count,
+        {"routing_map": ROUTES, "topk": 2},
+    )
     group, name = SimpleNamespace(size=lambda: 2), "reduce_from_tensor_model_parallel_region"
     monkeypatch.setattr(moe_utils, name, lambda mine, _: mine + torch.tensor([2, 2, 2]))
     _, here, everywhere = count(reduce_group=group, **given)

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -38,6 +38,7 @@ class Tokenizer:
     """A tokenizer in which token 65 is "A", and so on."""
 
     eos_ids, eos_id = (0, EOS), EOS
+    special_tokens: ClassVar[dict[str, int]] = {}
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(chr(i) for i in ids)
@@ -501,13 +502,18 @@ class WithRoutes(Engine):
         return replace(batch, routes=torch.zeros(len(batch.tokens), 2, 1, dtype=torch.uint8))
 
 
+class OfOneToken(Prompts):
+    def __getitem__(self, n: int) -> Prompt:
+        return replace(super().__getitem__(n), token_ids=(5,))
+
+
 def test_a_request_whose_episodes_all_fail_is_made_up_for() -> None:
     """Its groups have no routes, because the engine was not called."""
     found = collector(rollout=DYNAMIC, reward=DROPPING)
     tokenizer = cast(Any, Tokenizer())
     runner = EpisodeRunner(cast(Any, Talk()), tokenizer, EpisodeLimits(2, 20))
     found.source = MegatronRollouts(cast(Any, WithRoutes()), runner, found.device, layers=(1, 2))
-    experience = drawn_by(found, Prompts(*range(PROMPTS)))
+    experience = drawn_by(found, OfOneToken(*range(PROMPTS)))
     assert experience.batch.group_index.tolist() == [3, 3, 4, 4, 5, 5]
     assert experience.batch.routes is not None and experience.batch.routes.shape[1:] == (2, 1)
 

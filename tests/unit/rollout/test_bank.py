@@ -214,9 +214,9 @@ def test_a_group_without_a_column_is_drawn_again(
     with pytest.raises(DataError, match="since it was written: group 0 lacks tokens, turns"):
         read_groups(path, {0, 1})
     assert RequestFile(path, REQUEST).finished == {1}
+    assert capsys.readouterr().out == f"{path}: damaged groups, which are drawn again: 0\n"
     written(path, 0)  # drawn again
     assert_holds_columns(read_groups(path, {0, 1})[0], a_group(0))
-    assert capsys.readouterr().out == f"{path}: damaged groups, which are drawn again: 0\n"
 
 
 def test_only_needed_draws_are_kept(tmp_path: Path) -> None:
