@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import resource
-from collections.abc import Mapping
 
 import numpy
 import torch
@@ -17,21 +15,6 @@ from gspo_megatron.errors import UserError
 def local_rank() -> int:
     """Return this process's number on its node: torchrun's LOCAL_RANK, else Slurm's, else 0."""
     return int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
-
-
-def ranks_on_node(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return the number of ranks on this node: torchrun's LOCAL_WORLD_SIZE, else the entry for this
-    node in Slurm's list of tasks, such as "4(x2),1". None: neither of them says it."""
-    if "LOCAL_WORLD_SIZE" in environ:
-        return int(environ["LOCAL_WORLD_SIZE"])
-    counts: list[int] = []
-    for entry in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
-        if found is None:
-            return None
-        counts += [int(found[1])] * int(found[2] or 1)
-    node = environ.get("SLURM_NODEID", "0")
-    return counts[int(node)] if node.isdigit() and int(node) < len(counts) else None
 
 
 def select_device() -> torch.device:

@@ -109,6 +109,21 @@ def _is_slurm_task(environ: Mapping[str, str]) -> bool:
     return all(name in environ for name in needed) and number_in(environ, tasks) > 1
 
 
+def ranks_on_node(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Return the number of ranks on this node: torchrun's LOCAL_WORLD_SIZE, else the entry for this
+    node in Slurm's list of tasks, such as "4(x2),1". None: neither of them says it."""
+    if "LOCAL_WORLD_SIZE" in environ:
+        return int(environ["LOCAL_WORLD_SIZE"])
+    counts: list[int] = []
+    for entry in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
+        if found is None:
+            return None
+        counts += [int(found[1])] * int(found[2] or 1)
+    node = environ.get("SLURM_NODEID", "0")
+    return counts[int(node)] if node.isdigit() and int(node) < len(counts) else None
+
+
 def first_host(nodes: str) -> str:
     """Return the first name in a Slurm node list, such as node07 for node[07-08,12],login1.
 

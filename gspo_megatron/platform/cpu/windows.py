@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gspo_megatron.platform.devices import ranks_on_node
 from gspo_megatron.process.cores import usable_cores
+from gspo_megatron.process.ranks import ranks_on_node
 
 MEMORY = "/dev/shm"  # a file system in memory
 PIECE_BYTES = 2**20  # bytes that a rank writes for each reading rank in one turn

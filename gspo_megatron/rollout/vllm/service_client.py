@@ -23,6 +23,7 @@ from gspo_megatron.config.servers import rollout_nodes
 from gspo_megatron.errors import RolloutError, error_of
 from gspo_megatron.families.model_shape import experts_in_layers
 from gspo_megatron.process.nodes import visible_gpus
+from gspo_megatron.process.ranks import ranks_on_node
 from gspo_megatron.process.signals import signal_name
 from gspo_megatron.rollout.store import step_of
 from gspo_megatron.rollout.vllm.process import end_with_parent, hold_port
@@ -299,8 +300,6 @@ def _gpus_for_servers(config: Config) -> list[str]:
     Raises RolloutError if these GPUs are too few for the servers.
     """
     import torch  # only here, because the service runs without torch
-
-    from gspo_megatron.platform.devices import ranks_on_node
 
     section = config.rollout.vllm
     if not section.servers or rollout_nodes():

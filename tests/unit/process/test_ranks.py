@@ -151,3 +151,27 @@ def test_ranks_of_a_machine_share_its_cores_and_meet_on_the_loopback() -> None:
     assert rank_environment({}, 0, 10_000, 1)["OMP_NUM_THREADS"] == "1"
     given = {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "eth1"}
     assert not given.keys() & rank_environment(given, 0, 2, 1).keys()
+
+
+@pytest.mark.parametrize(
+    ("torchrun", "tasks", "node", "expected"),
+    [
+        ("2", "6", "0", 2),  # torchrun inside a task of srun
+        (None, "6", "0", 6),
+        (None, "4(x2),1", "1", 4),
+        (None, "4(x2),1", "2", 1),
+        (None, "4(x2),1", "3", None),
+        (None, "4(x", "0", None),
+        (None, None, None, None),
+    ],
+)
+def test_ranks_of_a_node(
+    torchrun: str | None, tasks: str | None, node: str | None, expected: int | None
+) -> None:
+    given = {
+        "LOCAL_WORLD_SIZE": torchrun,
+        "SLURM_STEP_TASKS_PER_NODE": tasks,
+        "SLURM_NODEID": node,
+    }
+    environ = {name: value for name, value in given.items() if value is not None}
+    assert ranks_on_node(environ) == expected
