@@ -10,7 +10,7 @@ import pytest
 
 from gspo_megatron.errors import UserError
 from gspo_megatron.process.launcher import rank_environment, store_socket
-from gspo_megatron.process.ranks import first_host, world_size_of_rank
+from gspo_megatron.process.ranks import first_host, ranks_on_node, world_size_of_rank
 
 # The variables that srun sets for the third task of `--nodes=2 --ntasks-per-node=2` (Slurm 22.05).
 SLURM_TASK = {

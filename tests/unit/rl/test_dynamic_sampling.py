@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
+from typing import Any, cast
 
+import pytest
+import torch
+
+from gspo_megatron.environments.episode import EpisodeLimits, EpisodeRunner
 from gspo_megatron.rl.rollouts import DynamicSampling
+from gspo_megatron.rollout.engine import Requests, Sampling
+from gspo_megatron.rollout.megatron.rollouts import MegatronRollouts
+from gspo_megatron.types import Prompt, RolloutBatch
+from tests.unit.rl.test_rollouts import (
+    DROPPING,
+    DYNAMIC,
+    PROMPTS,
+    Engine,
+    Prompts,
+    Talk,
+    Tokenizer,
+    collector,
+    drawn_by,
+)
 
 YES, NO = True, False
 
@@ -73,3 +92,28 @@ def test_further_draws_keep_only_groups_that_may_be_chosen() -> None:
     assert chosen.candidates(0) == [0, 1, 2]
     chosen.add([NO, YES, NO])
     assert chosen.candidates(3) == [4]
+
+
+class WithRoutes(Engine):
+    """Also returns the routes of two layers."""
+
+    def generate(self, requests: Requests, sampling: Sampling, seed: int) -> RolloutBatch:
+        batch = super().generate(requests, sampling, seed)
+        return replace(batch, routes=torch.zeros(len(batch.tokens), 2, 1, dtype=torch.uint8))
+
+
+class OfOneToken(Prompts):
+    def __getitem__(self, n: int) -> Prompt:
+        return replace(super().__getitem__(n), token_ids=(5,))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_request_whose_episodes_all_fail_is_made_up_for() -> None:
+    """Its groups have no routes, because the engine was not called."""
+    found = collector(rollout=DYNAMIC, reward=DROPPING)
+    tokenizer = cast(Any, Tokenizer())
+    runner = EpisodeRunner(cast(Any, Talk()), tokenizer, EpisodeLimits(2, 20))
+    found.source = MegatronRollouts(cast(Any, WithRoutes()), runner, found.device, layers=(1, 2))
+    experience = drawn_by(found, OfOneToken(*range(PROMPTS)))
+    assert experience.batch.group_index.tolist() == [3, 3, 4, 4, 5, 5]
+    assert experience.batch.routes is not None and experience.batch.routes.shape[1:] == (2, 1)

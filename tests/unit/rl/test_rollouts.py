@@ -494,30 +494,6 @@ def test_dynamic_sampling_replaces_groups_of_failed_calls() -> None:
     assert experience.metrics["rollout/groups_dropped"] == 3
 
 
-class WithRoutes(Engine):
-    """Also returns the routes of two layers."""
-
-    def generate(self, requests: Requests, sampling: Sampling, seed: int) -> RolloutBatch:
-        batch = super().generate(requests, sampling, seed)
-        return replace(batch, routes=torch.zeros(len(batch.tokens), 2, 1, dtype=torch.uint8))
-
-
-class OfOneToken(Prompts):
-    def __getitem__(self, n: int) -> Prompt:
-        return replace(super().__getitem__(n), token_ids=(5,))
-
-
-def test_a_request_whose_episodes_all_fail_is_made_up_for() -> None:
-    """Its groups have no routes, because the engine was not called."""
-    found = collector(rollout=DYNAMIC, reward=DROPPING)
-    tokenizer = cast(Any, Tokenizer())
-    runner = EpisodeRunner(cast(Any, Talk()), tokenizer, EpisodeLimits(2, 20))
-    found.source = MegatronRollouts(cast(Any, WithRoutes()), runner, found.device, layers=(1, 2))
-    experience = drawn_by(found, OfOneToken(*range(PROMPTS)))
-    assert experience.batch.group_index.tolist() == [3, 3, 4, 4, 5, 5]
-    assert experience.batch.routes is not None and experience.batch.routes.shape[1:] == (2, 1)
-
-
 @pytest.mark.parametrize("rollout", [{}, DYNAMIC])
 def test_a_step_or_evaluation_without_any_reward_ends_the_run(rollout: dict[str, Any]) -> None:
     reward = failing_for(*range(100))
