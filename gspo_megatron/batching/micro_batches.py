@@ -271,7 +271,7 @@ def _run(
 
     chunks = policy.chunks
     iterators = [iter(micro_batches) for _ in chunks]
-    return get_forward_backward_func()(
+    outputs = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks) if len(chunks) > 1 else chunks[0],
@@ -284,6 +284,9 @@ def _run(
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )
+    for micro_batch in micro_batches:  # a layer that was recomputed has taken them again
+        micro_batch.packed.forget_angles()
+    return outputs
 
 
 def run_chunk(model: torch.nn.Module, micro_batch: MicroBatch) -> Tensor:
@@ -302,8 +305,7 @@ def run_chunk(model: torch.nn.Module, micro_batch: MicroBatch) -> Tensor:
             packed_seq_params=micro_batch.packed_seq_params,
             padding_mask=_local_padding_mask(model, packed.padding_mask),
         )
-    if packed.shared is not None:
-        packed.shared.forget_angles()
+    packed.forget_angles()
     return output
 
 

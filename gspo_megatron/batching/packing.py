@@ -65,6 +65,13 @@ class PackedBatch:
     members: tuple[int, ...]  # the micro-batch's sequences, by their numbers in the rank's batch
     shared: SharedPrompts | None = None  # None: every branch has all its tokens
 
+    def forget_angles(self) -> None:
+        """Free the rotary angles at the end of a pass. All micro-batches of a step exist together,
+        and each pass can make them again."""
+        vars(self.boundaries).pop("rotary_tables", None)  # see platform/cpu/faster.py
+        if self.shared is not None:
+            self.shared.forget_angles()
+
     def to(self, device: torch.device) -> PackedBatch:
         """Return a copy with the tensors on `device`."""
         moved = {

@@ -62,7 +62,6 @@ from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.collectives import any_rank, on_main
 from gspo_megatron.platform.stop import StopRun, StopSignals
 
-# Keys of the section data that decide which prompt each position in the data means.
 # Keys of `data` that decide the order of the prompts. The fingerprint covers the files themselves,
 # which may have moved.
 _PROMPT_KEYS = ("weights", "shuffle", "selection")

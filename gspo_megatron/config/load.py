@@ -187,12 +187,14 @@ def apply_overrides(
 
     An override is split at its first "="; its value is YAML: `training.steps=10`,
     `parallel.layout=tp=2,pp=2`, `rollout.stop=["a", "b"]`. An empty value is null. A new layout
-    replaces all sizes in `values`, such as those in the resolved configuration of a run.
+    replaces the sizes of a run's resolved configuration, which names all of them.
     """
     result, problems = with_new_names(copy.deepcopy(dict(values)))
     parallel = result.get("parallel")
-    if isinstance(parallel, dict) and any(_sets_layout(override) for override in overrides):
-        result["parallel"] = {k: v for k, v in parallel.items() if k not in LAYOUT_KEYS.values()}
+    sizes = LAYOUT_KEYS.values()
+    is_resolved = isinstance(parallel, dict) and all(key in parallel for key in sizes)
+    if is_resolved and any(map(_sets_layout, overrides)):
+        result["parallel"] = {k: v for k, v in parallel.items() if k not in sizes}
     for override in overrides:
         dotted, equals, text = override.partition("=")
         dotted = dotted.strip()
@@ -223,7 +225,7 @@ def apply_overrides(
 
 def _sets_layout(override: str) -> bool:
     key, _, text = override.partition("=")
-    return key.strip() == "parallel.layout" and bool(text.strip())
+    return key.strip() == "parallel.layout" and text.strip() not in ("", "null", "~")
 
 
 def with_suites_of_files(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -72,7 +72,9 @@ class ServerEvaluation:
                 if name in self.rewards:
                     check_answers(self.rewards[name], self.prompts[name])
         if _holds_records(out):
-            problems.append(f"--output {out}: holds an evaluation; allowed: another folder")
+            problems.append(
+                f"--output {out}: holds the responses of an evaluation; allowed: another folder"
+            )
         if problems:
             raise ConfigError(problems)
 
@@ -229,8 +231,8 @@ class ServerEvaluation:
 
 
 def _holds_records(out: Path) -> bool:
-    """Whether a folder has the responses or figures of an evaluation. The files of an evaluation
-    that failed before its first suite was finished are empty."""
+    """Whether a folder has the responses or figures of an evaluation, also of one that failed. The
+    files are empty if it failed before its first response."""
     for name in (EVALUATION_FILE, METRICS_FILE):
         with contextlib.suppress(OSError):
             if (out / name).stat().st_size:

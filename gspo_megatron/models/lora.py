@@ -243,7 +243,10 @@ class LinearAdapter(Adapter):
         """Return A x [tokens, ..., rank] after the exchange with the other tensor-parallel
         ranks."""
         layer = self.layer
-        if self.kind == COPIED or getattr(layer, "explicit_expert_comm", False):
+        # Megatron-Core exchanges the tokens of some layers itself: those of experts, and those of
+        # shared experts that overlap with messages (Transformer Engine's, without parallel_mode).
+        has_own = getattr(layer, "explicit_expert_comm", False)
+        if self.kind == COPIED or has_own or getattr(layer, "parallel_mode", "") is None:
             return down
         group = tensor_parallel_group(layer)
         if group.size() == 1:

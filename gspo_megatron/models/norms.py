@@ -55,6 +55,7 @@ class TorchNorm(torch.nn.Module):
         # Decoding (inference mode) need not agree. Memory is estimated on the meta device, where
         # this function stands for a GPU's norm: both keep the same tensors for the backward pass.
         is_ours = hidden.is_meta or faster.applies_to(hidden)
+        is_ours |= self.zero_centered and hidden.dtype.itemsize < 4  # it keeps no copy in fp32
         if is_ours and hidden.dtype == self.weight.dtype and not torch.is_inference_mode_enabled():
             is_wide = hidden.dtype.itemsize >= 4
             function = CpuRmsNorm if is_wide else LowPrecisionRmsNorm

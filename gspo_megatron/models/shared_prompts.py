@@ -53,7 +53,7 @@ class SharedPrompts:
         return self._angles
 
     def forget_angles(self) -> None:
-        """Free the angles at the end of a pass. All micro-batches of a step exist together."""
+        """Free the angles at the end of a pass."""
         self._angles = None
 
 

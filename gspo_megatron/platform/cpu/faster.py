@@ -47,7 +47,7 @@ def strips(first: torch.Tensor, *others: torch.Tensor) -> Iterable[tuple[torch.T
     memory, and the system takes longer to clear new memory than most operators to compute.
 
     On the meta device there is nothing to compute, and one strip has the sizes of all of them."""
-    if first.numel() <= STRIP:
+    if first.numel() <= STRIP or first.is_cuda:
         return [(first, *others)]
     rows = max(STRIP * len(first) // first.numel(), 1)
     if first.is_meta:

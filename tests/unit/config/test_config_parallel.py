@@ -4,6 +4,7 @@ after merging."""
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -100,13 +101,17 @@ def test_a_size_named_both_ways_with_different_values_is_refused() -> None:
 
 
 def test_a_new_layout_replaces_the_sizes_of_a_resolved_configuration() -> None:
-    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
-    values = {"data": {"tokenizer": "t"}, "parallel": {**sizes, "sequence_parallel": True}}
-    config = parse_config(values, ["parallel.layout=tp=4"])
-    assert config.layout() == Layout(tp=4) and config.parallel.sequence_parallel is True
-    others = ["parallel.context_parallel_size=2", "parallel.layout=tp=4"]
-    assert parse_config(values, others).layout() == Layout(tp=4, cp=2)
-    assert parse_config(values, ["parallel.layout="]).layout() == Layout(tp=2, pp=2)
+    def layout(*overrides: str) -> Layout:
+        return parse_config(values, overrides).layout()
+
+    before = parse_config({"data": {"tokenizer": "t"}, "parallel": {"layout": "tp=2,pp=2"}})
+    values: dict[str, Any] = before.model_dump()
+    assert layout("parallel.layout=tp=4") == Layout(tp=4)
+    assert layout("parallel.context_parallel_size=2", "parallel.layout=tp=4") == Layout(tp=4, cp=2)
+    assert layout("parallel.layout=") == layout("parallel.layout=null") == Layout(tp=2, pp=2)
+    # a file that names some sizes
+    values = {"data": {"tokenizer": "t"}, "parallel": {"context_parallel_size": 2}}
+    assert layout("parallel.layout=tp=4") == Layout(tp=4, cp=2)
 
 
 def test_resolved_sizes_are_concrete() -> None:

@@ -143,7 +143,7 @@ def test_a_server_is_evaluated(
     assert "0.500" in out_text and "0.500–0.500" not in out_text
     # The results of a second evaluation are not mixed with the first.
     assert main(["evaluate", chat.url, "--suite", str(suite), "-o", str(out)]) == 2
-    assert "holds an evaluation" in capsys.readouterr().err
+    assert "holds the responses of an evaluation" in capsys.readouterr().err
 
 
 def test_responses_are_kept_if_their_reward_fails(

@@ -91,6 +91,7 @@ def test_packed_weights_give_the_same_bits(onednn: pytest.MonkeyPatch) -> None:
     assert torch.equal(packed[0], plain) and torch.equal(packed[1], plain[:3])
 
 
+@needs_onednn
 @pytest.mark.skipif(not products._has_bf16(), reason="oneDNN has no bf16 for this processor")
 def test_packed_weights_in_bf16(onednn: pytest.MonkeyPatch) -> None:
     rows, weight = random(5, 64).bfloat16(), random(32, 64).bfloat16()
@@ -105,6 +106,7 @@ def test_packed_weights_in_bf16(onednn: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found.double(), exact, rtol=2**-8 * 1.01, atol=1e-4)
 
 
+@needs_onednn
 def test_large_weights_on_other_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_is_onednn_faster", lambda: False)
     monkeypatch.setattr(products, "_has_avx512", lambda: True)
@@ -130,6 +132,7 @@ def test_greedy_responses_are_the_same(onednn: pytest.MonkeyPatch, is_packed: bo
         with Operators() as operators:
             ours = engine.generate(prompts, sampling, 1)
         assert ONEDNN in operators.names and "_grouped_mm" not in operators.names
+        assert ("_reorder_linear_weight" in operators.names) is is_packed
         onednn.setattr(products, "_is_onednn_faster", lambda: False)
         with Operators() as operators:
             native = engine.generate(prompts, sampling, 1)
