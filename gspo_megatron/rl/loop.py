@@ -10,7 +10,6 @@ rank runs the same code.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -442,10 +441,10 @@ def collect(collector: Collector, rows: Iterator[list[int]], of_step: RolloutReq
         config.rollout.max_refills,
         enabled=config.rollout.dynamic_sampling,
     )
-    for number in itertools.count():
-        if not chosen.wants_more:
-            break
-        request = part_of(of_step, number, next(rows), chosen.num_groups)
+    asked = 0
+    while chosen.wants_more:
+        request = part_of(of_step, asked, next(rows), chosen.num_groups)
+        asked += 1
         share = collector.sample(request)
         metrics.add(share)
         records, has_failed = collector.judge(request, share.group)

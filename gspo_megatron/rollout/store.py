@@ -92,22 +92,25 @@ class RequestFile:
 def read_groups(path: Path, wanted: Collection[int] | None = None) -> dict[int, RolloutGroup]:
     """Read the groups with the numbers in `wanted`; None: all complete groups.
 
-    All other groups are skipped without reading them. A group that was damaged and drawn again is
-    in the file twice. Raises DataError if the file cannot be read, or if a group in `wanted` is
-    missing or lacks columns.
+    All other groups are skipped without reading them. If two records have the same number, the
+    later one counts: a damaged group is drawn again. Raises DataError if the file cannot be read, or
+    if a group in `wanted` is missing or lacks columns.
     """
     groups: dict[int, RolloutGroup] = {}
-    damaged: DataError | None = None
+    damaged: dict[int, DataError] = {}
     with os_errors(path, "cannot be read"):
         for number, content, _ in _records(
             path, lambda n: n != _REQUEST and (wanted is None or n in wanted)
         ):
             try:
                 groups |= {number: RolloutGroup.load(content)} if content else {}
+                damaged.pop(number, None)
             except DataError as error:
-                damaged = damaged or DataError(f"group {number} {error}")
+                damaged[number] = error
+                groups.pop(number, None)
     if missing := sorted(set(wanted or ()) - groups.keys()):
-        wrong = damaged or f"groups {missing} are missing"
+        told = [f"group {number} {error}" for number, error in damaged.items()]
+        wrong = told[0] if told else f"groups {missing} are missing"
         raise DataError(f"{path}: damaged since it was written: {wrong}")
     return groups
 

@@ -114,7 +114,7 @@ def refused(config: Config) -> str:
     odd = Sample(
         "b", None, "c", False, messages=asked if dist.get_rank() == 1 else (), row_id="r:7"
     )
-    share: Any = SimpleNamespace(group=None)
+    share: Any = SimpleNamespace(group=SimpleNamespace(model_scores=None))
     try:
         rewards._scores(share, [odd])
     except DataError as error:
