@@ -93,8 +93,8 @@ def read_groups(path: Path, wanted: Collection[int] | None = None) -> dict[int, 
     """Read the groups with the numbers in `wanted`; None: all complete groups.
 
     All other groups are skipped without reading them. If two records have the same number, the
-    later one counts: a damaged group is drawn again. Raises DataError if the file cannot be read, or
-    if a group in `wanted` is missing or lacks columns.
+    later one counts: a damaged group is drawn again. Raises DataError if the file cannot be read,
+    or if a group in `wanted` is missing or lacks columns.
     """
     groups: dict[int, RolloutGroup] = {}
     damaged: dict[int, DataError] = {}
