@@ -46,7 +46,7 @@ def test_the_last_line_has_the_figures_of_the_estimate(
 
 def test_phases_are_listed_each_with_its_memory(write_config: ConfigWriter, gspo: Command) -> None:
     path = write_config(("abc", "hgfed"))
-    phases = "training.phases=[{until_step: 4}, {rollout: {max_response_tokens: 40}}]"
+    phases = "training.phases=[{until_step: 4}, {rollout: {max_response_tokens: 100}}]"
     overrides = [phases, "model.vocab_size=80", "training.steps=6", "checkpoint.interval=1"]
     code, out, _ = gspo("check", path, "--memory", *overrides)
     lines = [line.strip() for line in out.splitlines()]
@@ -55,7 +55,7 @@ def test_phases_are_listed_each_with_its_memory(write_config: ConfigWriter, gspo
     assert second.split(maxsplit=2)[2].startswith("steps 5 to 6: rollout.max_response_tokens: ")
     table = lines[lines.index(next(line for line in lines if line.startswith("phases: "))) :]
     rows = [line.split() for line in table if line.split()[:1] in (["1"], ["2"])]
-    assert [row[1] for row in rows] == ["1", "5"] and rows[1][3] == "40"
+    assert [row[1] for row in rows] == ["1", "5"] and rows[1][3] == "100"
     # The longer responses of phase 2 need more memory. The last line of the output is about the
     # phase that needs the most memory.
     assert float(rows[0][4]) < float(rows[1][4])
