@@ -448,7 +448,7 @@ def _links(folder: Path, files: list[str]) -> list[Path]:
 
 @contextlib.contextmanager
 def _one_process(name: HubName, where: str) -> Generator[None]:
-    """Hold the lock of a repository on this machine. It ends with the process.
+    """Hold the lock of a repository on this machine. The lock ends with the process.
 
     Raises DataError if another process holds the lock and has not received a byte for WAIT_SECONDS.
     """
