@@ -69,7 +69,7 @@ class Products(TorchDispatchMode):
         if shapes not in self.examples:
             self.flops[shapes] = _flops(name, args, out)
             # New memory with the same shapes and strides. Integer tensors keep their values: they
-            # are the ends of groups.
+            # are the ends of groups. Weights in oneDNN's own layout are used as they are.
             copies = [_like(value) for value in args]
             named = {key: _like(value) for key, value in kwargs.items()}
             self.examples[shapes] = lambda: operator(*copies, **named)
@@ -91,7 +91,7 @@ def _is_matrix(value: Any) -> bool:
 
 
 def _like(value: Any) -> Any:
-    if not _is_matrix(value):
+    if not _is_matrix(value) or value.is_mkldnn:
         return value.clone() if isinstance(value, Tensor) else value
     # a dimension with stride 0 is one element, seen several times
     shape = [size if stride else 1 for size, stride in zip(value.shape, value.stride())]
