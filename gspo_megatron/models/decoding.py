@@ -29,7 +29,7 @@ from gspo_megatron.models.attention import (
     window_and_sinks,
 )
 from gspo_megatron.models.experts import GroupedExperts
-from gspo_megatron.models.norms import TorchNorm
+from gspo_megatron.models.norms import TorchNorm, rms_norm
 from gspo_megatron.models.transformer_config import changed, without_fp8
 from gspo_megatron.platform.cpu import products
 from gspo_megatron.platform.devices import count_values
@@ -205,8 +205,7 @@ class LocalAttention(torch.nn.Module):
         mixed = mixed.unflatten(-1, (self.groups, self.queries + 2, -1))
         turned, value = mixed[:, :, :, :-1], mixed[:, :, :, -1]
         if self.norm is not None:
-            dim, eps = turned.shape[-1], stock.q_layernorm.eps
-            turned = F.rms_norm(turned.to(self.norm.dtype), (dim,), None, eps).mul_(self.norm)
+            turned = rms_norm(turned.to(self.norm.dtype), self.norm, stock.q_layernorm.eps)
             turned = turned.to(value.dtype)
         cos, sin = cache.cos.unsqueeze(2), cache.sin.unsqueeze(2)
         turned = rotate(turned, cos, sin, stock.config.rotary_interleaved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,7 +61,7 @@ class TorchNorm(torch.nn.Module):
             is_wide = hidden.dtype.itemsize >= 4
             function = CpuRmsNorm if is_wide else LowPrecisionRmsNorm
             return function.apply(hidden, weight, self.eps)
-        return torch.nn.functional.rms_norm(wide, shape, weight, self.eps).to(hidden.dtype)
+        return rms_norm(wide, weight, self.eps).to(hidden.dtype)
 
 
 class PlainNorm(TorchNorm):
@@ -83,15 +84,37 @@ def sum_gradients_over_tp(
             vars(parameter)["sequence_parallel"] = config.sequence_parallel
 
 
+def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm [..., dim] without gradients; weight: [..., dim]. On a CPU, torch's own RMSNorm in
+    float32 takes twice as long for the few rows of a decoding pass: it calls more operators."""
+    if hidden.dtype is torch.float32 and faster.applies_to(hidden):
+        return (hidden * _scale_of(hidden, eps)).mul_(weight)
+    if weight.dim() == 1:
+        return torch.nn.functional.rms_norm(hidden, weight.shape, weight, eps)
+    return torch.nn.functional.rms_norm(hidden, weight.shape[-1:], None, eps).mul_(weight)
+
+
+def _scale_of(hidden: Tensor, eps: float) -> Tensor:
+    """1 / the root mean square of each row [..., dim] -> [..., 1], with as few operators as
+    possible."""
+    lengths = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
+    start = _constant(eps, hidden.dtype)
+    return torch.addcmul(start, lengths, lengths, value=1 / hidden.shape[-1]).rsqrt_()
+
+
+@functools.cache
+@torch.inference_mode(False)
+def _constant(value: float, dtype: torch.dtype) -> Tensor:
+    return torch.full((1,), value, dtype=dtype, device="cpu")
+
+
 class CpuRmsNorm(torch.autograd.Function):
     """RMSNorm over the last dimension, with a backward pass of a few operations. On a CPU, torch's
     own RMSNorm takes three times as long."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-        dim = hidden.shape[-1]
-        lengths = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
-        scale = lengths.square_().div_(dim).add_(eps).rsqrt_()
+        scale = _scale_of(hidden, eps)
         normed = hidden * scale
         ctx.save_for_backward(normed, scale, weight)
         return normed * weight
