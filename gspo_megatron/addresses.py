@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
 
 from gspo_megatron.errors import UserError
 
@@ -83,7 +86,7 @@ def own_address_for_servers(environ: Mapping[str, str] = os.environ) -> str:
     own = own_address(master, environ)
     if not is_loopback(own):
         return own
-    unknown = [name for name in _serving_hosts(environ) if route_to(name) is None]
+    unknown = [name for name in rollout_nodes(environ) if route_to(name) is None]
     if not unknown:  # all of these hosts are this machine
         return own
     return _way_abroad(
@@ -109,10 +112,33 @@ def other_hosts(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return some hosts of the job: the last host of Slurm's list, and the hosts that serve
     rollouts."""
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-    return [*last_host(nodes), *_serving_hosts(environ)]
+    return [*last_host(nodes), *rollout_nodes(environ)]
 
 
-def _serving_hosts(environ: Mapping[str, str]) -> list[str]:
+def takes_proxy(url: str) -> bool:
+    """Return whether a request to a server may go through a proxy of the environment: not if the
+    server is on this machine, even if no_proxy does not name it."""
+    host = urlsplit(url).hostname or ""
+    with contextlib.suppress(ValueError):
+        return not ipaddress.ip_address(host).is_loopback
+    return host != "localhost"
+
+
+async def read_answer(response: Any, most: int = 1 << 26) -> bytes:
+    """Return the body of an answer of aiohttp. Raises ConnectionError if it has more than `most`
+    bytes, which a broken server may send without an end."""
+    parts, size = [], 0
+    async for part in response.content.iter_chunked(1 << 16):
+        parts.append(part)
+        size += len(part)
+        if size > most:
+            raise ConnectionError(f"{response.url}: an answer of more than {most:,} bytes")
+    return b"".join(parts)
+
+
+def rollout_nodes(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the names of the nodes that only serve rollouts. The job's batch script names them in
+    the environment. If the list is empty, servers run on the node of rank 0."""
     return [name for name in environ.get(ROLLOUT_NODES, "").split(",") if name]
 
 

@@ -27,8 +27,8 @@ _SECONDS = 60.0  # time limit to start an interpreter, which may be on a network
 def check_packages(config: AnyConfig) -> None:
     """Raise ConfigError if a package cannot be imported: one of the trackers, or vLLM for the
     servers that the run starts on this node."""
+    from gspo_megatron.addresses import rollout_nodes
     from gspo_megatron.config import Config
-    from gspo_megatron.config.servers import rollout_nodes
     from gspo_megatron.observe.trackers import require_packages
 
     problems: list[str] = []

@@ -8,8 +8,9 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
+from gspo_megatron.addresses import ROLLOUT_NODES, rollout_nodes
 from gspo_megatron.config.model_rules import Plan, Problems
-from gspo_megatron.config.servers import ROLLOUT_NODES, SERVED_RANKS, rollout_nodes
+from gspo_megatron.config.servers import SERVED_RANKS
 from gspo_megatron.errors import ConfigError
 from gspo_megatron.families import differs_in_folder, family_of_shape
 from gspo_megatron.families.adapter_map import adapted_weights_of

@@ -1,12 +1,9 @@
-"""The section rollout.vllm, and what a run knows about servers: adapters that they take, and the
-nodes that only serve rollouts."""
+"""The section rollout.vllm, and the ranks of adapters that servers take."""
 
 from __future__ import annotations
 
-import os
 from typing import Any, Literal
 
-from gspo_megatron.addresses import ROLLOUT_NODES
 from gspo_megatron.config.section import NotNegative, Positive, Section, Text, harmless
 
 # The values that vLLM allows for its option max_lora_rank, the largest rank of adapters.
@@ -67,9 +64,3 @@ class VllmSection(Section):
 def served_rank(rank: int) -> int:
     """Return the smallest max_lora_rank of vLLM that is enough for adapters of this rank."""
     return next(size for size in SERVED_RANKS if size >= rank)
-
-
-def rollout_nodes() -> list[str]:
-    """Return the names of the nodes that only serve rollouts. The job's batch script names them in
-    the environment. If the list is empty, servers run on the node of rank 0."""
-    return [name for name in os.environ.get(ROLLOUT_NODES, "").split(",") if name]

@@ -210,7 +210,7 @@ class ServedRollouts:
             status = self._service().request_status(request.name)
             done, scoring = status["finished"], status["scoring"]
             moved = status["drawn"], status["tokens"], done, status["heartbeats"]
-            if moved != before:
+            if moved != before or status["is_restarting"]:
                 heartbeat()
             before = moved
             scored = f", {scoring} being scored" if scoring else ""
@@ -248,9 +248,17 @@ class ServedRollouts:
         if bound is not None:
             young = staleness <= bound
             group.mask = young if sampled is None else sampled & young
-        sums = torch.tensor([*group.failed, group.seconds], dtype=torch.float64, device=self.device)
+        # Each group has the part of the service's time that was spent on it.
+        busy = [group.teacher_seconds, group.model_seconds]
+        spent = [0.0 if each is None else float(each.sum()) for each in busy]
+        values = [*spent, *group.failed, group.seconds]
+        sums = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(sums, group=self.data_group)
-        *failed, seconds = sums.tolist()
+        teacher, model, *failed, seconds = sums.tolist()
+        if group.teacher_seconds is not None:
+            group.teacher_seconds = np.array([teacher])
+        if group.model_seconds is not None:
+            group.model_seconds = np.array([model])
         ages = staleness if sampled is None else staleness[sampled]
         return RolloutShare(group, FailedCalls(*map(int, failed)), seconds, ages)
 

@@ -11,8 +11,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from gspo_megatron.addresses import read_answer
 from gspo_megatron.config.schema import RewardSection
-from gspo_megatron.errors import RewardError
+from gspo_megatron.errors import RewardError, printable
 from gspo_megatron.process.heartbeat import heartbeat
 from gspo_megatron.rewards.scoring import CONCURRENT_CALLS, FIRST_WAIT_SECONDS
 
@@ -53,6 +54,8 @@ class Asker(ABC):
     A rollout service scores many groups at the same time, so calls for different groups share
     the slots and the introduction.
     """
+
+    longest_answer = 1 << 26  # bytes
 
     def __init__(self, name: str, reward: RewardSection) -> None:
         """name: configuration key and URL of the server, for messages."""
@@ -114,14 +117,15 @@ class Asker(ABC):
             if not self._told:
                 self._told = True
                 more = "further failures are only counted"
-                print(f"{what}; it is asked again; {more}", file=sys.stderr, flush=True)
+                told = printable(f"{what}; it is asked again; {more}")
+                print(told, file=sys.stderr, flush=True)
             await asyncio.sleep(FIRST_WAIT_SECONDS * 2 ** (tries - 1))
 
     async def asked(self, session: ClientSession, method: str, url: str, given: Any = None) -> Any:
         """Send a request and return the JSON answer. Raises RewardError for a mistake of the user,
         and other errors if `repeated` should ask again."""
         async with session.request(method, url, json=given) as response:
-            text = await response.text()
+            text = (await read_answer(response, self.longest_answer)).decode(errors="replace")
             if response.status in _USERS_MISTAKES:
                 raise RewardError(f"{self.name}: {url} says {response.status}: {text[:500]}")
             if (advice := self.advice(response.status, text)) is not None:

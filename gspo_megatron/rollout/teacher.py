@@ -164,6 +164,8 @@ class Teachers:
 class _Server(Asker):
     """The server of one teacher."""
 
+    longest_answer = 1 << 32  # up to a thousand log-probs for each token
+
     def __init__(
         self, name: str, url: str, k: int, reward: RewardSection, tokenizer: Tokenizer
     ) -> None:

@@ -47,6 +47,8 @@ LAYERS, EXPERTS, TOP_K = (
     ODD_MOE[name] for name in ("num_layers", "num_moe_experts", "moe_router_topk")
 )
 TOLERANCE = 1e-5  # for fp32, after several optimizer updates
+# times of the service, which are the same on all ranks of a step
+SECONDS = ("teacher_seconds", "model_seconds")
 
 
 class Tokenizer:
@@ -114,6 +116,7 @@ def write_bank(folder: Path, has_turns: bool) -> None:
             group.rewards = group.shaped = random.random(GROUP)
             group.parts, group.part_names = np.zeros((GROUP, 0)), ()
             group.failed_calls, group.reward_seconds = np.zeros(3, np.int64), np.full(1, 0.25)
+            group.teacher_seconds, group.model_seconds = np.full(1, 0.5), np.full(1, 0.125)
             if has_turns:
                 group.sampled = random.random(len(group.versions)) < 0.7
                 group.in_response = in_two_branches(group)
@@ -185,7 +188,9 @@ def trained_from_the_bank(config: Config) -> tuple[list[dict[str, float]], StepR
         dist.all_reduce(ages, group=group)
         total, old = ages.tolist()
         learnt = float(sum(index.masked_lengths))
-        kept.append({**metrics, "ages": float(total), "old": float(old), "learnt": learnt})
+        counts = {"ages": float(total), "old": float(old), "learnt": learnt}
+        busy = {name: float(getattr(drawn.group, name).sum()) for name in SECONDS}
+        kept.append({**metrics, **counts, **busy})
     tear_down_model_parallel()
     return kept, StepResult(kept[-1], recorder.gradients, recorder.replica_error)
 
@@ -206,13 +211,14 @@ def test_every_layout_computes_the_same_from_the_bank(
     for layout in ("tp=2,pp=2,ep=2,dp=1", "dp=2,ep=2,cp=2"):
         steps, result = pool.on(config_of(layout, *asked), trained_from_the_bank)
         for found, expected in zip(steps, on_one[0], strict=True):
-            for name in ("ages", "old", "learnt"):
+            for name in ("ages", "old", "learnt", *SECONDS):
                 assert found[name] == expected[name]
             assert found["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE, abs=1e-7)
             assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=TOLERANCE)
         name, error = compare(on_one[1].gradients, result.gradients)[0]
         assert error <= TOLERANCE, f"{layout}: {name} is off by {error:.1e}"
     last = on_one[0][-1]
+    assert [last[name] for name in SECONDS] == [0.5 * PROMPTS, 0.125 * PROMPTS]
     assert last["old"] > 0  # some tokens are more than one version old
     groups = written(tmp_path, STEPS)
     tokens = sum(group.response_lengths.sum() for group in groups)

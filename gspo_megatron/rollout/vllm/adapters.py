@@ -47,9 +47,10 @@ class AdapterLoader(WeightLoader):
     ) -> None:
         assert stream is None and weights.folder is not None, "adapters come in folders"
         server.version, start = None, time.monotonic()
-        await server.client.load_adapter(
+        loading = server.client.load_adapter(
             self._name(weights.version), weights.folder, seconds=max(deadline - start, 0.1)
         )
+        await self._while_it_answers(server, loading)
         server.adapters.add(weights.version)
         server.load_seconds = time.monotonic() - start
 

@@ -9,6 +9,7 @@ import hmac
 import json
 import re
 import secrets
+import time
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, NoReturn
@@ -59,6 +60,7 @@ _FLIGHT = re.compile(r"[0-9a-f]{32}")
 _LATER = (408, 429)  # statuses of a proxy: request timeout, too many requests
 _KEPT_SECONDS = 2.0  # how long an idle connection stays open; vLLM closes it after 5
 _CONNECT_SECONDS = 30.0
+_TO_RESUME = 10.0  # seconds for /resume after a failure
 _NO_DEADLINE = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
 _BUFFER = 1 << 22  # bytes of the read buffer; a whole record fits into it
 
@@ -199,27 +201,32 @@ class ServerClient:
         packs_again: make vLLM pack all weights for its kernels again, which needs our worker
         extension. On CPUs vLLM otherwise packs the experts and a tied output layer only at the
         first load, and silently ignores their new weights."""
-        await self._call("POST", "/pause", query=pause, seconds=seconds)
+        deadline = time.monotonic() + seconds
+
+        def left() -> float:
+            return max(deadline - time.monotonic(), 0.1)
+
+        await self._call("POST", "/pause", query=pause, seconds=left())
         try:
             async with paused or contextlib.nullcontext():
                 if packs_again:
-                    await self._remote("forget_prepacked_experts", {}, seconds)
+                    await self._remote("forget_prepacked_experts", {}, left())
                 if stream is not None:
-                    await self._remote("receive_weights", stream, seconds)
+                    await self._remote("receive_weights", stream, left())
                 else:
-                    await self._remote("reload_weights", {"weights_path": folder}, seconds)
+                    await self._remote("reload_weights", {"weights_path": folder}, left())
                 if packs_again:
-                    await self._remote("pack_tied_output_layer", {}, seconds)
+                    await self._remote("pack_tied_output_layer", {}, left())
                 named = {"new_version": version}
-                await self._call("POST", "/update_weight_version", named, seconds=seconds)
+                await self._call("POST", "/update_weight_version", named, seconds=left())
                 if pause != KEEP:
-                    await self._call("POST", "/reset_prefix_cache", seconds=seconds)
+                    await self._call("POST", "/reset_prefix_cache", seconds=left())
         except BaseException:
             # the first error is the cause, even if this call fails too
             with contextlib.suppress(ServerGone, ServerRefused):
-                await self._call("POST", "/resume", seconds=seconds)
+                await self._call("POST", "/resume", seconds=min(left(), _TO_RESUME))
             raise
-        await self._call("POST", "/resume", seconds=seconds)
+        await self._call("POST", "/resume", seconds=left())
 
     async def load_adapter(self, name: str, folder: str, *, seconds: float) -> None:
         """Load the adapter in a PEFT folder: requests for the model `name` then get the base model

@@ -14,7 +14,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from gspo_megatron.errors import RolloutError
+from gspo_megatron.errors import RolloutError, printable
 from gspo_megatron.rollout.vllm.adapters import AdapterLoader
 from gspo_megatron.rollout.vllm.checks import check_server
 from gspo_megatron.rollout.vllm.client import OutOfFilesError, ServerGone, ServerRefused
@@ -122,6 +122,7 @@ class Fleet:
         deadline = time.monotonic() + self.settings.update_seconds
         try:
             if server.start is not None:
+                server.process = None  # how the process before ended is no longer the reason
                 server.process = server.start(folder)
             await self._wait_until_ready(server, deadline)
             # The request may take all the time that is left, because vLLM may examine the machine
@@ -196,11 +197,12 @@ class Fleet:
         restart is left."""
         while server.start is not None and server.restarts < self.settings.restarts:
             server.restarts += 1
-            print(f"{server.name}: {server.why_out}; restart {server.restarts}", flush=True)
+            told = f"{server.name}: {server.why_out}; restart {server.restarts}"
+            print(printable(told), flush=True)
             await self._start(server)
             if server.serves:
                 return
-        print(f"{server.name} is out: {server.why_out}", flush=True)
+        print(printable(f"{server.name} is out: {server.why_out}"), flush=True)
         await self.changes.announce()
 
     # Health
@@ -224,7 +226,8 @@ class Fleet:
                 seconds=CALL_SECONDS, in_short=server.abilities.gives_parts
             )
             tokens = found.get("generation_tokens_total", 0.0)
-            if tokens != server.tokens or not found.get("num_requests_running", 0.0):
+            # vLLM's own number of running requests is old if its engine hangs
+            if tokens != server.tokens or not server.in_flight:
                 server.heard = time.monotonic()
             server.tokens, server.kv_usage = tokens, found.get("kv_cache_usage_perc", 0.0)
             server.window.adjust(found, server.load)
@@ -236,5 +239,10 @@ class Fleet:
 
 async def _after(before: asyncio.Task[None] | None, then: Coroutine[Any, Any, None]) -> None:
     if before is not None:
-        await asyncio.wait([before])
+        try:
+            await asyncio.wait([before])
+        except asyncio.CancelledError:
+            before.cancel()
+            then.close()
+            raise
     await then

@@ -82,7 +82,7 @@ class GroupRequest:
         They have not arrived, or the server has not passed the check of their weights. Responses
         that were taken back are not included.
         """
-        newest = self.server.checked_version if self.server.restarts == self.life else -1
+        newest = self.server.proven.get(self.life, -1)
         return [
             number
             for number, each in enumerate(self.responses)

@@ -10,8 +10,8 @@ import subprocess
 import sys
 from typing import Any
 
+from gspo_megatron.addresses import rollout_nodes
 from gspo_megatron.config import Config
-from gspo_megatron.config.servers import rollout_nodes
 from gspo_megatron.errors import ConfigError, RolloutError, problem
 from gspo_megatron.families import Family
 from gspo_megatron.families.model_shape import (

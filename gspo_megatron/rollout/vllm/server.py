@@ -99,6 +99,8 @@ class Server:
     version: int | None = None
     why_out: str | None = "has not started yet"
     checked_version: int = -1  # newest version with which the server passed the check
+    # The same for each of its processes, by `restarts`.
+    proven: dict[int, int] = field(default_factory=dict)
     reports_versions: bool = False  # whether answers name the weights version of each token
     adapters: set[int] = field(default_factory=set)  # versions that are loaded as adapters
     in_flight: set[InFlightResponse] = field(default_factory=set)

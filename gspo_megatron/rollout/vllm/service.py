@@ -106,17 +106,19 @@ class Service:
             await site.start()
             told_ready()
             try:
-                await self.ended.wait()
+                await self._until_end()
             finally:
                 await self.requests.close()
                 await self.fleet.close()
+                if not self.rank_0_lives():
+                    # Rank 0 can no longer remove this folder, which may be in memory. Nobody waits
+                    # for rewards now, and one that hangs would keep this process alive for ever.
+                    shutil.rmtree(self.settings["weights_folder"], ignore_errors=True)
+                    os._exit(0)
                 await self.scorers.close()
                 exchange.cancel()
                 await asyncio.wait([exchange])
                 await runner.cleanup()
-                # rank 0 can no longer remove this folder, which may be in memory
-                if not self.rank_0_lives():
-                    shutil.rmtree(self.settings["weights_folder"], ignore_errors=True)
 
     def _served_requests(self) -> ServedRequests:
         return ServedRequests(
@@ -131,6 +133,14 @@ class Service:
 
     def rank_0_lives(self) -> bool:
         return os.getppid() == self.settings["starter"]
+
+    async def _until_end(self) -> None:
+        """Wait for `end`, or for the end of rank 0. A reward may keep the main thread, which runs
+        signal handlers, busy."""
+        ended = asyncio.create_task(self.ended.wait())
+        while self.rank_0_lives() and not ended.done():
+            await asyncio.wait([ended], timeout=1.0)
+        ended.cancel()
 
     def end(self) -> None:
         """End the service. Other threads may call this."""
@@ -320,6 +330,8 @@ class Service:
             "needs_folder": self.fleet.loader.needs_folder,
             "told_to_end": self.told_to_end,
             "heartbeats": self.heartbeats,
+            # Each start has a deadline, and the number of restarts is limited.
+            "is_restarting": any(each.may_come_back for each in self.fleet.servers),
         }
 
     async def _until_news(self, task: asyncio.Task[Any]) -> None:

@@ -18,8 +18,8 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gspo_megatron.addresses import rollout_nodes
 from gspo_megatron.config import Config
-from gspo_megatron.config.servers import rollout_nodes
 from gspo_megatron.errors import RolloutError, error_of
 from gspo_megatron.families.model_shape import experts_in_layers
 from gspo_megatron.process.nodes import visible_gpus

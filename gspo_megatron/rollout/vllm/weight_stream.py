@@ -7,7 +7,9 @@ in buckets. The workers first get the layout of the buckets, see `GspoWorker.rec
 
 from __future__ import annotations
 
+import contextlib
 import math
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import timedelta
@@ -128,19 +130,33 @@ class WeightStream:
         """Make the group with a server's workers. Returns None if the workers do not join.
 
         Making a group blocks, so this function first waits until all workers have announced
-        themselves.
+        themselves. A worker may still fail before it has joined, so a thread makes the group.
         """
         names = [f"{key}/{rank}" for rank in range(1, workers + 1)]
         while not self._store.check(names):
             if key not in receiving() or time.monotonic() > deadline:
                 return None
             time.sleep(0.02)
-        store = dist.PrefixStore(key, self._store)
-        seconds = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
-        try:
-            return make_group(self.backend, store, 0, workers + 1, seconds, self.host)
-        except RuntimeError:
-            return None
+        seconds, device = timedelta(seconds=max(deadline - time.monotonic(), 1.0)), self.device
+        made: list[Group] = []
+
+        def make() -> None:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # each thread has its own current device
+            with contextlib.suppress(RuntimeError):
+                # A client of its own, because a client that waits can serve no other thread.
+                client = dist.TCPStore(self.host, self.port, is_master=False, timeout=seconds)
+                store = dist.PrefixStore(key, client)
+                sizes = 0, workers + 1
+                made.append(make_group(self.backend, store, *sizes, seconds, self.host, device))
+
+        thread = threading.Thread(target=make, daemon=True)
+        thread.start()
+        while thread.is_alive():
+            if key not in receiving() or time.monotonic() > deadline:
+                return None
+            thread.join(0.02)
+        return made[0] if made else None
 
 
 def bucket_layout(specs: Mapping[str, Tensor], limit: int) -> list[dict[str, Any]]:

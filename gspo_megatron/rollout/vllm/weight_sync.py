@@ -18,9 +18,8 @@ from urllib.parse import urlsplit
 
 import torch
 
-from gspo_megatron.addresses import is_loopback, own_address_for_servers, route_to
+from gspo_megatron.addresses import is_loopback, own_address_for_servers, rollout_nodes, route_to
 from gspo_megatron.config import Config
-from gspo_megatron.config.servers import rollout_nodes
 from gspo_megatron.errors import RolloutError, ServersEndError
 from gspo_megatron.families import family_of
 from gspo_megatron.hf.export import export_adapter, export_hf, stream_hf, stream_specs

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from gspo_megatron.errors import RolloutError
+from gspo_megatron.errors import RolloutError, printable
 from gspo_megatron.rollout.vllm.client import KEEP, RECOMPUTE, WAIT, ServerGone, ServerRefused
 from gspo_megatron.rollout.vllm.in_flight import split_at_update
 from gspo_megatron.rollout.vllm.server import FleetSettings, Server
@@ -24,7 +24,10 @@ from gspo_megatron.rollout.vllm.weight_check import (
     suspect_families,
 )
 
+T = TypeVar("T")
+
 CALL_SECONDS = 10.0  # for calls that need no work of the engine
+_LOOK_SECONDS = 1.0  # time between two looks at a server that gets weights
 # A process's connections break before the process ends. Callers wait this many seconds for the end.
 MOMENT = 0.3
 
@@ -54,6 +57,10 @@ class WeightChanges:
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         async with self._condition:
             await self._condition.wait_for(condition)
+
+
+async def _all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    return await asyncio.gather(*calls)
 
 
 class WeightLoader:
@@ -130,9 +137,11 @@ class WeightLoader:
             await asyncio.sleep(MOMENT)
             if server.process and server.process.has_ended():
                 raise
+            if await server.client.why_not_ready(seconds=CALL_SECONDS) is not None:
+                raise
             server.stream_failed = True
             wrong = f"cannot take weights from rank 0, and gets them in folders: {error}"
-            print(f"{server.name}: {wrong}")
+            print(printable(f"{server.name}: {wrong}"))
             return False
         finally:
             server.stream_key = None
@@ -147,7 +156,7 @@ class WeightLoader:
     ) -> None:
         server.version, start = None, time.monotonic()  # None: the server gets no requests
         seconds = max(deadline - start, 0.1)
-        await server.client.load_weights(
+        loading = server.client.load_weights(
             weights.folder,
             str(weights.version),
             seconds=seconds,
@@ -156,7 +165,31 @@ class WeightLoader:
             pause=self._pause(server),
             paused=self._split_responses(server, weights.version, seconds),
         )
+        await self._while_it_answers(server, loading)
         server.load_seconds = time.monotonic() - start
+
+    async def _while_it_answers(self, server: Server, work: Coroutine[Any, Any, T]) -> T:
+        """Do a part of an update. Raises ServerGone if the server meanwhile answers nothing at all
+        for too long. Its engine may be busy for minutes, but its HTTP part answers."""
+        task, heard = asyncio.create_task(work), time.monotonic()
+        try:
+            while not (await asyncio.wait([task], timeout=_LOOK_SECONDS))[0]:
+                try:
+                    await server.client.figures(
+                        seconds=CALL_SECONDS, in_short=server.abilities.gives_parts
+                    )
+                except ServerGone:
+                    silent = time.monotonic() - heard
+                    if silent > self.settings.silence_seconds:
+                        raise ServerGone(f"has not answered for {silent:.0f} s") from None
+                except ServerRefused:
+                    heard = time.monotonic()
+                else:
+                    heard = time.monotonic()
+            return await task
+        finally:
+            task.cancel()
+            await asyncio.wait([task])  # after a failure it still asks the server to go on
 
     def _pause(self, server: Server) -> Mapping[str, str]:
         """Choose how to pause a server. Responses in progress may continue only if the weights
@@ -221,12 +254,13 @@ class WeightLoader:
             )
             for prompt, tokens in zip(check.prompts, check.tokens, strict=True)
         )
-        responses = await asyncio.gather(*calls)
+        responses = await self._while_it_answers(server, _all_of(calls))
         server.reports_versions = all(each.spans is not None for each in responses)
         problem = check.difference(responses)
         if server.abilities.is_extended:
             look = at_start or problem is not None
-            suspects = await self._suspects(server, weights.folder, whole=look)
+            compared = self._suspects(server, weights.folder, whole=look)
+            suspects = await self._while_it_answers(server, compared)
             if suspects:
                 problem = f"{problem or NOT_THE_WEIGHTS}; {suspects}"
             elif problem is not None:
@@ -237,6 +271,7 @@ class WeightLoader:
         if problem is not None:
             raise RolloutError(problem)
         server.version = server.checked_version = weights.version
+        server.proven[server.restarts] = weights.version
         server.why_out, server.heard = None, time.monotonic()
         server.check_seconds = server.heard - start
         await self.changes.announce()

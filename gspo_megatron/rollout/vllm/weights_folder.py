@@ -9,8 +9,8 @@ import stat
 import tempfile
 from pathlib import Path
 
+from gspo_megatron.addresses import rollout_nodes
 from gspo_megatron.config import Config
-from gspo_megatron.config.servers import rollout_nodes
 from gspo_megatron.files import make_folder
 from gspo_megatron.rollout.store import FOLDER
 

@@ -3,7 +3,7 @@ are learnt from, and metrics. The expected values were counted by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from gspo_megatron.observe.collapse import CollapseWatch
+from gspo_megatron.process.heartbeat import heard_by
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rl.loop import update_policy
 from gspo_megatron.rl.rollout_metrics import RolloutMetrics
@@ -228,6 +229,29 @@ def test_missing_experts_of_single_turns_are_counted(tmp_path: Path) -> None:
     groups = [[Row("pRRR", "000", lost=(0, 2)), Row("ppR", "0")]] * 2
     _, _, source = read(tmp_path, groups, episodes=False, routes=True)
     assert (source.counted["missing_routes"], source.counted["routes"]) == (4, 14 - 4)
+
+
+@pytest.mark.parametrize(("restarts", "signs"), [(False, 1), (True, 3)])
+def test_servers_that_restart_are_a_sign_of_life(
+    tmp_path: Path, restarts: bool, signs: int
+) -> None:
+    """Nothing else moves while a server loads a large model, and the run must not end itself."""
+    *_, found = read(tmp_path, SINGLE, episodes=False)
+    source: Any = found
+    counts = dict.fromkeys(("finished", "scoring", "tokens", "drawn", "heartbeats"), 0)
+    told = {**counts, "is_restarting": restarts}
+    source.service = SimpleNamespace(begin_request=lambda _: None, request_status=lambda _: told)
+    heard: list[str] = []
+
+    def three_times(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        with heard_by(lambda: heard.append("")):
+            return [look() for _ in range(3)][-1]
+
+    source.sync = SimpleNamespace(wait_for=three_times)
+    scorer: Any = SimpleNamespace(adopt=lambda _: None)
+    prompts = {number: Prompt("p", "", "s") for number in range(2)}
+    source.take(DRAW, prompts, scorer, router_noise=False)
+    assert len(heard) == signs
 
 
 def test_tokens_of_weights_older_than_the_draw_may_have_are_refused(tmp_path: Path) -> None:

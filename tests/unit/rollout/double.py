@@ -212,11 +212,12 @@ class Double:
 class Started:
     """Stands for the process of a server that this run has started."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self, url: str, ended: str | None = None) -> None:
+        """ended: how the process has ended; None: it runs."""
+        self.url, self.ended = url, ended
 
-    def has_ended(self) -> None:
-        return None
+    def has_ended(self) -> str | None:
+        return self.ended
 
     def errors(self) -> str:
         return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
@@ -48,11 +49,22 @@ def test_a_connection_that_the_server_closes_while_it_is_idle_costs_no_request()
     assert asyncio.run(ask()) == [7, 7, 7]
 
 
+async def leaves(reader: asyncio.StreamReader, seconds: float) -> bool:
+    """Wait before an answer. Returns whether the client gives up meanwhile."""
+    try:
+        return not await asyncio.wait_for(reader.read(1), seconds)
+    except asyncio.TimeoutError:
+        return False
+
+
 def with_server(
-    answer: Callable[[str], bytes | None], use: Callable[[ServerClient], Awaitable[object]]
+    answer: Callable[[str], bytes | None],
+    use: Callable[[ServerClient], Awaitable[object]],
+    late: Callable[[str], float] = lambda path: 0.0,
 ) -> Counter[str]:
-    """Call `use` with the client of a server that gives the answer for each path. If the answer is
-    None, the server closes the connection. Returns the number of requests for each path."""
+    """Call `use` with the client of a server that gives the answer for each path, after the seconds
+    `late`. If the answer is None, the server closes the connection. Returns the number of requests
+    for each path."""
     asked = Counter[str]()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -63,10 +75,12 @@ def with_server(
                     await reader.readexactly(int(length[0]))
                 path = head.split()[1].partition("?")[0]
                 asked[path] += 1
+                if late(path) and await leaves(reader, late(path)):
+                    break
                 if (given := answer(path)) is None:
                     break
                 writer.write(given)
-        except asyncio.IncompleteReadError:
+        except (asyncio.IncompleteReadError, ConnectionError):
             pass
         writer.close()
 
@@ -81,6 +95,7 @@ def with_server(
 
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+REFUSED = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 9\r\n\r\nno folder"
 LOAD = {"seconds": 10, "packs_again": False}
 
 
@@ -108,13 +123,11 @@ def test_a_lost_answer_is_no_reason_to_load_weights_twice() -> None:
 
 
 def test_a_server_that_does_not_resume_either_tells_what_went_wrong_first() -> None:
-    refused = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 9\r\n\r\nno folder"
-
     async def load(client: ServerClient) -> None:
         with pytest.raises(ServerRefused, match="/collective_rpc: HTTP 400: no folder"):
             await client.load_weights("folder", "1", **LOAD)
 
-    answers = {"/collective_rpc": refused, "/resume": None}
+    answers = {"/collective_rpc": REFUSED, "/resume": None}
     assert with_server(lambda path: answers.get(path, OK), load)["/resume"] == 2
 
     async def resumes_not(client: ServerClient) -> None:
@@ -122,3 +135,31 @@ def test_a_server_that_does_not_resume_either_tells_what_went_wrong_first() -> N
             await client.load_weights("folder", "1", **LOAD)
 
     with_server(lambda path: None if path == "/resume" else OK, resumes_not)
+
+
+def test_all_calls_of_an_update_have_one_deadline() -> None:
+    """Each of the five calls by itself takes less time than the update may take."""
+
+    async def load(client: ServerClient) -> None:
+        with pytest.raises(ServerGone, match=r": no answer within 0\.\d+ s"):
+            await client.load_weights("folder", "1", seconds=0.5, packs_again=False)
+
+    with_server(lambda _: OK, load, late=lambda path: 0.2)
+
+
+def test_a_server_that_hangs_after_a_failure_gets_little_time_to_resume(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gspo_megatron.rollout.vllm.client._TO_RESUME", 0.2)
+
+    async def load(client: ServerClient) -> None:
+        start = time.monotonic()
+        with pytest.raises(ServerRefused, match="/collective_rpc: HTTP 400: no folder"):
+            await client.load_weights("folder", "1", seconds=60, packs_again=False)
+        assert time.monotonic() - start < 20
+
+    answers = {"/collective_rpc": REFUSED}
+    asked = with_server(
+        lambda path: answers.get(path, OK), load, late=lambda path: 60.0 * (path == "/resume")
+    )
+    assert asked["/resume"] == 1

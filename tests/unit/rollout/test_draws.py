@@ -222,12 +222,16 @@ def test_what_decides_rollouts_is_told_apart(
         "logging.dir=elsewhere",
         "training.steps=7",
         "objective.name=grpo",
+        "objective.advantage=group_mean",
         "rollout.vllm.servers=2",
         "model.megatron.recompute_num_layers=1",
     ):
         assert origin(same) == first, same
     for other in ("training.seed=2", "reward.clip=1.0", "model.megatron.num_layers=2"):
         assert origin(other) != first, other
+    # With gdpo, the stored rewards are advantages.
+    gdpo = "objective.advantage=gdpo"
+    assert len({first, origin(gdpo), origin(gdpo, "objective.advantage_std=population")}) == 3
     url = "objective.distillation.url"
     taught = origin(f"{url}=http://a/v1")
     assert taught not in (

@@ -35,6 +35,7 @@ from tests.unit.rollout.double import (
     VOCABULARY,
     Double,
     Fault,
+    Started,
     fails,
     fleet_settings,
     greedy,
@@ -327,13 +328,18 @@ def test_what_is_taken_back_ends_in_the_server_and_the_others_go_on(tmp_path: Pa
     pooled(work, count=1)
 
 
-def test_what_arrived_with_proven_weights_stays_where_the_next_ones_fail(tmp_path: Path) -> None:
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_what_arrived_with_proven_weights_stays_where_the_next_ones_fail(
+    tmp_path: Path, restarts: int
+) -> None:
     async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
         for each in doubles:
             each.counts = {}
         await fleet.update(weights(tmp_path, 0))
         fleet.servers[1].window = RequestWindow(0)
         double = doubles[0]
+        if restarts:  # the run has started the server
+            fleet.servers[0].start = lambda _: Started(double.url)
         double.faults[GENERATE] = held = Held(6, 7)
         drawing = asyncio.create_task(fleet.scheduler.generate_all(PROMPT, SAMPLING, GROUP, 0))
         await until(lambda: len(fleet.servers[0].in_flight) == 2)
@@ -352,9 +358,9 @@ def test_what_arrived_with_proven_weights_stays_where_the_next_ones_fail(tmp_pat
         fleet.scheduler._admit_soon()
         found = [each.versions.tolist() for each in await drawing]
         assert found == [[0] * 6] * 6 + [[1] * 6] * 2
-        assert fleet.scheduler.resubmitted == 2
+        assert fleet.scheduler.resubmitted == 2 and fleet.servers[0].restarts == restarts
 
-    pooled(work)
+    pooled(work, restarts=restarts)
 
 
 # --- The number of responses that a server gets ---------------------------------------------------

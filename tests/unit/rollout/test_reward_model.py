@@ -16,7 +16,7 @@ from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.data.character_tokenizer import write_character_tokenizer
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.errors import DataError, RewardError
-from gspo_megatron.rollout.asking import PROBE
+from gspo_megatron.rollout.asking import PROBE, Asker
 from gspo_megatron.rollout.reward_model import (
     KEY_VARIABLE,
     ModelScores,
@@ -197,7 +197,12 @@ def missing(_: dict[str, Any]) -> Any:
     raise web.HTTPNotFound(text="Not Found")
 
 
+def endless(_: dict[str, Any]) -> Any:
+    return {"object": "list", "data": [], "more": "x" * 3000}
+
+
 FAULTS = {
+    "endless": (endless, "an answer of more than 2,000 bytes"),
     "NaN": (without(lambda data: data[0].update(probs=[float("nan")])), "a score of nan"),
     "text": (without(lambda data: data[0].update(probs=["high"])), "a score of 'high'"),
     "fewer": (without(lambda data: data.pop()), "0 scores for 1 conversations"),
@@ -215,9 +220,13 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("fault", [name for name in FAULTS if name != "twice"])
-def test_a_fault_that_stays_is_one_line(chat: Path, fault: str) -> None:
+def test_a_fault_that_stays_is_one_line(
+    chat: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answer, said = FAULTS[fault]
     quick: dict[str, Any] = {"timeout_seconds": 0.5} if fault == "slow" else {}
+    if fault == "endless":
+        monkeypatch.setattr(Asker, "longest_answer", 2000)
     with pytest.raises(RewardError) as raised:
         ask(answer, chat, SAMPLES[:1], **quick)
     line = str(raised.value)

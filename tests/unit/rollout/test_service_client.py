@@ -31,10 +31,12 @@ _RANK_0 = """
 import sys, time
 from pathlib import Path
 from gspo_megatron.rollout.vllm.service_client import ServiceClient
-from tests.unit.rollout.test_service_client import settings
+from tests.unit.rollout.test_service_client import begin_phase, hanging, settings
 folder = Path(sys.argv[1])
 client = ServiceClient(settings(folder), restarts=0)
 (folder / "ready").touch()
+if "hangs" in sys.argv:
+    begin_phase(client, folder, environment=hanging(folder))
 time.sleep(300)
 """
 
@@ -45,6 +47,22 @@ class Waiting:
     async def rollout(self, client: Any, task: Any) -> None:
         print("an episode has begun", file=sys.stderr, flush=True)
         await asyncio.sleep(300)
+
+
+class Hanging:
+    """An environment that is never ready. It stands for a reward that never returns: the main
+    thread of the service runs both."""
+
+    def __init__(self, mark: str) -> None:
+        Path(mark).touch()
+        time.sleep(300)
+
+    async def rollout(self, client: Any, task: Any) -> None: ...
+
+
+def hanging(folder: Path) -> dict[str, Any]:
+    """The section of this environment, which makes the file `hangs` in the folder."""
+    return {"import_path": f"{__name__}:Hanging", "options": {"mark": str(folder / "hangs")}}
 
 
 def settings(folder: Path, **sections: Any) -> dict[str, Any]:
@@ -193,9 +211,12 @@ def services_of(pid: int) -> list[psutil.Process]:
 
 
 @contextmanager
-def rank_0(folder: Path, *before: str) -> Iterator[tuple[subprocess.Popen[bytes], psutil.Process]]:
-    """Start a rank 0 and its service. before: words before its command."""
-    words = [*before, sys.executable, "-c", _RANK_0, str(folder)]
+def rank_0(
+    folder: Path, *before: str, hangs: bool = False
+) -> Iterator[tuple[subprocess.Popen[bytes], psutil.Process]]:
+    """Start a rank 0 and its service. before: words before its command; hangs: the service then
+    runs code of the user that never returns."""
+    words = [*before, sys.executable, "-c", _RANK_0, str(folder), *["hangs"] * hangs]
     process = subprocess.Popen(words, env=command_environment())
     try:
         assert wait_until((folder / "ready").exists, process, seconds=60)
@@ -218,6 +239,16 @@ def test_sigterm_ends_the_service_only_with_rank_0(tmp_path: Path) -> None:
         assert weights.exists()
         process.kill()
         service.wait(30)
+        assert not weights.parent.exists()
+
+
+def test_the_service_ends_with_rank_0_even_if_the_users_code_hangs(tmp_path: Path) -> None:
+    weights = tmp_path / "weights" / "version_00000005"
+    weights.mkdir(parents=True)
+    with rank_0(tmp_path, hangs=True) as (process, service):
+        assert wait_until((tmp_path / "hangs").exists, process, seconds=60)
+        process.kill()
+        service.wait(15)
         assert not weights.parent.exists()
 
 

@@ -21,7 +21,7 @@ from gspo_megatron.rollout.vllm.checks import Abilities
 from gspo_megatron.rollout.vllm.client import KEEP, RECOMPUTE, WAIT
 from gspo_megatron.rollout.vllm.in_flight import InFlightResponse
 from gspo_megatron.rollout.vllm.server import FleetSettings, Server
-from gspo_megatron.rollout.vllm.service import _stops
+from gspo_megatron.rollout.vllm.service import Service, _stops
 from gspo_megatron.rollout.vllm.weight_check import WeightCheck
 from gspo_megatron.rollout.vllm.weights import Weights
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
@@ -142,24 +142,31 @@ def test_responses_under_way_go_on_only_where_their_versions_are_known(
 
 
 @pytest.mark.parametrize(
-    ("figures", "silent", "is_lost"),
+    ("tokens", "running", "in_flight", "silent", "is_lost"),
     [
         # No answer and no token have come, although requests are in progress.
-        ({"generation_tokens_total": 9.0, "num_requests_running": 2.0}, 31.0, True),
-        ({"generation_tokens_total": 9.0, "num_requests_running": 2.0}, 20.0, False),
+        (9.0, 2.0, True, 31.0, True),
+        (9.0, 2.0, True, 20.0, False),
+        # The engine hangs, so the server still reports the number from before the requests.
+        (9.0, 0.0, True, 31.0, True),
         # The server generates tokens.
-        ({"generation_tokens_total": 10.0, "num_requests_running": 2.0}, 31.0, False),
-        # The server has no requests.
-        ({"generation_tokens_total": 9.0, "num_requests_running": 0.0}, 31.0, False),
+        (10.0, 2.0, True, 31.0, False),
+        # The server has no requests of this run.
+        (9.0, 0.0, False, 31.0, False),
+        (9.0, 2.0, False, 31.0, False),
     ],
 )
 def test_a_server_is_lost_after_its_silence_and_not_before(
-    figures: dict[str, float], silent: float, is_lost: bool
+    tokens: float, running: float, in_flight: bool, silent: float, is_lost: bool
 ) -> None:
+    figures = {"generation_tokens_total": tokens, "num_requests_running": running}
     fleet, server = served(Recorded(figures_told=figures))
 
     async def run() -> None:
         server.version, server.why_out, server.tokens = 1, None, 9.0
+        if in_flight:
+            call = asyncio.create_task(asyncio.sleep(60))
+            server.add_in_flight([InFlightResponse(1, call=call)])
         server.heard = time.monotonic() - silent
         await fleet._look_at(server)
         if server.bringing is not None:
@@ -169,6 +176,23 @@ def test_a_server_is_lost_after_its_silence_and_not_before(
     assert server.serves != is_lost
     why = str(server.why_out)
     assert why.startswith("has not answered or drawn a token for 3") if is_lost else why == "None"
+
+
+def test_a_status_says_whether_a_server_is_being_restarted() -> None:
+    fleet, server = served(Recorded())
+    service: Any = SimpleNamespace(fleet=fleet, told_to_end=False, heartbeats=0)
+
+    def told() -> bool:
+        return bool(Service._own_status(service)["is_restarting"])
+
+    async def run() -> list[bool]:
+        found = [told()]
+        server.bringing = asyncio.create_task(asyncio.sleep(0))
+        found.append(told())
+        await server.bringing
+        return [*found, told()]
+
+    assert asyncio.run(run()) == [False, True, False]
 
 
 def test_the_first_weights_of_a_server_without_a_name_are_those_of_the_request() -> None:

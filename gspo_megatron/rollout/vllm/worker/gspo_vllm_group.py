@@ -6,11 +6,15 @@ vLLM. This file runs in servers, whose environment lacks gspo_megatron; the rank
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_ON_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class Group(Protocol):
@@ -20,18 +24,44 @@ class Group(Protocol):
 
 
 def make_group(
-    backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta, host: str
+    backend: str,
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    host: str,
+    device: torch.device | None = None,
 ) -> Group:
     """Join the group. Its rank 0 is rank 0 of the run.
 
     host: the address of this machine at which the other members find it; without it, gloo would use
-    the address of the host's name. Raises RuntimeError.
+    the address of the host's name. device: where buffers are; None: the CPU. Raises RuntimeError.
+
+    This call blocks until all members have joined, and NCCL has no time limit for it: NCCL connects
+    the members in the first broadcast.
     """
+    group = _make_group(backend, store, rank, size, timeout, host)
+    broadcast(group, torch.zeros(1, dtype=torch.uint8, device=device or "cpu")).wait()
+    return group
+
+
+def _make_group(
+    backend: str, store: dist.Store, rank: int, size: int, timeout: timedelta, host: str
+) -> Group:
     groups: Any = dist  # torch's annotations lack the options of the groups too
     if backend == "nccl":
         options = groups.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return groups.ProcessGroupNCCL(store, rank, size, options)
+        # By default NCCL's watchdog ends the process if a member fails. The callers of `broadcast`
+        # see failures, so 2 (clean up only) is enough. The group reads it when it is made.
+        before = os.environ.get(_ON_ERRORS)
+        os.environ[_ON_ERRORS] = "2"
+        try:
+            return groups.ProcessGroupNCCL(store, rank, size, options)
+        finally:
+            os.environ.pop(_ON_ERRORS)
+            if before is not None:
+                os.environ[_ON_ERRORS] = before
     options = groups.ProcessGroupGloo._Options()
     options._timeout = timeout
     options._devices = [groups.ProcessGroupGloo.create_device(hostname=host)]

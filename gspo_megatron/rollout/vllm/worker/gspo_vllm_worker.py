@@ -169,7 +169,7 @@ class GspoWorker:
         # The address of the host's name is not used, because rank 0 may not be able to reach it.
         own = _own_address(plan["host"], plan["port"])
         shared = dist.PrefixStore(key, store)
-        return make_group(plan["backend"], shared, rank, world_size, seconds, own)
+        return make_group(plan["backend"], shared, rank, world_size, seconds, own, self.device)
 
     def _received(
         self, group: Group, buckets: Sequence[Mapping[str, Any]]

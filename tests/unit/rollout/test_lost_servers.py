@@ -1,0 +1,130 @@
+"""Servers that are lost: during an update of their weights, or while they are restarted."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from gspo_megatron.errors import RolloutError
+from tests.fleets import ScheduledFleet
+from tests.unit.rollout.double import (
+    Double,
+    Fault,
+    Started,
+    drops,
+    fails,
+    late,
+    plain,
+    until,
+    weights,
+)
+from tests.unit.rollout.test_faulty_servers import GENERATE, pooled
+
+# --- Updates --------------------------------------------------------------------------------------
+
+
+def at_load(fault: Fault) -> Fault:
+    """A fault that calls of workers have only if they load weights."""
+
+    async def faulty(request: web.Request, answer: Any) -> web.StreamResponse:
+        method = (await request.json()).get("method")
+        loads = method in (None, "reload_weights", "receive_weights")
+        return await (fault if loads else plain)(request, answer)
+
+    return faulty
+
+
+@pytest.mark.parametrize("path", ["/pause", "/collective_rpc", GENERATE])
+def test_a_server_that_answers_nothing_in_an_update_is_out_and_a_busy_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """An engine may be busy for minutes, but the HTTP part of its server answers meanwhile."""
+    monkeypatch.setattr("gspo_megatron.rollout.vllm.weights.CALL_SECONDS", 0.5)
+    monkeypatch.setattr("gspo_megatron.rollout.vllm.weights._LOOK_SECONDS", 0.1)
+
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
+        hung, busy = doubles
+        await fleet.update(weights(tmp_path, 0))
+        hung.faults |= {path: at_load(late(60)), "/metrics": late(60)}
+        busy.faults[path] = at_load(late(2))
+        start = time.monotonic()
+        await fleet.update(weights(tmp_path, 1))
+        assert 2 < time.monotonic() - start < 30
+        [problem] = fleet.problems()
+        told = r"server 0: weights of version 1: has not answered for \d+ s"
+        assert re.fullmatch(told, problem), problem
+        assert fleet.servers[1].version == 1
+
+    pooled(work, silence_seconds=1, update_seconds=60)
+
+
+def test_a_server_that_is_away_after_a_stream_is_not_asked_to_read_a_folder(
+    tmp_path: Path,
+) -> None:
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
+        [double] = doubles
+        await fleet.update(weights(tmp_path, 0))
+        double.faults |= {"/collective_rpc": at_load(drops), "/health": drops}
+        fleet.take_weights(replace(weights(tmp_path, 1), stream={}))
+        before = double.calls["/collective_rpc"]
+        with pytest.raises(RolloutError, match="^server 0: weights of version 1: /collective_rpc"):
+            await fleet.update_servers()
+        # the calls of forget_prepacked_experts and of receive_weights
+        assert double.calls["/collective_rpc"] - before == 2
+
+    pooled(work, count=1)
+
+
+# --- Restarts -------------------------------------------------------------------------------------
+
+
+def test_a_fleet_that_is_closed_in_an_update_starts_no_further_server(tmp_path: Path) -> None:
+    """The update waits for a restart, which ends with the update."""
+
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
+        starts: list[str] = []
+
+        def start(folder: str) -> Started:
+            starts.append(folder)
+            return Started(doubles[0].url)
+
+        [server] = fleet.servers
+        await fleet.update(weights(tmp_path, 0))
+        server.start = start
+        doubles[0].faults["/health"] = fails(503)  # the new process is never ready
+        fleet.lose_server(server, "it is gone")
+        restart = server.bringing
+        assert restart is not None
+        await until(lambda: starts)
+        fleet.take_weights(weights(tmp_path, 1))
+        updating = asyncio.create_task(fleet.update_servers())
+        await until(lambda: server.bringing is not restart)
+        await asyncio.sleep(0.05)  # the update begins to wait for the restart
+        await fleet.close()
+        await asyncio.wait([restart, updating], timeout=5)
+        assert restart.cancelled() and updating.cancelled() and len(starts) == 1
+
+    pooled(work, count=1, restarts=3)
+
+
+def test_a_restart_that_cannot_begin_is_told_with_its_own_reason(tmp_path: Path) -> None:
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
+        def start(folder: str) -> Started:
+            raise RolloutError("no port is free")
+
+        [server] = fleet.servers
+        await fleet.update(weights(tmp_path, 0))
+        server.start, server.process = start, Started(doubles[0].url, "it was killed by SIGKILL")
+        fleet.lose_server(server, "it is gone")
+        assert server.bringing is not None
+        await server.bringing
+        assert server.restarts == 1 and fleet.problems() == ["server 0: no port is free"]
+
+    pooled(work, count=1, restarts=1)
