@@ -122,7 +122,9 @@ def run(arguments: argparse.Namespace) -> int:
         check_tables.print_lines(check_tables.summary(checked, world_size), 11)
     if not dry or vocab_size is None:
         return 0
-    sizes = (checked.config, world_size, vocab_size, check_tables.longest_of(checked.inputs))
+    longest = check_tables.longest_of(checked.inputs)
+    evaluated = check_tables.evaluated_in(checked.config, checked.inputs)
+    sizes = (checked.config, world_size, vocab_size, longest, evaluated)
     with _dry_run():
         fits = bool(problems) or _estimate(*sizes, gpu_gb)
         for line in problems:
@@ -170,10 +172,16 @@ def _without_weights(config: AnyConfig) -> AnyConfig:
 
 
 def _estimate(
-    config: Any, world_size: int, vocab_size: int, longest: int | None, gpu_gb: float | None
+    config: Any,
+    world_size: int,
+    vocab_size: int,
+    longest: int | None,
+    evaluated: tuple[int, float],
+    gpu_gb: float | None,
 ) -> bool:
     """Print the estimate of the configured layout, and return whether the run fits into the memory.
-    `longest`: number of tokens of the longest prompt or example; None: as many as are allowed."""
+    `longest`: number of tokens of the longest prompt or example; None: as many as are allowed.
+    `evaluated`: see `workload`."""
     from gspo_megatron.cli import check_tables
     from gspo_megatron.config.phases import phase_configs, phases_of
     from gspo_megatron.estimate.layout import HEADROOM, estimate_layout, recompute_modes
@@ -181,12 +189,12 @@ def _estimate(
     if phases_of(config):  # each phase may have other prompts
         longest = None
     phases = [
-        (phase, estimate_layout(phase, world_size, vocab_size, longest))
+        (phase, estimate_layout(phase, world_size, vocab_size, longest, evaluated=evaluated))
         for phase in phase_configs(config)
     ]
     found = max((estimate for _, estimate in phases), key=lambda each: each.worst.total)
     check_tables.show_layout(found, recompute_modes(found, vocab_size))
-    cost = check_tables.show_cost(found, vocab_size)
+    cost = check_tables.show_cost(phases, vocab_size)
     if len(phases) > 1:
         check_tables.show_phases(phases, vocab_size)
     pairs = check_tables.figures(found) | cost
@@ -205,7 +213,12 @@ def _estimate(
 
 
 def _search(
-    config: Any, world_size: int, vocab_size: int, longest: int | None, gpu_gb: float
+    config: Any,
+    world_size: int,
+    vocab_size: int,
+    longest: int | None,
+    evaluated: tuple[int, float],
+    gpu_gb: float,
 ) -> None:
     """Print the best layouts for this number of ranks."""
     from gspo_megatron.cli import check_tables
@@ -216,7 +229,8 @@ def _search(
     counts = check_tables.count_parameters(config.resolved_model(), vocab_size)
     if counts is None:
         raise UserError("--suggest: the parameters of a model with these fields cannot be counted")
-    found = suggest(config, world_size, vocab_size, counts, gpu_gb * 1e9, longest=longest)
+    given: Any = {"longest": longest, "evaluated": evaluated}
+    found = suggest(config, world_size, vocab_size, counts, gpu_gb * 1e9, **given)
     has_rollouts = isinstance(config, Config)
     left_out = f"{LEFT_OUT}, the rollout" if has_rollouts else LEFT_OUT
     check_tables.show_search(found, gpu_gb, left_out, has_rollouts)

@@ -16,6 +16,7 @@ from rich.table import Table
 from gspo_megatron.config import Config, ModelShape, resolve_parallel
 from gspo_megatron.config.phases import at_step, phase_configs, phase_end, phases_of
 from gspo_megatron.config.resume import differences
+from gspo_megatron.config.schema import suite_key
 from gspo_megatron.config.stages import (
     FineTuningConfig,
     PreferenceConfig,
@@ -132,6 +133,19 @@ def longest_of(inputs: AnyInputs | None) -> int | None:
         return max(len(p.token_ids) for prompts in inputs.files.values() for p in prompts)
     known = isinstance(inputs, FineTuningInputs | PreferenceInputs)
     return int(inputs.train.lengths.max()) if known else None
+
+
+def evaluated_in(config: AnyConfig, inputs: AnyInputs | None) -> tuple[int, float]:
+    """Return the number of responses in the run's largest evaluation, or 0 if it is not known, and
+    the length of its longest response divided by that of training, at least 1."""
+    if not isinstance(inputs, Inputs) or not isinstance(config, Config):
+        return 0, 1.0
+    most, own = config.training.evaluation_prompts, config.rollout.max_response_tokens
+    counts, longest = [min(len(inputs.evaluation), most)], own
+    for name, suite in config.evaluation.suites.items():
+        counts.append(suite.samples * len(inputs.files.get(suite_key(name), ())))
+        longest = max(longest, suite.max_response_tokens or own)
+    return max(counts), longest / own
 
 
 def vocab_size_of(checked: Checked) -> int | None:
@@ -355,13 +369,23 @@ def show_layout(estimate: LayoutEstimate, modes: Mapping[str, int]) -> None:
     print_lines(rows.items(), 12)
 
 
-def show_cost(estimate: LayoutEstimate, vocab_size: int) -> dict[str, object]:
-    """Print the estimated time of the run, and return it as name=value pairs. Returns {} if the
-    time is not known."""
+def show_cost(
+    phases: Sequence[tuple[AnyConfig, LayoutEstimate]], vocab_size: int
+) -> dict[str, object]:
+    """Print the estimated time of a run, and return it as name=value pairs. Returns {} if the time
+    is not known. phases: each with its estimate; a run without phases is one."""
     from gspo_megatron.estimate.cost import run_cost
 
-    counts = count_parameters(estimate.config.resolved_model(), vocab_size)
-    cost = None if counts is None else run_cost(estimate, counts[1])
+    counts = count_parameters(phases[0][0].resolved_model(), vocab_size)
+    if counts is None:
+        return {}
+    cost, done = None, 0
+    for config, estimate in phases:
+        end = phase_end(config, done + 1)
+        found = run_cost(estimate, counts[1], end - done if len(phases) > 1 else None)
+        if found is None:
+            return {}
+        cost, done = found if cost is None else cost.and_then(found), end
     if cost is None:
         return {}
     pairs: dict[str, object] = {"train_step_seconds": _short(cost.train_seconds)}
@@ -369,10 +393,12 @@ def show_cost(estimate: LayoutEstimate, vocab_size: int) -> dict[str, object]:
     if cost.generate_seconds is not None:
         pairs["generate_step_seconds"] = _short(cost.generate_seconds)
         step += f" and {pairs['generate_step_seconds']} s of generation"
+    mean = " (mean of the phases)" if len(phases) > 1 else ""
     pairs |= {"run_hours": _short(cost.hours), "run_gpu_hours": _short(cost.gpu_hours)}
     text = (
-        f"at least {step} a step; {pairs['run_hours']} hours, {pairs['run_gpu_hours']} GPU-hours "
-        f"for {cost.steps} steps with responses of full length, on H100s (speeds are assumed)"
+        f"at least {step} a step{mean}; {pairs['run_hours']} hours, {pairs['run_gpu_hours']} "
+        f"GPU-hours for {cost.steps} steps with responses of full length, on H100s (speeds are "
+        "assumed)"
     )
     print_lines([("time", text)], 12)
     return pairs

@@ -123,7 +123,7 @@ def axis_rates(parallel: ResolvedParallel) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class RunCost:
-    """The estimated times of a run."""
+    """The estimated times of a run, or of one of its phases."""
 
     steps: int
     train_seconds: float  # of a step
@@ -138,10 +138,24 @@ class RunCost:
     def gpu_hours(self) -> float:
         return self.hours * self.ranks
 
+    def and_then(self, later: RunCost) -> RunCost:
+        """Return the cost of a run with both phases; the seconds of its steps are means."""
+        steps = self.steps + later.steps
 
-def run_cost(estimate: LayoutEstimate, active_parameters: int) -> RunCost | None:
-    """Estimate the time of a run. Returns None for a supervised stage, whose number of steps may
-    depend on its data."""
+        def mean(mine: float, its: float) -> float:
+            return (self.steps * mine + later.steps * its) / steps
+
+        generate = None
+        if self.generate_seconds is not None and later.generate_seconds is not None:
+            generate = mean(self.generate_seconds, later.generate_seconds)
+        return RunCost(steps, mean(self.train_seconds, later.train_seconds), generate, self.ranks)
+
+
+def run_cost(
+    estimate: LayoutEstimate, active_parameters: int, steps: int | None = None
+) -> RunCost | None:
+    """Estimate the time of a run, or of the phase with this estimate, which has `steps` steps.
+    Returns None for a supervised stage, whose number of steps may depend on its data."""
     config, parallel, work = estimate.config, estimate.parallel, estimate.work
     if not isinstance(config, Config):
         return None
@@ -150,8 +164,10 @@ def run_cost(estimate: LayoutEstimate, active_parameters: int) -> RunCost | None
     if config.rollout.engine == "megatron":
         # A pass gives each response one token. A pass goes through the pipeline stages one after
         # the other, and reads the weights, keys and values of each stage. On average half of the
-        # cache is filled, and `kv_cache` is one and a half caches.
+        # cache is filled, and `kv_cache` is one and a half caches, perhaps for an evaluation.
         passes = work.rollout_rounds * config.rollout.max_response_tokens
-        read = sum(estimate.worst.state.parameters.values()) + estimate.worst.kv_cache / 3
+        share = work.rollout_rows / max(work.rollout_rows, work.evaluation_rows)
+        read = sum(estimate.worst.state.parameters.values()) + share * estimate.worst.kv_cache / 3
         generate = passes * parallel.pipeline_model_parallel_size * read / MEMORY_BYTES
-    return RunCost(config.training.steps, cost.total, generate, parallel.world_size)
+    steps = config.training.steps if steps is None else steps
+    return RunCost(steps, cost.total, generate, parallel.world_size)

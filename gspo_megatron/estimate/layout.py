@@ -17,7 +17,7 @@ from gspo_megatron.estimate.model import (
     with_values,
 )
 from gspo_megatron.estimate.traffic import AXES, step_traffic
-from gspo_megatron.estimate.workload import Workload, bubble_share, workload
+from gspo_megatron.estimate.workload import NO_EVALUATION, Workload, bubble_share, workload
 
 RECOMPUTE = ("none", "selective", "full")
 # A recompute mode is worth its time only if it saves at least this share of the bytes.
@@ -58,13 +58,14 @@ def estimate_layout(
     vocab_size: int,
     longest: int | None = None,
     *,
+    evaluated: tuple[int, float] = NO_EVALUATION,
     limit: float | None = None,
     runs: dict[tuple, list[ChunkPass]] | None = None,
 ) -> LayoutEstimate:
     """Build and run one rank of each pipeline stage on the meta device.
 
     config: has passed `check_config` at this world size.
-    longest: see `workload`.
+    longest, evaluated: see `workload`.
     limit: bytes of a GPU's memory. If given, only the first, second and last stage are built,
     because the other stages hold fewer micro-batches in flight than the second one. If a stage
     needs more than `limit`, the stages after it are not built.
@@ -73,7 +74,7 @@ def estimate_layout(
     Raises UserError if Megatron-Core cannot build the model.
     """
     parallel = resolve_parallel(config, world_size)
-    work = workload(config, parallel, longest)
+    work = workload(config, parallel, longest, evaluated)
     stages = parallel.pipeline_model_parallel_size
     ranks, traffic, totals = [], [], Counter[str]()
     runs = {} if runs is None else runs

@@ -19,7 +19,10 @@ from gspo_megatron.estimate.model import (
 from gspo_megatron.estimate.workload import Workload, in_flight
 from gspo_megatron.models.core_attention import window_of
 from gspo_megatron.models.delta_net import CachedDeltaNet
+from gspo_megatron.objectives.losses import needs_reference
 from gspo_megatron.routing.replay import expert_dtype
+
+_CANDIDATE_BYTES = 8 + 4  # a teacher's token (int64) and its log-prob (fp32)
 
 
 @dataclass(frozen=True)
@@ -91,17 +94,22 @@ def rank_memory(
     cached = cached * places + sum(net.state_bytes for net in delta_nets)
     cp = config.context_parallel_size
     # Each rank runs its own prompts; context parallelism does not split them.
-    prefill *= work.rollout_prompts * work.lengths[0][0] * cp / work.tokens
+    prefill *= work.prefill_tokens * cp / work.tokens
     section = model.config.objective if isinstance(model.config, Config) else None
     lora, whole, reference = model.policy.lora, sum(state.parameters.values()), 0
     # If the adapters' B was zero at the start, the policy without adapters is the reference policy,
     # and no copy of the weights is needed.
-    if section and section.kl != "none" and not (lora is not None and lora.starts_as_base):
+    has_reference = section is not None and needs_reference(section)
+    if has_reference and not (lora is not None and lora.starts_as_base):
         reference = whole - sum(frozen_bytes(model.policy).values())
     if section:
         reference += whole * len(section.distillation.folders)
     scorer = scorer_bytes(model)
     on_host = reference if section and section.reference_offload else 0
+    if section and model.stage == stages - 1:
+        # the teacher's tokens and probabilities, for all response tokens of the step
+        responses = work.of_rank * work.mini_batches * work.lengths[0][1] // cp
+        reference += responses * _CANDIDATE_BYTES * section.distillation.candidates
     return RankMemory(
         rank=model.rank,
         stage=model.stage,
@@ -116,7 +124,7 @@ def rank_memory(
         replay=routes,
         # When half of the sequences have ended, a smaller cache is made. Then the old and the new
         # cache exist together.
-        kv_cache=work.rollout_rows * cached * 3 // 2,
+        kv_cache=max(work.rollout_rows, work.evaluation_rows) * cached * 3 // 2,
         rollout=round(prefill) + rollout_routes,
         host=host + on_host,
         fp8_copies=model.fp8_copies,
@@ -140,7 +148,7 @@ def _routes(model: RankModel, work: Workload) -> tuple[int, int, int]:
     if config.sequence_parallel:
         shards *= config.tensor_model_parallel_size
     store = a_token * work.tokens * work.micro_batches_per_step // shards
-    sampled = a_token * work.rollout_rows * work.longest if "r3" in routing.modes else 0
+    sampled = a_token * work.rollout_responses * work.longest if "r3" in routing.modes else 0
     return (0, sampled, store) if routing.store_on_host else (store, sampled, 0)
 
 

@@ -29,7 +29,7 @@ from gspo_megatron.estimate.layout import (
     saves_little,
 )
 from gspo_megatron.estimate.model import rank_model, with_values
-from gspo_megatron.estimate.workload import Workload, in_flight, workload
+from gspo_megatron.estimate.workload import NO_EVALUATION, Workload, in_flight, workload
 from gspo_megatron.families.model_shape import experts_in_layers
 
 MOST_BUILT = 40  # most layouts that the search builds and runs on the meta device
@@ -78,6 +78,7 @@ def suggest(
     *,
     count: int = 10,
     longest: int | None = None,
+    evaluated: tuple[int, float] = NO_EVALUATION,
 ) -> Search:
     """Find the `count` cheapest layouts whose worst rank fits into `gpu_bytes`.
 
@@ -91,7 +92,7 @@ def suggest(
     likely = [each for each in every if _may_fit(each, kept, output, room)]
     found: list[Suggestion] = []
     built = 0
-    options: dict[str, Any] = {"limit": room, "runs": {}}
+    options: dict[str, Any] = {"limit": room, "runs": {}, "evaluated": evaluated}
     for candidate in sorted(likely, key=lambda candidate: candidate.cost)[:MOST_BUILT]:
         if len(found) == count:
             break

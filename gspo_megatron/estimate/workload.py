@@ -3,6 +3,7 @@ pipeline schedule: micro-batches in flight, and the bubble."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from gspo_megatron.batching.plan import largest_equal_share
@@ -14,6 +15,9 @@ from gspo_megatron.config.stages import (
     PreferenceConfig,
     PretrainingConfig,
 )
+from gspo_megatron.objectives.losses import needs_reference
+
+NO_EVALUATION = (0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -27,9 +31,12 @@ class Workload:
     forward_only: int  # number of micro-batches in a step's additional forward passes
     sequences: int  # number of sequences in a step, on all ranks
     of_rank: int = 0  # number of this rank's sequences in a mini-batch
-    rollout_rows: int = 0  # sequences that a rank decodes together
+    rollout_rows: int = 0  # sequences of a step that a rank decodes together
     rollout_rounds: int = 0  # how often in a step it decodes so many
-    rollout_prompts: int = 0  # number of prompts of these sequences
+    evaluation_rows: int = 0  # sequences of an evaluation that a rank decodes together
+    rollout_responses: int = 0  # responses of a rank in a step, or in an evaluation
+    # Tokens of the prompts in a forward pass of a rollout, at most.
+    prefill_tokens: int = 0
     # The tokens that the layers compute, as a share of the tokens of a micro-batch. It is below 1
     # if a prompt is computed once for several responses.
     computed: float = 1.0
@@ -56,10 +63,16 @@ class Workload:
         return min(1.0, self.of_rank * self.longest / (self.tokens * self.micro_batches))
 
 
-def workload(config: AnyConfig, parallel: ResolvedParallel, longest: int | None = None) -> Workload:
+def workload(
+    config: AnyConfig,
+    parallel: ResolvedParallel,
+    longest: int | None = None,
+    evaluated: tuple[int, float] = NO_EVALUATION,
+) -> Workload:
     """Return the work of a step. `longest`: tokens of the longest prompt or example; None: the
     largest number that is allowed. In pre-training it is not used, because all samples have the
-    same length."""
+    same length. `evaluated`: the responses of the largest evaluation, and how much longer than in
+    training they may be."""
     training, replicas = config.training, parallel.data_parallel_size
     budget = training.micro_batch_tokens * parallel.context_parallel_size
     # In an interleaved schedule, `multiple` must divide the number of micro-batches.
@@ -74,13 +87,14 @@ def workload(config: AnyConfig, parallel: ResolvedParallel, longest: int | None 
         # The loss includes all tokens of an example except the first.
         sequence = (1, (longest or config.max_tokens()) - 1)
         sequences, mini_batches = config.training.batch_size, 1
-        if isinstance(config, PreferenceConfig) and config.preference.loss == "bradley_terry":
+        if _has_pairs(config):
             sequences *= 2  # a chosen and a rejected response
     else:
         rollout, mini_batches = config.rollout, config.objective.mini_batches
         sequence = (longest or config.max_prompt_tokens(), rollout.max_response_tokens)
         sequences = rollout.prompts_per_step * rollout.group_size
-    whole = max(1, budget // sum(sequence))
+    # a preference is not cut: the budget holds at least one
+    whole = max(2 if _has_pairs(config) else 1, budget // sum(sequence))
     lengths, rest = (sequence,) * whole, budget - whole * sum(sequence)
     if rest >= 2 and config.training.packing:
         # A shorter sequence fills the rest of the budget.
@@ -105,19 +119,34 @@ def workload(config: AnyConfig, parallel: ResolvedParallel, longest: int | None 
         is_early = objective.kl != "none" and objective.kl_in == "reward"
         is_early |= config.routing.reference_replay == "r2"
         forward += whole if is_early else whole - work.micro_batches
-    forward += whole * ((objective.kl != "none") + len(objective.distillation.folders))
+    forward += whole * (needs_reference(objective) + len(objective.distillation.folders))
     if rollout.engine == "vllm":  # the ranks generate only the short responses of the weight check
         return replace(work, forward_only=forward)
     ranks = replicas * parallel.context_parallel_size
     responses = -(-rollout.prompts_per_step // ranks) * rollout.group_size
     rows = min(responses, rollout.batch_size or responses)
+    # A pass takes as many prompts as fit into the budget (MegatronEngine.prefill_tokens), and each
+    # turn of an episode takes the conversation so far.
+    longest_prompt = sum(sequence) if config.environment.has_episodes else sequence[0]
+    prompts = rows if config.environment.has_episodes else -(-rows // rollout.group_size)
+    count, longer = -(-evaluated[0] // ranks), evaluated[1]
     return replace(
         work,
         forward_only=forward,
         rollout_rows=rows,
+        # longer responses count as more rows
+        evaluation_rows=math.ceil(min(count, rollout.batch_size or count) * longer),
         rollout_rounds=-(-responses // rows),
-        rollout_prompts=-(-rows // rollout.group_size),
+        rollout_responses=max(responses, math.ceil(count * longer)),
+        prefill_tokens=min(
+            max(prompts, count) * longest_prompt,
+            max(training.micro_batch_tokens, longest_prompt),
+        ),
     )
+
+
+def _has_pairs(config: AnyConfig) -> bool:
+    return isinstance(config, PreferenceConfig) and config.preference.loss == "bradley_terry"
 
 
 def in_flight(stages: int, stage: int, chunks: int, micro_batches: int) -> tuple[int, ...]:

@@ -103,8 +103,10 @@ def _train_phase(
         changed = start.changed
         if start.begins_phase and not changed:
             changed = differences(at_step(config, step), of_phase)
-        if config.training.phases or changed:
-            run.logger.begin_phase(step, changed, config, of_phase)
+        # the checkpoint may be of the middle of a step, and may have the changed values
+        state = start.state
+        has_rollouts = state is not None and (state.rollouts or state.unevaluated) is not None
+        run.logger.begin_phase(step, changed, config, of_phase, has_rollouts=has_rollouts)
         if any(line.startswith(_OTHER_REWARDS) for line in changed):
             run.checkpoints.watch.forget_rewards()
         if any(line.startswith(_OTHER_SCORES) for line in changed):
@@ -182,6 +184,7 @@ def in_process_collector(
         pad_id=tokenizer.pad_id,
         eos_id=tokenizer.eos_ids,
         batch_size=config.rollout.batch_size,
+        prefill_tokens=config.training.micro_batch_tokens,
         decode=tokenizer.decode,
         special_tokens=tokenizer.special_tokens,
         record_routes="r3" in routing.modes,

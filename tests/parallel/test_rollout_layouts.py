@@ -279,6 +279,39 @@ def test_refilled_rows_draw_the_same_responses(
             assert len(found.routes) == len(found.prompt) + len(found.tokens)
 
 
+@pytest.mark.parametrize(
+    ("layout", "prefill_tokens", "megatron"),
+    [
+        # Rank 0 has prompts of 5, 8 and 6 tokens and runs a pass for each. Rank 1 has two prompts,
+        # and none for the last pass.
+        ("dp=2,ep=2", 8, {}),
+        ("dp=2,ep=2", 8, ALLGATHER),
+        ("dp=2,ep=2", 16, ALLGATHER),  # two prompts in a pass, with dummies in the last one
+        # Only rank 0 has a second prompt.
+        ("dp=4,ep=4", 6, {}),
+        ("dp=4,ep=4", 6, ALLGATHER),
+        ("tp=2,pp=2,ep=2", 8, {}),
+    ],
+)
+def test_prompts_in_several_passes_draw_the_same_responses(
+    pool: Pool,
+    of_one_rank: dict[int, list[Response]],
+    layout: str,
+    prefill_tokens: int,
+    megatron: dict[str, Any],
+) -> None:
+    options: dict[str, Any] = {"prefill_tokens": prefill_tokens, "megatron": megatron}
+    for rows in (None, 4):
+        found = responses(pool, layout, SAMPLED, batch_size=rows, **options)
+        assert found.keys() == of_one_rank.keys()
+        for sample, copies in found.items():
+            expected = of_one_rank[sample][0]
+            for response in copies:
+                own = {"data_rank": response.data_rank, "logprobs": response.logprobs}
+                assert response == replace(expected, **own)
+                assert response.logprobs == pytest.approx(expected.logprobs, abs=TOLERANCE)
+
+
 def test_a_group_that_starts_in_parts_beside_dummies_keeps_its_prompt(pool: Pool) -> None:
     """With the allgather dispatcher all ranks prefill equally many prompts. A rank that has fewer
     fills up with dummies, and later starts the rest of its last group."""

@@ -63,21 +63,23 @@ class MegatronEngine:
         pad_id: int,
         eos_id: int | Sequence[int],
         batch_size: int | None = None,
+        prefill_tokens: int | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
         special_tokens: Mapping[str, int] | None = None,
         record_routes: bool = False,
         router_noise: float = 0.0,
     ) -> None:
         """eos_id: one or several ids; batch_size: number of responses that a rank decodes together
-        (None: all); when a response ends, the next one starts in its row; decode: token ids to
-        text, needed for stops; special_tokens: ids by name, for stops that are or contain special
-        tokens; record_routes: return the experts of every token with the responses; router_noise:
-        standard deviation of the noise on the routers' scores. Greedy decoding has no noise, so
-        that an evaluation measures the policy itself."""
+        (None: all); when a response ends, the next one starts in its row; prefill_tokens: the most
+        tokens of prompts in one forward pass, if a prompt is not longer (None: no limit); decode:
+        token ids to text, needed for stops; special_tokens: ids by name, for stops that are or
+        contain special tokens; record_routes: return the experts of every token with the responses;
+        router_noise: standard deviation of the noise on the routers' scores. Greedy decoding has no
+        noise, so that an evaluation measures the policy itself."""
         self.policy = policy
         self.pad_id = pad_id
         self.eos_ids = (eos_id,) if isinstance(eos_id, int) else tuple(eos_id)
-        self.batch_size = batch_size
+        self.batch_size, self.prefill_tokens = batch_size, prefill_tokens
         self.decode, self.special_tokens = decode, special_tokens or {}
         self.record_routes = record_routes
         self.router_noise = router_noise
@@ -186,7 +188,8 @@ class _Plan:
 
     rows: int  # rows of the batch; 0: every rank is finished
     starts: int  # responses that this rank starts in free rows
-    prompts: int  # rows of the prefill; 0: no rank runs a prefill
+    prompts: int  # rows to prefill; 0: no rank runs a prefill
+    passes: int  # forward passes that prefill them
     longest_prompt: int  # tokens of a prefill row
     steps: int  # tokens to sample until the next check
 
@@ -299,11 +302,12 @@ class _Generation:
         """Agree on the use of free rows, and on the forward passes until the next check.
 
         Reads from the device once. If ranks share experts, every rank uses the maxima, over all
-        ranks, of six numbers:
+        ranks, of seven numbers:
 
             needed   rows for the responses in progress or queued; 0: all responses are finished
             is_time  whether enough rows are free to start responses in them; 0: no rank starts any
-            prompts  prompts of the prefill; 0: no rank runs a prefill
+            prompts  prompts to prefill; 0: no rank runs a prefill
+            passes   forward passes for these prompts
             longest  tokens of the longest of these prompts
             left     the most tokens that a response in progress may still get
             starts   responses to start; if it is above 0, `max_tokens` replaces `left`
@@ -323,17 +327,25 @@ class _Generation:
             self._prompts_before(self.next) : self._prompts_before(self.next + starts)
         ]
         longest = max(map(len, new), default=1)
-        most, any_is_time, prompts, longest_of_all, left, any_starts = engine._agreed_maxima(
-            [needed, is_time, len(new), longest, left, starts]
+        passes = self._passes(len(new), longest)
+        most, any_is_time, prompts, longest_of_all, left, any_starts, passes = (
+            engine._agreed_maxima([needed, is_time, len(new), longest, left, starts, passes])
         )
         if not any_is_time:
-            starts = any_starts = prompts = 0
-        if not engine.equal_batches:
+            starts = any_starts = prompts = passes = 0
+        if engine.equal_batches:
+            passes = self._passes(prompts, longest_of_all)
+        else:
             # a rank without work runs a pass of one dummy row
             most, prompts = most and max(1, needed), prompts and max(1, len(new))
             longest_of_all = longest
         steps = min(CHECK_INTERVAL, max_tokens if any_starts else left)
-        return _Plan(most, starts, prompts, longest_of_all, steps)
+        return _Plan(most, starts, prompts, passes, longest_of_all, steps)
+
+    def _passes(self, prompts: int, longest: int) -> int:
+        """Return the number of forward passes for prompts of at most `longest` tokens."""
+        limit = self.engine.prefill_tokens
+        return min(prompts, 1) if limit is None else -(-prompts // max(1, limit // longest))
 
     def _prompts_before(self, response: int) -> int:
         """Return the number of prompts that must be prefilled for all responses before this one."""
@@ -353,11 +365,17 @@ class _Generation:
         if known:
             assert self.prefilled is not None, "its group has started"
             hidden = self._start(free[:known], first, self.prefilled, hidden)
-        if plan.prompts:
-            prefills = self._prefill(range(started, prefilled), plan)
-            hidden = self._start(free[known:], first + known, prefills, hidden)
-            if prefilled > started:  # dummies may follow the last prompt
-                self.prefilled = prefills.only(prefilled - started - 1)
+        begun, share = first + known, -(-plan.prompts // max(1, plan.passes))
+        for number in range(started, started + plan.passes * share, max(1, share)):
+            # the ranks agree on the number of passes, so a rank may have no prompt for the last one
+            numbers = range(min(number, prefilled), min(number + share, prefilled))
+            prefills = self._prefill(numbers, share, plan.longest_prompt)
+            until = min(last, numbers.stop * self.per_prompt)
+            hidden = self._start(free[begun - first : until - first], begun, prefills, hidden)
+            begun = until
+            if numbers and numbers.stop == prefilled:  # dummies may follow the last prompt
+                self.prefilled = prefills.only(len(numbers) - 1)
+            del prefills  # the next pass needs the memory
         if last % self.per_prompt == 0:
             self.prefilled = None  # the whole group has started
         self.next = last
@@ -392,16 +410,18 @@ class _Generation:
             self.responses.routes[responses, :width] = prefilled.routes[prompts]
         return hidden
 
-    def _prefill(self, numbers: range, plan: _Plan) -> _Prefilled:
-        """Run the prompts `numbers` through the model.
+    def _prefill(self, numbers: range, share: int, longest: int) -> _Prefilled:
+        """Run the prompts `numbers`, padded to `longest` tokens, through the model.
 
-        Dummy prompts of one token, with sample index 0, fill the batch up to `plan.prompts`.
+        Dummy prompts of one token, with sample index 0, fill a batch without a prompt, or the batch
+        up to `share` prompts if all ranks need passes of the same shape.
         """
-        dummies = plan.prompts - len(numbers)
+        dummies = (share if self.engine.equal_batches else max(1, len(numbers))) - len(numbers)
         prompts = [*(self.prompts[n] for n in numbers), *[(self.engine.pad_id,)] * dummies]
-        longest = plan.longest_prompt
-        ids = padded(prompts, longest, self.engine.pad_id, self.device)
-        lengths = torch.tensor([len(p) for p in prompts], device=self.device)
+        # lengths and ids in one copy, for which the host waits
+        told = [(len(prompt), *prompt) for prompt in prompts]
+        table = padded(told, longest + 1, self.engine.pad_id, self.device)
+        lengths, ids = table[:, 0], table[:, 1:].contiguous()
         samples = self.samples.new_zeros(len(prompts))
         samples[: len(numbers)] = self.samples[:: self.per_prompt][numbers.start : numbers.stop]
         states = self.cache.start_prefill(longest, lengths)

@@ -62,6 +62,48 @@ def test_phases_are_listed_each_with_its_memory(write_config: ConfigWriter, gspo
     assert int(pairs(out)["worst_rank_bytes"]) / 1e9 == pytest.approx(float(rows[1][4]), abs=1e-5)
 
 
+def test_a_campaign_takes_the_hours_of_all_its_phases(
+    write_config: ConfigWriter, gspo: Command
+) -> None:
+    words = ["check", write_config(), "--memory", "--no-files", "model.vocab_size=80"]
+    words += ["data.max_prompt_tokens=20", "checkpoint.interval=1"]
+    phases = "training.phases=[{until_step: 8}, {rollout: {max_response_tokens: 100}}]"
+    first, second, both = (
+        pairs(gspo(*words, *own)[1])
+        for own in (
+            ("training.steps=8",),
+            ("training.steps=2", "rollout.max_response_tokens=100"),
+            ("training.steps=10", phases),
+        )
+    )
+    # the output has three digits
+    for name in ("run_hours", "run_gpu_hours"):
+        added = float(first[name]) + float(second[name])
+        assert float(both[name]) == pytest.approx(added, rel=0.02)
+    for name in ("train_step_seconds", "generate_step_seconds"):
+        short, long = float(first[name]), float(second[name])
+        assert short < 0.8 * long
+        assert float(both[name]) == pytest.approx((8 * short + 2 * long) / 10, rel=0.02)
+
+
+def test_the_largest_evaluation_counts(write_config: ConfigWriter, gspo: Command) -> None:
+    """The step has two responses, the held-out prompts have three, and the suite has twelve."""
+    path = write_config(("abc", "hgfed", "a"))
+    words = ["check", path, "--memory", "model.vocab_size=80", "objective.mini_batches=1"]
+    words += ["rollout.prompts_per_step=1", "rollout.group_size=2"]
+    file = path.parent / "prompts.jsonl"
+    held_out = f"data.eval_prompts={file}"
+    suite = f"evaluation.suites={{letters: {{prompts: {file}, samples: 4}}}}"
+    found = [
+        pairs(gspo(*words, *own)[1])
+        for own in ((), (held_out,), (held_out, suite), (suite, "rollout.batch_size=5"))
+    ]
+    caches = [int(each["kv_cache_bytes"]) for each in found]
+    assert [cache * 2 for cache in caches] == [caches[0] * rows for rows in (2, 3, 12, 5)]
+    # an evaluation is no part of a step
+    assert len({each["generate_step_seconds"] for each in found}) == 1
+
+
 def test_every_size_is_in_gb_and_says_what_it_is(
     write_config: ConfigWriter, gspo: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

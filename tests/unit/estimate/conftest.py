@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,3 +27,15 @@ def make_config() -> ConfigMaker:
         return parse_config(values | sections)
 
     return make
+
+
+@pytest.fixture
+def own_objectives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module with two objectives: `guarded` needs a reference policy."""
+    name = "objectives_of_estimates"
+    (tmp_path / f"{name}.py").write_text(
+        "def guarded(inputs): ...\ndef plain(inputs): ...\nguarded.needs_reference = True\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return name

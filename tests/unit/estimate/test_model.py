@@ -102,6 +102,43 @@ def test_a_reference_policy_is_a_second_copy_of_the_weights(make_config: ConfigM
     assert (found.reference, found.host) == (0, weights)
 
 
+@pytest.mark.parametrize(("name", "copies"), [("guarded", 1), ("plain", 0)])
+def test_an_objective_of_ones_own_may_need_a_reference_policy(
+    make_config: ConfigMaker, own_objectives: str, name: str, copies: int
+) -> None:
+    own = {"import_path": f"{own_objectives}:{name}"}
+    found = estimate(make_config("tiny", "tp=2", model={"vocab_size": 99}, objective=own), 2).worst
+    assert found.reference == copies * sum(found.state.parameters.values())
+
+
+# two ranks have 16 responses each
+RESPONSES = {"group_size": 4, "prompts_per_step": 8, "max_response_tokens": 72}
+
+
+def test_a_teachers_tokens_are_held_for_all_responses(make_config: ConfigMaker) -> None:
+    def reference(**distillation: Any) -> int:
+        config = make_config(
+            "tiny",
+            "dp=2",
+            model={"vocab_size": 99},
+            rollout=RESPONSES,
+            objective={"distillation": {"teacher": "folder", **distillation}},
+        )
+        return estimate_layout(config, 2, 99).worst.reference
+
+    tokens = 16 * 72 * 5
+    held = reference(form="forward_kl_topk", top_k=5) - reference(form="reverse_kl")
+    assert held == tokens * (8 + 4)  # the id (int64) and its log-prob (fp32)
+
+
+def test_an_evaluation_may_need_the_larger_cache(make_config: ConfigMaker) -> None:
+    config = make_config("tiny", "dp=2", model={"vocab_size": 99}, rollout=RESPONSES)
+    caches = [
+        estimate_layout(config, 2, 99, evaluated=(n, 1.0)).worst.kv_cache for n in (0, 20, 80)
+    ]
+    assert caches[1] == caches[0] and caches[2] * 16 == caches[0] * 40
+
+
 def test_experts_are_sharded_over_their_own_data_parallel_ranks(make_config: ConfigMaker) -> None:
     """The optimizer has 12 bytes for each weight. The bytes of experts are sharded over dp / ep
     ranks, all other bytes over dp ranks."""
@@ -132,6 +169,23 @@ def test_routes_take_a_byte_a_layer_and_expert(make_config: ConfigMaker) -> None
     host = config.routing.model_copy(update={"store_on_host": True})
     moved = estimate(config.model_copy(update={"routing": host}), 1).worst
     assert (moved.replay, moved.host) == (0, found.worst.replay)
+
+
+def test_a_rollout_holds_the_routes_of_all_its_responses(make_config: ConfigMaker) -> None:
+    """Of 128 responses, 8 are decoded together."""
+
+    def rollout(replay: str) -> int:
+        config = make_config(
+            "tiny",
+            "tp=1",
+            model={"vocab_size": 99},
+            routing={"replay": replay},
+            rollout={"batch_size": 8},
+        )
+        return estimate(config, 1).worst.rollout
+
+    tokens, layers, topk = 128 * 128, 4, 2
+    assert rollout("r3") - rollout("off") == tokens * layers * topk
 
 
 HIDDEN, HEADS, GROUPS, CHANNELS, FFN, LAYERS = 64, 4, 2, 16, 64, 4

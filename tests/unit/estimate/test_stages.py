@@ -22,6 +22,7 @@ from gspo_megatron.estimate.workload import Workload, workload
 from gspo_megatron.models.policy import HeadInputs
 from gspo_megatron.supervised.pretraining import rows_of_samples
 from tests.unit.models.one_rank import one_rank_groups, tiny_policy
+from tests.unit.supervised.synthetic_preferences import preference_config
 
 LENGTH, VOCAB = 24, 99
 
@@ -65,7 +66,7 @@ def test_samples_of_a_micro_batch(
     work = work_of(config, world_size)
     assert work.lengths == ((0, LENGTH),) * samples
     assert (work.micro_batches, work.mini_batches, work.forward_only) == (micro_batches, 1, 0)
-    assert (work.rollout_rows, work.rollout_prompts, work.sequences) == (0, 0, 24)
+    assert (work.rollout_rows, work.prefill_tokens, work.sequences) == (0, 0, 24)
 
 
 def test_equal_shares_by_trial() -> None:
@@ -89,6 +90,21 @@ def test_examples_are_as_long_as_the_longest_and_learned_but_for_a_token() -> No
     assert work_of(config, 2, longest=40).lengths == ((1, 39),) * 6 + ((1, 9),)
     padded = stage_config(FineTuningConfig, "dp=2", micro_batch_tokens=250, packing=False)
     assert work_of(padded, 2).lengths == ((1, 99), (1, 99))
+
+
+@pytest.mark.parametrize(
+    ("loss", "lengths"),
+    [
+        # The budget is 48 tokens, but chosen and rejected response are never apart.
+        ("bradley_terry", ((1, 39), (1, 39))),
+        ("regression", ((1, 39), (1, 7))),
+    ],
+)
+def test_a_micro_batch_holds_at_least_one_preference(
+    loss: str, lengths: tuple[tuple[int, int], ...]
+) -> None:
+    work = work_of(preference_config(preference={"loss": loss}), 1, longest=40)
+    assert (work.lengths, work.micro_batches) == (lengths, 8)
 
 
 def cost_of(config: Any, sent_per_token: int = 0, computed: float = 1.0) -> Cost:

@@ -22,7 +22,8 @@ def work_of(make_config: ConfigMaker) -> Any:
         layout: str, world_size: int, longest_prompt: int | None = None, **keys: Any
     ) -> Workload:
         objective = {"mini_batches": 2} | keys.pop("objective", {})
-        routing = keys.pop("routing", {})
+        routing, environment = keys.pop("routing", {}), keys.pop("environment", {})
+        evaluated = keys.pop("evaluated", (0, 1.0))
         rollout = {"group_size": 4, "prompts_per_step": 10, "max_response_tokens": 70}
         training = {
             "micro_batch_tokens": keys.pop("budget", 250),
@@ -35,9 +36,10 @@ def work_of(make_config: ConfigMaker) -> Any:
             data={"max_prompt_tokens": 30},
             objective=objective,
             routing=routing,
+            environment=environment,
             training=training,
         )
-        return workload(config, resolve_parallel(config, world_size), longest_prompt)
+        return workload(config, resolve_parallel(config, world_size), longest_prompt, evaluated)
 
     return work
 
@@ -112,16 +114,74 @@ def test_passes_before_the_updates(
     assert work_of("tp=1", 1, objective=objective, routing=routing).forward_only == passes
 
 
+def test_an_objective_of_ones_own_may_need_a_pass_of_the_reference(
+    work_of: Any, own_objectives: str
+) -> None:
+    for path, passes in (
+        (f"{own_objectives}:guarded", 10 + 20),
+        (f"{own_objectives}:plain", 10),
+        ("on_another_machine:guarded", 10),
+    ):
+        assert work_of("tp=1", 1, objective={"import_path": path}).forward_only == passes, path
+
+
 def test_ranks_share_sequences_and_prompts(work_of: Any) -> None:
     work = work_of("dp=3", 3)
     assert work.micro_batches == 4  # a rank has 7 of 20 sequences, two in a micro-batch
-    assert (work.rollout_prompts, work.rollout_rows, work.rollout_rounds) == (4, 16, 1)
+    assert (work.rollout_rows, work.rollout_rounds, work.rollout_responses) == (16, 1, 16)
     work = work_of("dp=3", 3, batch_size=9)
-    assert (work.rollout_prompts, work.rollout_rows, work.rollout_rounds) == (3, 9, 2)
+    assert (work.rollout_rows, work.rollout_rounds, work.rollout_responses) == (9, 2, 16)
     # context-parallel ranks have prompts of their own: 5 prompts in two rounds of 16 responses
     assert work_of("cp=2", 2, batch_size=16).rollout_rounds == 2
     assert work_of("dp=3", 3, batch_size=99).rollout_rows == 16
     assert work_of("dp=3", 3, engine="vllm").rollout_rows == 0
+
+
+AGENT = {"name": "agent"}
+
+
+# A rank has four prompts of 30 tokens, with four responses of 70 tokens each.
+@pytest.mark.parametrize(
+    ("keys", "tokens"),
+    [
+        ({}, 4 * 30),
+        ({"longest_prompt": 12}, 4 * 12),
+        ({"batch_size": 9}, 3 * 30),
+        ({"budget": 64}, 64),
+        ({"budget": 20}, 30),  # a prompt is not cut
+        # an evaluation has a prompt for each response
+        ({"evaluated": (15, 1.0)}, 5 * 30),
+        ({"evaluated": (1000, 1.0)}, 250),
+        # before its last turn, an episode may be nearly as long as prompt and response together
+        ({"environment": AGENT, "budget": 9000}, 16 * 100),
+        ({"environment": AGENT}, 250),
+        ({"environment": AGENT, "budget": 64}, 100),
+        ({"engine": "vllm"}, 0),
+    ],
+)
+def test_a_pass_over_prompts_has_the_tokens_of_a_micro_batch_at_most(
+    work_of: Any, keys: dict[str, Any], tokens: int
+) -> None:
+    assert work_of("dp=3", 3, **keys).prefill_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "keys", "rows", "responses"),
+    [
+        (0, {}, 0, 16),
+        (7, {}, 3, 16),
+        (50, {}, 17, 17),
+        (50, {"batch_size": 9}, 9, 17),
+        (50, {"batch_size": 9, "longer": 2.0}, 18, 34),  # its responses may be twice as long
+    ],
+)
+def test_the_responses_of_an_evaluation_are_shared_by_the_ranks(
+    work_of: Any, evaluated: int, keys: dict[str, Any], rows: int, responses: int
+) -> None:
+    keys = {**keys}
+    work = work_of("dp=3", 3, evaluated=(evaluated, keys.pop("longer", 1.0)), **keys)
+    assert (work.evaluation_rows, work.rollout_responses) == (rows, responses)
+    assert work.rollout_rows == keys.get("batch_size", 16)
 
 
 def held_by_the_schedule(stages: int, stage: int, chunks: int, micro_batches: int) -> list[int]:

@@ -49,6 +49,7 @@ def test_the_schedule_counts_updates_and_responses_end_at_all_end_tokens_and_sto
         environment={"import_path": "game_of_test_run:Game"},
         optimizer={"warmup_steps": 3},
         objective={"mini_batches": 2},
+        training={"micro_batch_tokens": 96},
     )
     reward = get_reward("exact_match", None, {})
     try:
@@ -56,9 +57,8 @@ def test_the_schedule_counts_updates_and_responses_end_at_all_end_tokens_and_sto
         run.logger.close()
         schedule = ReinforcementLoop(run).trainer.scheduler
         tokenizer = run.inputs.tokenizer
-        end_ids, found = run.collector.source.engine._split_stops(
-            ("<|doc|>", "<sep>", "<|doc|><sep>")
-        )
+        engine = run.collector.source.engine
+        end_ids, found = engine._split_stops(("<|doc|>", "<sep>", "<|doc|><sep>"))
     finally:
         stop_processes()
     # A setting that nothing reads appears as a comment, not as a value of the run.
@@ -74,6 +74,7 @@ def test_the_schedule_counts_updates_and_responses_end_at_all_end_tokens_and_sto
     plain, mixed = found
     assert plain.end([separator], searched=0) == 1
     assert mixed.end([separator, document, separator], searched=0) == 3
+    assert engine.prefill_tokens == 96
 
 
 @pytest.mark.parametrize("share", [None, False])

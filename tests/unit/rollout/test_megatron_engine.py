@@ -131,11 +131,66 @@ def test_rollout_logprobs_are_the_trainers(
 def test_the_batch_size_changes_nothing(policy: Policy, batch_size: int, per_prompt: int) -> None:
     together = generate(policy, per_prompt=per_prompt, eos_id=11)
     apart = generate(policy, per_prompt=per_prompt, eos_id=11, batch_size=batch_size)
-    for name, value in columns(together).items():
+    assert_same(apart, together)
+
+
+def assert_same(found: RolloutBatch, expected: RolloutBatch) -> None:
+    for name, value in columns(expected).items():
         if name == "rollout_logprobs":
-            torch.testing.assert_close(getattr(apart, name), value, atol=1e-5, rtol=0.0)
+            torch.testing.assert_close(getattr(found, name), value, atol=1e-5, rtol=0.0)
         else:
-            assert torch.equal(getattr(apart, name), value), name
+            assert torch.equal(getattr(found, name), value), name
+
+
+def watched_passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """A list that gets the shape of each forward pass: sequences, and tokens of each."""
+    passes: list[tuple[int, int]] = []
+    native = MegatronEngine._forward
+
+    def watched(self: MegatronEngine, ids: Tensor, *others: Any) -> Any:
+        passes.append((ids.shape[0], ids.shape[1]))
+        return native(self, ids, *others)
+
+    monkeypatch.setattr(MegatronEngine, "_forward", watched)
+    return passes
+
+
+# Every prompt has at least two tokens; the longest has ten.
+LONGER = [(*prompt, 3) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    ("prefill_tokens", "shapes"),
+    [
+        (None, [(5, 10)]),
+        (50, [(5, 10)]),
+        (49, [(3, 10), (2, 10)]),
+        (29, [(2, 10), (2, 10), (1, 10)]),
+        (3, [(1, 10)] * 5),  # a prompt is not cut
+    ],
+)
+def test_prompts_go_through_the_model_in_passes_of_a_size(
+    policy: Policy,
+    monkeypatch: pytest.MonkeyPatch,
+    prefill_tokens: int | None,
+    shapes: list[tuple[int, int]],
+) -> None:
+    together = generate(policy, LONGER, per_prompt=2, eos_id=11)
+    passes = watched_passes(monkeypatch)
+    found = generate(policy, LONGER, per_prompt=2, eos_id=11, prefill_tokens=prefill_tokens)
+    assert [shape for shape in passes if shape[1] > 1] == shapes
+    assert_same(found, together)
+
+
+@pytest.mark.parametrize("batch_size", [2, 4, 7])
+@pytest.mark.parametrize("prefill_tokens", [1, 12, 20])
+def test_groups_that_start_in_parts_keep_the_prompt_of_the_last_pass(
+    policy: Policy, batch_size: int, prefill_tokens: int
+) -> None:
+    options = {"per_prompt": 3, "eos_id": 11}
+    together = generate(policy, **options)
+    sizes = {"batch_size": batch_size, "prefill_tokens": prefill_tokens}
+    assert_same(generate(policy, **options, **sizes), together)
 
 
 def scheduled_steps(lengths: Sequence[int], rows: int) -> int:
@@ -151,17 +206,9 @@ def scheduled_steps(lengths: Sequence[int], rows: int) -> int:
 def test_a_free_row_takes_the_next_response(
     policy: Policy, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
-    passes = []  # (sequences, tokens of each)
-    native = MegatronEngine._forward
-
-    def watched(self: MegatronEngine, ids: Tensor, *others: Any) -> Any:
-        passes.append(tuple(ids.shape))
-        return native(self, ids, *others)
-
-    monkeypatch.setattr(MegatronEngine, "_forward", watched)
-    prompts = [(*prompt, 3) for prompt in PROMPTS]  # every prompt has at least two tokens
+    passes = watched_passes(monkeypatch)
     batch = generate(
-        policy, prompts, per_prompt=8, eos_id=(2, 11, 17), max_tokens=40, batch_size=rows
+        policy, LONGER, per_prompt=8, eos_id=(2, 11, 17), max_tokens=40, batch_size=rows
     )
     lengths = batch.response_lengths.tolist()
     steps = [sequences for sequences, length in passes if length == 1]
@@ -172,7 +219,7 @@ def test_a_free_row_takes_the_next_response(
         # fewer steps than with one batch after another
         assert len(steps) < 0.8 * sum(map(max, batches))
     # Each prompt is computed once. The number of rows falls only when no response is waiting.
-    assert sum(sequences for sequences, length in passes if length > 1) == len(prompts)
+    assert sum(sequences for sequences, length in passes if length > 1) == len(LONGER)
     assert max(steps) == rows and steps == sorted(steps, reverse=True)
 
 
