@@ -63,6 +63,7 @@ class Sample:
     row_id: str = ""  # the id of the prompt's row, else "file name:line"
     num_prompt_tokens: int = 0  # tokens of the whole prompt, including the chat template's tokens
     transcript: str = ""  # for an episode: all its turns, and the text between them
+    written: str = ""  # for an episode: what the policy wrote in all its turns
     group: int = 0  # the prompt's number in the step: the same for all responses to one prompt
 
 

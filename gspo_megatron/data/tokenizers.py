@@ -121,6 +121,11 @@ class Tokenizer(ABC):
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text without special tokens."""
 
+    def decode_response(self, token_ids: Sequence[int]) -> str:
+        """Decode without the end-of-sequence token at the end."""
+        ends = len(token_ids) > 0 and token_ids[-1] in self.eos_ids
+        return self.decode(token_ids[:-1] if ends else token_ids)
+
     @abstractmethod
     def symbol_id(self, symbol: str) -> int | None:
         """Return the id of a piece or special token; None if the tokenizer lacks it."""
@@ -396,6 +401,17 @@ def _encode_pieces(
     return found
 
 
+def files_beside(tokenizer: str | Path) -> list[Path]:
+    """Return the files that decide how a tokenizer is used and are not part of it: the ends of
+    responses, and the chat template of a sentencepiece model."""
+    path = Path(tokenizer)
+    if path.is_dir():
+        return [file for file in [path / GENERATION_FILE] if file.is_file()]
+    has_template = (path.parent / TEMPLATE_FILE).is_file()
+    names = (TEMPLATE_FILE if has_template else "tokenizer_config.json", GENERATION_FILE)
+    return [file for name in names if (file := path.parent / name).is_file()]
+
+
 def _eos_ids(folder: Path, eos_id: int) -> tuple[int, ...]:
     """Return `eos_id` and the ids of eos_token_id in the folder's generation_config.json."""
     file = folder / GENERATION_FILE
@@ -428,11 +444,25 @@ def _load_hugging_face(path: Path) -> Any:
         return loader.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the libraries raise many kinds of errors
         reason = " ".join(str(error).split())
+        if not (path / "tokenizer.json").is_file() and _is_code(path):
+            raise DataError(
+                f"{path}: its tokenizer is Python code, which is never run; make a folder with a "
+                "tokenizer.json (docs/checkpoints.md), and name that folder"
+            ) from error
         raise DataError(
             f"{path}: not a tokenizer that transformers can load, or damaged: {reason}; {HELP}"
         ) from error
     finally:
         logging.set_verbosity(verbosity)
+
+
+def _is_code(folder: Path) -> bool:
+    """Whether tokenizer_config.json names Python code as the tokenizer."""
+    try:
+        named = parse_json((folder / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(named, dict) and "AutoTokenizer" in (named.get("auto_map") or ())
 
 
 def _names_no_family(path: Path) -> bool:

@@ -112,10 +112,7 @@ class Conversation:
 
     def text_of(self, turn: Written) -> str:
         """Return the text of a turn, without its end-of-sequence token."""
-        ids = list(turn.token_ids)
-        if ids and ids[-1] in self.tokenizer.eos_ids:
-            ids.pop()
-        return self.tokenizer.decode(ids)
+        return self.tokenizer.decode_response(turn.token_ids)
 
     def _between(self, messages: Sequence[Message], transcript: Transcript) -> Next | None:
         """Return what the template writes after the last turn.

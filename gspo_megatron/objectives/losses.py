@@ -8,6 +8,7 @@ add. The functions of these parts are in parts.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -318,6 +319,16 @@ def build_objective(section: ObjectiveSection, max_response_tokens: int) -> Obje
         of_tokens=True,
         aggregate=partial(aggregate_tokens, **sequence_mean),
     )
+
+
+def needs_reference(section: ObjectiveSection) -> bool:
+    """Return whether the objective of a configuration needs the reference policy. A custom
+    objective that this machine does not have counts as one that does not."""
+    function = None
+    if section.import_path is not None:
+        with suppress(UserError):
+            function = load_function("objective.import_path", section.import_path)
+    return section.kl != "none" or bool(getattr(function, "needs_reference", False))
 
 
 def _checked_loss(

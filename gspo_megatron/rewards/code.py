@@ -61,7 +61,9 @@ _PRINT_OUTPUT = "print(open('output.txt').read())\n"
 # Runs programs: the module `sandbox`, or an object with the same functions `run`, `call`, `judge`.
 Runner = Any
 # Runs a program with a runner; returns why the test failed, or None if it passed.
-Test = Callable[[Runner, bytes, Limits], str | None]
+# A test takes a runner, a program, the limits of one program, and the time (monotonic) at which all
+# tests must have ended. It returns why the program failed, or None.
+Test = Callable[[Runner, bytes, Limits, float], str | None]
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ def judge(
             failure: str | None = f"time limit of {total_seconds:g} s for all tests"
         else:  # the wall time of a test may be twice its CPU time
             of_test = replace(limits, seconds=min(limits.seconds, left / 2))
-            failure = test(runner, program, of_test)
+            failure = test(runner, program, of_test, deadline)
         if failure is None:
             passed += 1
         else:
@@ -310,7 +312,7 @@ def _prints(given: str, wanted: str, *, in_files: bool = False, checker: str | N
     checker: a program that prints 1 for a right output, if several outputs are right."""
     stdin, right, judging = given.encode(), wanted.encode(), (checker or "").encode()
 
-    def test(runner: Runner, program: bytes, limits: Limits) -> str | None:
+    def test(runner: Runner, program: bytes, limits: Limits, deadline: float) -> str | None:
         if in_files:
             whole = _WITH_INPUT + _with_files({"solution.py": program}) + _PRINT_OUTPUT
             program = whole.encode()
@@ -326,6 +328,10 @@ def _prints(given: str, wanted: str, *, in_files: bool = False, checker: str | N
             "correct_output.txt": right,
             "solution_output.txt": outcome.stdout,
         }
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return "its checker: time limit for all tests"
+        limits = replace(limits, seconds=min(limits.seconds, left / 2))
         checked = _outcome(runner, "run", _with_files(files).encode(), b"", limits)
         if checked.failure is not None:
             return f"its checker: {checked.failure}"
@@ -396,7 +402,7 @@ def _returns(name: str, arguments: list[Any], wanted: list[Any]) -> Test:
     if not (isinstance(name, str) and isinstance(arguments, list)):
         raise TypeError("a call wants the name of a function and a list of arguments")
 
-    def test(runner: Runner, program: bytes, limits: Limits) -> str | None:
+    def test(runner: Runner, program: bytes, limits: Limits, deadline: float) -> str | None:
         outcome = _outcome(runner, "call", program, name, arguments, limits)
         if outcome.failure is not None:
             return outcome.failure
@@ -411,7 +417,7 @@ def _returns(name: str, arguments: list[Any], wanted: list[Any]) -> Test:
 
 
 def _asserts(setup: Sequence[str], candidates: Sequence[str], tests: Sequence[str]) -> Test:
-    def test(runner: Runner, program: bytes, limits: Limits) -> str | None:
+    def test(runner: Runner, program: bytes, limits: Limits, deadline: float) -> str | None:
         outcome = _outcome(runner, "judge", program, setup, candidates, tests, limits)
         if outcome.failure is None and outcome.result != b"passed":
             return "the program ended before the test was complete"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from gspo_megatron.addresses import read_answer, takes_proxy
 from gspo_megatron.errors import RewardError
 from gspo_megatron.files import write_atomically
 from gspo_megatron.types import Sample
@@ -30,7 +31,9 @@ _PLACE = re.compile(r"\{(\w+)\}")
 # server could take it for the control token.
 _CONTROL = re.compile(
     r"<(?=[|｜][^|｜<>\s]+[|｜]>|/?s>|(?:start|end)_of_turn>|(?:bos|eos|pad|unk)>)"
+    r"|<(?=\|turn>|turn\||/?role>|seed:(?:bos|eos|pad)|sop>)"
     r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_RESULTS|TOOL_CALLS|TOOL_CONTENT|THINK)\])"
+    r"|\[(?=\|[^|\[\]\s]+\|\]|(?:BOS|EOS|EOT|PAD|gMASK)\]|e~\[)|\](?=~!?b[\[\]])"
 )
 _BREAK = "\u200b"  # zero-width space
 # With these HTTP statuses, every question would fail. The statuses 400, 413 and 422 are not in this
@@ -86,10 +89,12 @@ class JudgeServer:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         limit = aiohttp.ClientTimeout(total=self.seconds)
         async with (
-            aiohttp.ClientSession(timeout=limit, headers=headers, trust_env=True) as session,
+            aiohttp.ClientSession(
+                timeout=limit, headers=headers, trust_env=takes_proxy(url)
+            ) as session,
             session.post(url, json=question.request) as response,
         ):
-            text = await response.text()
+            text = (await read_answer(response)).decode(errors="replace")
             if response.status in _USERS_MISTAKES:
                 raise RewardError(f"reward 'llm_judge': {url} says {response.status}: {text[:500]}")
             if response.status != 200:

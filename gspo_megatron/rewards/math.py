@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from gspo_megatron.errors import RewardError
-from gspo_megatron.rewards.math_value import value_text
+from gspo_megatron.rewards.math_value import is_too_large, value_text
 from gspo_megatron.rewards.registry import register
 from gspo_megatron.rewards.values import shorten
 from gspo_megatron.types import Sample
@@ -93,12 +93,18 @@ def math(sample: Sample) -> float:
     last_box = response.rfind(r"\boxed")
     try:
         with _limited():
-            is_right = verify(answer, parse(response))
+            is_right = verify(answer, _computable(parse(response)))
             if not is_right and last_box > 0:
-                is_right = verify(answer, parse(response[last_box:]))
+                is_right = verify(answer, _computable(parse(response[last_box:])))
     except _TooLongError:
         return 0.0
     return float(is_right)
+
+
+def _computable(forms: list[Any]) -> list[Any]:
+    """Return math-verify's forms of an expression without those that are too large to compute; the
+    text is left."""
+    return [form for form in forms if isinstance(form, str) or not is_too_large(form)]
 
 
 @contextmanager

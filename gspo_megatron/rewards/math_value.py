@@ -14,6 +14,7 @@ from typing import Any
 
 _MOST_BITS = 8192  # limit for a numerator or denominator
 _MOST_FACTORIAL = 500
+_MOST_BITS_OF_RESPONSE = 1 << 18  # of a number that math-verify computes, a fraction of a second
 _DIGITS = 12  # significant digits of a number that is not a fraction
 _FUNCTIONS: dict[str, Callable[..., complex]] = {
     "log": cmath.log,
@@ -88,6 +89,32 @@ def _exact(form: Any) -> Fraction | None:
     elif kind == "Abs":
         found = abs(values[0])
     return found if found is not None and _is_small(found) else None
+
+
+def is_too_large(form: Any) -> bool:
+    """Return whether a number in an expression of sympy may have more than `_MOST_BITS_OF_RESPONSE`
+    bits. Python may compute with larger ones for a minute, in one step that no time limit ends."""
+    return _most_bits(form) > _MOST_BITS_OF_RESPONSE
+
+
+def _most_bits(form: Any) -> float:
+    """Return an upper limit of the bits of all numbers in an expression."""
+    if getattr(form, "is_Rational", False):
+        return max(form.p.bit_length(), form.q.bit_length())
+    inner = form.flat() if hasattr(form, "flat") else getattr(form, "args", ())
+    parts = [_most_bits(part) for part in inner]
+    kind = type(form).__name__
+    if kind == "Pow" and len(parts) == 2 and not form.free_symbols:
+        exponent = form.args[1]
+        bits = parts[1]
+        if exponent.is_Rational:
+            bits = exponent.p.bit_length() - exponent.q.bit_length() + 1
+        size = 2.0 ** min(bits, 64)
+        return max(parts[0], 1) * max(size, 1)
+    if kind in ("factorial", "gamma", "binomial") and parts:
+        number = 2.0 ** min(parts[0], 64)
+        return max(number * math.log2(number + 1), *parts) if parts[0] > 12 else sum(parts) + 2**12
+    return sum(parts)
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction | None:

@@ -85,7 +85,7 @@ class Shaping:
             share = 1.0 if sample.truncated else min(max(excess / buffer, 0.0), 1.0)
             rewards[-1] -= self.section.overlong_penalty * share
         if self.section.repetition_penalty > 0:
-            text = sample.transcript or sample.response
+            text = sample.written or sample.response
             share = repeated_share(text, self.section.repetition_words)
             rewards[-1] -= self.section.repetition_penalty * share
         return rewards
@@ -375,7 +375,10 @@ class Scorer:
         if not names:
             return score
         weights = self.section.weights
-        total = sum(weights.get(name, 1.0) * value for name, value in score.parts.items())
+        weighted = [weights.get(name, 1.0) * value for name, value in score.parts.items()]
+        total = sum(weighted)
+        if math.isfinite(total):  # rounded once, so that weights which add up to 1 give exactly 1
+            total = math.fsum(weighted)
         if not math.isfinite(total):
             raise NoRewardError(f"parts that add up to {total}; a finite sum is wanted")
         return replace(score, rewards=np.array([total]))

@@ -27,6 +27,7 @@ from gspo_megatron.objectives.parts import divergence, segment_sum
 from gspo_megatron.platform.groups import data_parallel_group
 from gspo_megatron.platform.reduce_metrics import (
     StepMetrics,
+    mean_pair,
     mismatch_metrics,
     share_with_all_stages,
 )
@@ -284,6 +285,4 @@ class PolicyUpdater:
         sums = segment_sum(difference, inputs.sequence_index, len(inputs.advantages))
         logs = inputs.sum_over_shards(sums) / inputs.sequence_lengths.clamp(min=1)
         logs = logs[(inputs.sequence_lengths > 0) & inputs.is_primary_shard]
-        count = logs.new_full((), len(logs))
-        squared = {"ratio/noise_floor_squared": torch.stack([(logs**2).sum(), count])}
-        self._metrics.add_means(squared)
+        self._metrics.add_means({"ratio/noise_floor_squared": mean_pair(logs**2)})

@@ -291,11 +291,13 @@ class GroupScorer:
         )
         for prompt_length, length, truncated, number in rows:
             start, end = end, end + prompt_length + length
-            ids, transcript = group.tokens[start + prompt_length : end], ""
+            ids, transcript, written = group.tokens[start + prompt_length : end], "", ""
             if group.sampled is not None and group.in_response is not None:
                 kinds = group.in_response[start:end]
                 prompt_length = int(np.argmax(kinds))
                 transcript = self._decode(group.tokens[start + prompt_length : end])
+                own = group.sampled[responses_end : responses_end + length]
+                written = self._decode(group.tokens[start:end][kinds][own])
                 responses_end += length
                 others = np.flatnonzero(~kinds)[-1] + 1  # where the last branch's prompt ends
                 last = group.sampled[responses_end - (end - start - others) : responses_end]
@@ -313,6 +315,7 @@ class GroupScorer:
                     row_id=prompt.row_id,
                     num_prompt_tokens=prompt_length,
                     transcript=transcript,
+                    written=written,
                     group=number,
                 )
             )
@@ -429,10 +432,10 @@ class GroupScorer:
         The penalties for overlong responses and for repetitions count as one more part.
         """
         assert group.parts is not None, "its names are there"
-        weights = self.scorer.section.weights
-        weighted = group.parts * [weights.get(name, 1.0) for name in names]
-        columns = np.stack([*weighted.T, group.shaped - group.rewards])
-        return sum_of_normalized_parts(columns, group.group_index, std)
+        given = self.scorer.section.weights
+        columns = np.stack([*group.parts.T, group.shaped - group.rewards])
+        weights = [*(given.get(name, 1.0) for name in names), 1.0]
+        return sum_of_normalized_parts(columns, group.group_index, std, weights)
 
     def adopt(self, names: PartNames) -> None:
         """Set the names of the reward's parts. Raises RewardError if they change within a run."""
@@ -449,11 +452,7 @@ class GroupScorer:
         self.scorer.close()
 
     def _decode(self, token_ids: np.ndarray) -> str:
-        """Decode tokens, without the end-of-sequence token at the end."""
-        ids = token_ids.tolist()
-        if ids and ids[-1] in self.tokenizer.eos_ids:
-            ids.pop()
-        return self.tokenizer.decode(ids)
+        return self.tokenizer.decode_response(token_ids.tolist())
 
 
 def _last_turn(written: np.ndarray) -> int:
@@ -470,18 +469,22 @@ _ROUNDING = 4 * float(np.finfo(np.float32).eps)
 
 
 def sum_of_normalized_parts(
-    parts: np.ndarray, groups: np.ndarray, std: Literal["sample", "population"]
+    parts: np.ndarray,
+    groups: np.ndarray,
+    std: Literal["sample", "population"],
+    weights: Sequence[float] | None = None,
 ) -> np.ndarray:
-    """Normalize each part of the rewards within its group, then add the parts up (GDPO).
+    """Normalize each part of the rewards within its group, then add up the weighted parts (GDPO).
 
     Source: arXiv 2601.05242. The mean of the group is subtracted from a part, and the result is
     divided by the standard deviation of the group. A part without spread in a group adds exactly 0.
 
-    parts: [parts, num_sequences] float64, already multiplied by their weights; NaN in groups with
-    failed calls.
+    parts: [parts, num_sequences] float64; NaN in groups with failed calls.
     groups: [num_sequences].
+    weights: one for each part; None: 1. A weight before the division would have no effect.
     Returns [num_sequences] float64, NaN in groups with failed calls.
     """
+    factors = np.ones(len(parts)) if weights is None else np.array(weights)
     total = np.zeros(len(groups))
     for number in np.unique(groups):
         rows = groups == number
@@ -490,6 +493,6 @@ def sum_of_normalized_parts(
         centred = own - own.mean(axis=1, keepdims=True)
         degrees = max(own.shape[1] - (std == "sample"), 1)
         deviation = np.sqrt(np.square(centred).sum(axis=1) / degrees)
-        scaled = centred[differs] / deviation[differs, None]
+        scaled = centred[differs] / deviation[differs, None] * factors[differs, None]
         total[rows] = np.nan if np.isnan(own).any() else scaled.sum(axis=0)
     return total

@@ -13,6 +13,7 @@ import torch
 from megatron.core import parallel_state
 
 from gspo_megatron.config import Config
+from gspo_megatron.data import tokenizers
 from gspo_megatron.data.chat import Encoded, Rendered
 from gspo_megatron.environments.episode import Client, EpisodeLimits, EpisodeRunner, Trajectory
 from gspo_megatron.errors import UnplayableError
@@ -36,6 +37,7 @@ class Tokenizer:
     """A tokenizer of characters."""
 
     eos_ids, eos_id = (EOS_ID,), EOS_ID
+    decode_response = tokenizers.Tokenizer.decode_response
 
     def decode(self, token_ids: list[int]) -> str:
         return "".join(map(chr, token_ids))

@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from gspo_megatron.batching.plan import MiniBatch
 from gspo_megatron.batching.redistribute import gather_index, redistribute
 from gspo_megatron.config import Config
+from gspo_megatron.data import tokenizers
 from gspo_megatron.errors import RewardError
 from gspo_megatron.objectives.advantages import build_advantages
 from gspo_megatron.rewards.registry import Reward
@@ -43,6 +44,7 @@ class Tokenizer:
     """A tokenizer whose text is the token ids."""
 
     eos_ids = (EOS_ID,)
+    decode_response = tokenizers.Tokenizer.decode_response
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return " ".join(map(str, token_ids))

@@ -116,9 +116,12 @@ def test_the_advantage_of_a_configuration(keys, kind):
     assert torch.equal(found, ALL[kind](rewards, index))
 
 
+@pytest.mark.parametrize("weights", [None, [2.0, -0.5, 3.0]])
 @pytest.mark.parametrize("std", ["sample", "population"])
 @pytest.mark.parametrize("seed", range(3))
-def test_gdpo_normalises_each_part_in_its_group_and_adds_up(seed: int, std: str) -> None:
+def test_gdpo_normalises_each_part_in_its_group_and_adds_up(
+    seed: int, std: str, weights: list[float] | None
+) -> None:
     rng = random.Random(seed)
     index = [7, 7, 7, 2, 2, 2, 2]
     parts = {
@@ -128,13 +131,14 @@ def test_gdpo_normalises_each_part_in_its_group_and_adds_up(seed: int, std: str)
     }
     deviation = statistics.stdev if std == "sample" else statistics.pstdev
     expected = [0.0] * len(index)
-    for values in parts.values():
+    for values, weight in zip(parts.values(), weights or [1.0] * 3, strict=True):
         for group in set(index):
             rows = [row for row, number in enumerate(index) if number == group]
             own = [values[row] for row in rows]
             for row in rows if max(own) > min(own) else ():
-                expected[row] += (values[row] - statistics.mean(own)) / deviation(own)
-    summed = sum_of_normalized_parts(np.array(list(parts.values())), np.array(index), std)
+                expected[row] += weight * (values[row] - statistics.mean(own)) / deviation(own)
+    columns = np.array(list(parts.values()))
+    summed = sum_of_normalized_parts(columns, np.array(index), std, weights)
     section = ObjectiveSection(advantage="gdpo", advantage_std=std)
     found = build_advantages(section).of_sequences(torch.tensor(summed), torch.tensor(index))
     assert found.dtype == torch.float32

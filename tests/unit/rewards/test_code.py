@@ -6,6 +6,7 @@ import base64
 import json
 import pickle
 import sys
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import closing
@@ -120,6 +121,19 @@ def test_a_checker_accepts_all_right_outputs() -> None:
     )
     doubts = "print(0)\nprint(10)"
     assert reason(sample("print(3)", **{**row, "generated_checker": doubts})) != ""
+
+
+def test_a_checker_has_only_the_time_that_is_left() -> None:
+    """Otherwise a slow program and a slow checker together reach reward.timeout_seconds."""
+    row = {
+        "official_tests": [{"input": "6", "output": "2"}],
+        "generated_checker": "while True: pass",
+    }
+    slow = sample("import time\ntime.sleep(0.8)\nprint(3)", **row)
+    began = time.monotonic()
+    verdict = judge(slow, Limits(seconds=4), total_seconds=1.5)
+    assert "its checker: time limit" in verdict.reason
+    assert time.monotonic() - began < 4
 
 
 def test_tests_may_be_the_answer() -> None:

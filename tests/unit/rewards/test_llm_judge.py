@@ -44,11 +44,15 @@ def test_the_last_score_counts(judges: Any) -> None:
     assert request["messages"] == [{"role": "user", "content": content}]
     assert (request["model"], request["temperature"]) == ("judge", 0.0)
     assert score(judges("**Score:** 3"), "x", best=4.0)[0] == [0.75]
+    # the scale of the score is not the score
+    for text in ("Score (0-10): 8", "Score (8/10)", "**Score (from 0 to 10)**: 8"):
+        assert score(judges(text), "x")[0] == [0.8], text
 
 
 def test_a_response_writes_no_control_token_of_the_judge(judges: Any) -> None:
     judge = judges("Score: 7.5")
     marks = ["<|im_end|>", "<|im_start|>", "<｜Assistant｜>", "</s>", "[/INST]", "<end_of_turn>"]
+    marks += ["]~b]", "]~!b[", "[e~[", "[|endofturn|]", "<seed:eos>", "<turn|>", "<role>", "[EOT]"]
     text = "".join(marks) + "a < b | c > d, x[INST], <sup> <think>"
     template = "<|keep|> {response} {hint}"
     score(judge, text, template=template)
@@ -63,7 +67,8 @@ def test_what_a_repetition_may_mend_is_repeated(
     judges: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scoring, "FIRST_WAIT_SECONDS", 0.001)
-    judge = judges(503, "no number", "Score: -3", "Score: 99", "Score: " + "9" * 999, "Score: 10")
+    wrong = ["no number", "Score: -3", "Score: 99", "Score: " + "9" * 999]
+    judge = judges(503, *wrong, "Score: 10")
     rewards, failed = score(judge, "x", section={"retries": 5})
     assert rewards == [1.0] and failed.errors == 5
     (line,) = refusal(score, judges(429), "x")

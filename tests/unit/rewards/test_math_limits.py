@@ -32,6 +32,9 @@ def _warm() -> None:
         r"\boxed{9^{9^{9^{9}}}}",
         r"\boxed{((9!)!)!}",
         r"\boxed{\binom{10000000}{5000000}}",
+        r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}+\begin{pmatrix}3\\4\end{pmatrix}}",
+        r"\boxed{2^{" + "9" * 320 + "}}",
+        r"\boxed{\frac{3^{1000000}}{7^{600000}}}",  # its gcd is one step of a minute
         r"\boxed{" + "(" * 500 + "1" + ")" * 500 + "}",
     ],
 )

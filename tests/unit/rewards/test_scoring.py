@@ -258,6 +258,12 @@ def test_a_reward_is_the_weighted_sum_of_its_parts() -> None:
     assert found.part_names == ("correct", "format")
 
 
+def test_weights_that_add_up_to_one_give_exactly_one() -> None:
+    """Added one after the other, 0.6, 0.3 and 0.1 are less than 1."""
+    weights = {"a": 0.6, "b": 0.3, "c": 0.1}
+    assert rewards(scorer(lambda _: dict.fromkeys("abc", 1.0), weights=weights), 1) == [1.0]
+
+
 def second_is(value: object) -> Callable[[Sample], object]:
     """A reward that returns parts for the first response, and `value` for the second."""
     return lambda sample: value if number(sample) else {"a": 1.0, "b": 0.0}

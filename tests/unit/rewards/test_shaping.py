@@ -20,11 +20,11 @@ def shaped(
     tokens: int = 1,
     truncated: bool = False,
     text: str = "r",
-    transcript: str = "",
+    written: str = "",
     **keys: object,
 ) -> list:
     shaping = Shaping(RewardSection(**keys), LONGEST)
-    sample = Sample("p", "a", text, truncated, num_tokens=tokens, transcript=transcript)
+    sample = Sample("p", "a", text, truncated, num_tokens=tokens, written=written)
     given = np.array(rewards)
     result = shaping(given, sample).tolist()
     assert given.tolist() == rewards  # shaping does not change the given array
@@ -79,9 +79,9 @@ def test_responses_that_repeat_themselves_lose_their_share(text: str, size: int)
     keys = {"repetition_penalty": 2.0, "repetition_words": size}
     expected = 0.5 - 2.0 * repetition(text, size)
     assert shaped([0.5], text=text, **keys) == [pytest.approx(expected, abs=1e-15)]
-    # The penalty counts the repetitions in all turns, and is subtracted from the reward of the last
-    # turn.
-    found = shaped([0.5, 0.25], text="one", transcript=text, **keys)
+    # The penalty counts the repetitions in all turns of an episode, and is subtracted from the
+    # reward of the last turn.
+    found = shaped([0.5, 0.25], text="one", written=text, **keys)
     other = repetition(text or "one", size)
     assert found == [0.5, pytest.approx(0.25 - 2.0 * other, abs=1e-15)]
 

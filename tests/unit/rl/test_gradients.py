@@ -272,3 +272,18 @@ def test_adam_updates_all_parameters_by_one_operation(plain: Setting) -> None:
     stock = torch.optim.AdamW([torch.zeros(2, requires_grad=True)])
     # If torch fused the update by default, the option would be unnecessary.
     assert not stock.param_groups[0]["fused"]
+
+
+def test_no_bias_has_weight_decay(one_rank: None) -> None:
+    """The biases of experts have several axes, so Megatron-Core would take them for matrices."""
+    policy = tiny_policy(model={"megatron": {"add_bias_linear": True}})
+    schedule = Schedule(1e-3, 1e-3, 0, 1, "constant")
+    optimizer = build_trainer(policy, OptimizerSection(weight_decay=0.1), schedule).optimizer
+    groups = [group for group in optimizer.param_groups if group["wd_mult"]]
+    decayed = sum(parameter.numel() for group in groups for parameter in group["params"])
+    matrices = [
+        parameter.numel()
+        for name, parameter in policy.models[0].named_parameters()
+        if parameter.dim() > 1 and "bias" not in name
+    ]
+    assert decayed == sum(matrices)

@@ -266,10 +266,10 @@ def test_gdpo_learns_from_each_part_by_its_weight_and_from_the_penalty() -> None
     def parts(sample: Sample) -> dict[str, float]:
         return {"a": 1e6 * (sample.response == "r0"), "b": float(sample.response == "r1")}
 
-    # The first response is better in both parts, but too long. Both parts have the same weight,
-    # whatever their size. The third response is alone in its group.
-    assert scored_by(config, parts, [8, 2, 2]) == pytest.approx([1 + 1 - 1, -1 - 1 + 1, 0])
-    assert scored_by(config, parts, [2, 2, 8]) == pytest.approx([2, -2, 0])
+    # The first response is better in both parts, but too long. A part counts by its weight,
+    # whatever the size of its values. The third response is alone in its group.
+    assert scored_by(config, parts, [8, 2, 2]) == pytest.approx([1 + 3 - 1, -1 - 3 + 1, 0])
+    assert scored_by(config, parts, [2, 2, 8]) == pytest.approx([1 + 3, -1 - 3, 0])
 
 
 def test_gdpo_needs_parts() -> None:

@@ -16,6 +16,7 @@ from scipy import stats
 
 from gspo_megatron.batching.redistribute import gather_index
 from gspo_megatron.config import Config, parse_config
+from gspo_megatron.data import tokenizers
 from gspo_megatron.environments.episode import Client, Episode, EpisodeLimits, EpisodeRunner
 from gspo_megatron.errors import ConfigError, DataError, EpisodeError, RewardError
 from gspo_megatron.objectives.advantages import build_advantages
@@ -38,6 +39,7 @@ class Tokenizer:
     """A tokenizer in which token 65 is "A", and so on."""
 
     eos_ids, eos_id = (0, EOS), EOS
+    decode_response = tokenizers.Tokenizer.decode_response
     special_tokens: ClassVar[dict[str, int]] = {}
 
     def decode(self, ids: Sequence[int]) -> str:

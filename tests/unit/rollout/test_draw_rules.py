@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gspo_megatron.data import tokenizers
 from gspo_megatron.environments.episode import (
     Client,
     Episode,
@@ -49,6 +50,7 @@ class Tokenizer:
     """A tokenizer in which each token is a character."""
 
     eos_id, eos_ids = EOS, (EOS,)
+    decode_response = tokenizers.Tokenizer.decode_response
 
     def encode(self, text: str) -> list[int]:
         return list(map(ord, text))

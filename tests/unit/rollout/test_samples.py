@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
 from gspo_megatron.data.toy import train_toy_tokenizer
+from gspo_megatron.rewards.scoring import Shaping
 from gspo_megatron.rollout.episodes import GroupScorer
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.types import Prompt, Sample
@@ -81,6 +84,7 @@ def test_responses_become_samples(tokenizer: Tokenizer) -> None:
 def test_of_an_episode_the_last_turn_is_scored() -> None:
     class Shown:
         eos_ids = (0,)
+        decode_response = Tokenizer.decode_response
 
         def decode(self, token_ids: list[int]) -> str:
             return "".join(map(chr, token_ids))
@@ -103,13 +107,46 @@ def test_of_an_episode_the_last_turn_is_scored() -> None:
     )
     assert [sample.response for sample in found] == ["AB", "EF", "EF", "CD", "A"]
     assert [sample.transcript for sample in found] == ["AB", "ABCDEF", "AB234CDEF", "AB23CD", "A"]
+    assert [sample.written for sample in found] == ["AB", "ABEF", "ABCEF", "ABCD", "A"]
     assert [sample.num_tokens for sample in found] == [2, 6, 6, 4, 1]
     assert [sample.num_prompt_tokens for sample in found] == [2, 2, 1, 1, 1]
+
+
+def test_a_prompt_that_repeats_what_the_policy_wrote_is_no_repetition() -> None:
+    """An episode whose history was rewritten: the prompt of its second branch shows the first
+    branch again."""
+
+    class Numbers:
+        eos_ids = (0,)
+        decode_response = Tokenizer.decode_response
+
+        def decode(self, token_ids: list[int]) -> str:
+            return " ".join(map(str, token_ids))
+
+    first, second = [11, 12, 13, 14], [21, 22, 23]
+    prompts = [[1], [1, *first, 2]]
+    (sample,) = samples_of(
+        Numbers(),
+        [Prompt("p", "a", "s")],
+        tokens=[*prompts[0], *first, *prompts[1], *second],
+        prompt_lengths=[sum(map(len, prompts))],
+        response_lengths=[len(first) + len(second)],
+        truncated=[False],
+        group_index=[0],
+        sampled=[True] * 7,
+        in_response=[False] + [True] * 4 + [False] * 6 + [True] * 3,
+    )
+    assert sample.written == "11 12 13 14 21 22 23"
+    shaping = Shaping(RewardSection(repetition_penalty=1.0, repetition_words=3), 99)
+    assert shaping(np.array([0.5]), sample).tolist() == [0.5]
+    again = replace(sample, written=f"{sample.written} 11 12 13")
+    assert shaping(np.array([0.5]), again).tolist() == [pytest.approx(0.5 - 1 / 8)]
 
 
 def test_only_the_last_end_of_sequence_token_is_removed() -> None:
     class Shown:
         eos_ids = (2, 9)
+        decode_response = Tokenizer.decode_response
 
         def decode(self, token_ids: list[int]) -> str:
             return str(token_ids)
