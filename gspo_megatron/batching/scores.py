@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
 from gspo_megatron.batching.micro_batches import (
@@ -60,21 +60,9 @@ def all_scores(local: Tensor, micro_batch: MicroBatch, count: int) -> Tensor:
     The gradient of a score goes back only to the rank that has the last token of the branch. All
     context-parallel ranks compute the same loss from the scores, and their gradients are summed."""
     placed = local.new_zeros(count).index_copy(0, micro_batch.packed.sequence_index, local)
-    return _SumOverShards.apply(placed, parallel_state.get_context_parallel_group())
-
-
-class _SumOverShards(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        if group.size() == 1:
-            return values.clone()
-        total = values.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # ty: ignore[incompatible-method-override]
-        return gradient, None
+    group = parallel_state.get_context_parallel_group()
+    # its name says tensor parallel, but it sums over any group
+    return reduce_from_tensor_model_parallel_region(placed, group=group)
 
 
 def sequence_scores(

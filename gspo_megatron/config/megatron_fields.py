@@ -79,6 +79,8 @@ _REFUSED = {
     "fp32_residual_connection": "pipeline stages exchange activations in training.precision; "
     "leave it out",
     "mtp_num_layers": "layers that predict further tokens are not trained; leave it out",
+    "overlap_moe_expert_parallel_comm": "alternates the layers of two micro-batches, which the "
+    "training step does not support; leave it out",
     "fp8_quantizer_factory": "custom recipes are not supported; leave it out",
 }
 

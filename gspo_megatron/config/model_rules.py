@@ -232,11 +232,33 @@ def router_is_sound(plan: Plan) -> Problems:
         yield key, f"{wrong}; allowed: 2 or more, or model.megatron.moe_router_pre_softmax = true"
 
 
-def dropout_is_off(plan: Plan) -> Problems:
-    for name in ("hidden_dropout", "attention_dropout"):
-        if plan.config.model.megatron.get(name):
-            wrong = "its noise depends on the layout, and makes old and new policy differ"
-            yield f"model.megatron.{name}", f"{wrong}; allowed: 0.0"
+_NOISE = "its noise depends on the layout, and makes old and new policy differ"
+# Fields with which a model or its loss depends on the layout, or is random.
+_OF_LAYOUT = {
+    "hidden_dropout": _NOISE,
+    "attention_dropout": _NOISE,
+    "moe_input_jitter_eps": _NOISE,
+    "moe_router_force_load_balancing": "the experts are then random; for benchmarks of speed only",
+    "moe_router_topk_limited_devices": "its groups of experts are the expert-parallel ranks; use "
+    "moe_router_num_groups and moe_router_group_topk",
+}
+_BALANCING = {
+    "global_aux_loss": "Megatron-Core's loss is too small by the number of data-parallel ranks, "
+    "and depends on the micro-batches before",
+    "sinkhorn": "it balances the tokens of one rank, and only in training",
+}
+
+
+def model_does_not_depend_on_the_layout(plan: Plan) -> Problems:
+    given = plan.config.model.megatron
+    for name, wrong in _OF_LAYOUT.items():
+        if given.get(name):
+            yield f"model.megatron.{name}", f"{wrong}; allowed: leave it out"
+    name = "moe_router_load_balancing_type"
+    kinds = given.get(name)
+    for kind, wrong in _BALANCING.items():
+        if kind == kinds or (isinstance(kinds, list) and kind in kinds):
+            yield f"model.megatron.{name}", f"{wrong}; allowed: aux_loss, seq_aux_loss or none"
 
 
 # Fields of Megatron-Core that split the layers over pipeline stages. Without them, all stages have
@@ -385,7 +407,12 @@ def adapters_fit(plan: Plan) -> Problems:
     shape, tp = plan.shape, plan.layout.tp
     adapted = adapted_weights_of(model.family(shape), shape, lora.targets)
     mixed = any(len(each.matrices) > 1 and "linear_qkv" in each.owner for each in adapted.values())
-    if mixed and tp > shape.num_query_groups:
+    joint = "qkv" in model.family(shape).names
+    if joint and tp > 1 and any("linear_qkv" in each.owner for each in adapted.values()):
+        wrong = "the model's files have q, k and v in one matrix, whose adapter cannot be cut"
+        legal = "allowed: 1, or model.lora.targets without query_key_value"
+        yield "parallel.tensor_model_parallel_size", f"{wrong}; {legal}"
+    elif mixed and tp > shape.num_query_groups:
         wrong = "adapters of q, k and v need whole query groups on each rank"
         legal = f"allowed: at most num_query_groups = {shape.num_query_groups}, or other targets"
         yield "parallel.tensor_model_parallel_size", f"{wrong}; {legal}"
@@ -487,7 +514,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     patterns_have_all_layers,
     experts_have_biases,
     router_is_sound,
-    dropout_is_off,
+    model_does_not_depend_on_the_layout,
     precision_is_possible,
     weights_are_named_once,
     adapters_fit,

@@ -30,18 +30,20 @@ def _check(hf: Mapping[str, Any]) -> list[str]:
 
 FAMILY = f.Family(
     model_type="bailing_moe_v2",
+    other_model_types=("bailing_moe",),  # in the published folders
     architecture="BailingMoeV2ForCausalLM",
+    normalizes=False,
     no_servers="need a class for its config.json, which transformers does not have",
     fields=(
         *f.SIZES,
-        f.key_value_heads(None),
-        f.Field("head_dim", "kv_channels", None),
+        f.key_value_heads(4),
+        f.Field("head_dim", "kv_channels", 128),
         f.Field("use_qkv_bias", "add_qkv_bias", False),
-        f.Field("use_qk_norm", "qk_layernorm", False),
+        f.Field("use_qk_norm", "qk_layernorm", True),
         f.Field("num_experts", "num_moe_experts"),
         f.Field("num_experts_per_tok", "moe_router_topk", 8),
         f.Field("moe_intermediate_size", "moe_ffn_hidden_size"),
-        f.Field("routed_scaling_factor", "moe_router_topk_scaling_factor", 2.5),
+        f.Field("routed_scaling_factor", "moe_router_topk_scaling_factor", 1.0),
     ),
     always=r.ALWAYS,
     # vLLM needs most of these keys: it assumes other values if they are missing.
@@ -57,12 +59,13 @@ FAMILY = f.Family(
     },
     spellings={"num_local_experts": "num_experts"},
     next_token_layers="num_nextn_predict_layers",
-    rope=RopeKinds(percent=1.0),
-    max_position_embeddings=16_384,
-    read_pattern=r.dense_first(0),
+    # Ling-1T has the number of rotated channels, the other models the share
+    rope=RopeKinds(base=600_000.0, percent=1.0, width_key="rotary_dim", writes_width=False),
+    max_position_embeddings=32_768,
+    read_pattern=r.dense_first(1),
     write_pattern=r.write_dense_first,
     check=_check,
-    read_rest=lambda hf: r.read_shared(hf, "num_shared_experts", default=0) | _GROUPS.read(hf),
+    read_rest=lambda hf: r.read_shared(hf, "num_shared_experts") | _GROUPS.read(hf),
     write_rest=lambda megatron: {
         **r.write_groups(megatron),
         **r.write_shared(megatron, "num_shared_experts"),

@@ -65,6 +65,7 @@ FAMILY = f.Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     other_model_types=("kimi_k2",),
+    renamed_types=("kimi_k2",),
     fields=(*f.SIZES, *latent_fields(1536, 128, 128), *r.fields(topk=8, scaling=2.5)),
     always={
         **r.ALWAYS,

@@ -68,6 +68,8 @@ class Family:
     fields: tuple[Field, ...]
     names: Mapping[str, str]
     other_model_types: tuple[str, ...] = ()  # values of model_type with this architecture
+    renamed_types: tuple[str, ...] = ()  # of them, those that transformers does not know
+    normalizes: bool = True  # False: the weight of a token's only expert is its sigmoid score
     always: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     spellings: Mapping[str, str] = field(default_factory=dict)
@@ -103,6 +105,11 @@ class Family:
     no_servers: str = ""
     no_cpu_servers: str = ""
 
+    @property
+    def normalizes_one(self) -> bool:
+        """Whether a router with sigmoid scores gives a token's only expert the weight 1."""
+        return self.always.get("moe_router_score_function") == "sigmoid" and self.normalizes
+
     def preset(self, hf: Mapping[str, Any]) -> tuple[ModelPreset, list[str]]:
         """Return the model that a config.json describes, and a line for each setting that is not
         supported."""
@@ -132,6 +139,9 @@ class Family:
             problems.append("vocab_size: required, and an integer from 1")
         problems += _count_problems(hf) + _group_problems(megatron)
         problems += self._expert_problems(megatron) + self.check(hf)
+        if self.normalizes_one and megatron.get("moe_router_topk") == 1:
+            wrong = "Megatron-Core does not give a single expert the weight 1; allowed: from 2"
+            problems.append(problem("num_experts_per_tok", 1, wrong))
         rest = {} if problems else self.read_rest(hf)
         megatron |= {name: value for name, value in rest.items() if value is not None}
         if self.read_pattern is not None and not problems:
@@ -414,6 +424,9 @@ def _windows(hf: Mapping[str, Any], legal_types: tuple[str, ...]) -> list[str]:
     types outside of `legal_types`. Neither is supported."""
     window, used = hf.get("sliding_window"), hf.get("use_sliding_window", "sliding_window" in hf)
     problems = []
+    if used and "sliding_window" not in hf:  # transformers then takes a default
+        wrong = "there is no sliding_window; allowed: false, or sliding_window: null"
+        problems.append(problem("use_sliding_window", used, wrong))
     if window is not None and used:
         legal = "null, or use_sliding_window = false"
         problems.append(problem("sliding_window", window, f"not supported; allowed: {legal}"))

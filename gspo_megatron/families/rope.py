@@ -64,6 +64,7 @@ class RopeKinds:
     # The key of config.json with the number of rotated channels of a head. None: config.json has
     # the share instead of the number.
     width_key: str | None = None
+    writes_width: bool = True  # False: `width_key` is only read
     # the settings if config.json has neither rope_parameters nor rope_scaling
     unnamed: Mapping[str, Any] = field(default_factory=dict)
     latent: bool = True  # True: layers of latent attention compute the angles; False: GPTModel does
@@ -132,7 +133,7 @@ def write_rope(shape: ModelShape, kinds: RopeKinds) -> dict[str, Any]:
     elif kinds.unnamed:
         scaling = {"rope_type": DEFAULT}
     found = {"rope_theta": shape.rotary_base, "rope_scaling": scaling}
-    if kinds.width_key is not None:
+    if kinds.width_key is not None and kinds.writes_width:
         return found | {kinds.width_key: round(shape.rotary_percent * shape.kv_channels)}
     if kinds.percent is not None:
         found["partial_rotary_factor"] = shape.rotary_percent

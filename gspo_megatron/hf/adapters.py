@@ -47,7 +47,7 @@ from gspo_megatron.hub import parse_name
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
     **dict.fromkeys(
         ("use_dora", "fan_in_fan_out", "lora_bias", "use_qalora", "modules_to_save"), (False, None)
     ),

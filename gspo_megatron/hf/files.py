@@ -28,6 +28,7 @@ from gspo_megatron.files import (
     SIDE_FILES,
     SINGLE_FILE,
     WEIGHT_INDEX,
+    copied_as,
     fault_of_name,
     os_errors,
     parse_json,
@@ -113,7 +114,8 @@ class HfFolder:
 
     @property
     def side_files(self) -> list[Path]:
-        return [file for name in SIDE_FILES if (file := self.path / name).is_file()]
+        found = (self.path / name for name in SIDE_FILES)
+        return [copied_as(file) for file in found if file.is_file()]
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The torch dtype to which an import converts a tensor; bf16 for FP8 and MXFP4. The

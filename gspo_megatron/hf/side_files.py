@@ -17,7 +17,7 @@ from gspo_megatron.families import (
     language_model,
 )
 from gspo_megatron.families.model_shape import ModelShape, shape_of
-from gspo_megatron.files import SIDE_FILES, parse_json
+from gspo_megatron.files import SIDE_FILES, copied_as, parse_json
 
 GENERATION = "generation_config.json"
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_dim")
@@ -57,6 +57,8 @@ def export_config(
     config |= {key: 0 for key in family.next_token_keys if original.get(key)}
     config.pop("quantization_config", None)
     config.pop("auto_map", None)  # it names code that is not exported
+    if config.get("model_type") in family.renamed_types:  # only that code knows this name
+        config["model_type"] = family.model_type
     return {**config, "dtype" if "dtype" in original else "torch_dtype": dtype_name}
 
 
@@ -86,7 +88,7 @@ def tokenizer_files(tokenizer: str | Path | None) -> list[Path]:
         )
         return [path, *(file for file in beside if file.is_file())]
     names = (name for name in SIDE_FILES if name != "config.json")
-    return [file for name in names if (file := path / name).is_file()]
+    return [copied_as(file) for name in names if (file := path / name).is_file()]
 
 
 def check_tokenizer(files: Sequence[Path], vocab_size: int) -> None:

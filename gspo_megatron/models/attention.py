@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
     _yarn_get_concentration_factor_from_config,
 )
@@ -310,6 +311,21 @@ class CachedSelfAttention(SelfAttention):
     """
 
     key_value_cache: KeyValueCache | None = None
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the rank's queries, keys, values and, if asked for, gates. If there are more
+        tensor-parallel ranks than query groups, Megatron-Core takes the rank's part of a group's
+        queries, but the gates of the whole group."""
+        found = super().get_query_key_value_tensors(*args, **kwargs)
+        if not kwargs.get("output_gate"):
+            return found
+        query, key, value, gate = found
+        heads = query.shape[2]
+        if gate.shape[2] > heads:
+            ranks = self.config.tensor_model_parallel_size // self.config.num_query_groups
+            first = parallel_state.get_tensor_model_parallel_rank() % ranks * heads
+            gate = gate[:, :, first : first + heads]
+        return query, key, value, gate
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         cache = self.key_value_cache

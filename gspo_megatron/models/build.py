@@ -91,10 +91,12 @@ def build_policy(config: AnyConfig, parallel: ResolvedParallel, vocab_size: int)
 
     Raises UserError if the layers or the device do not support the configuration.
     """
-    backend = choose_backend(config.model.backend, config.training.precision)
-    refuse_impossible(config.training.precision, backend)
-    megatron = transformer_config(config, parallel)
     shape = config.resolved_model()
+    precision = config.training.precision
+    packing = getattr(config.training, "packing", True)  # pre-training always packs
+    backend = choose_backend(config.model.backend, precision, shape.megatron, packing=packing)
+    refuse_impossible(precision, backend)
+    megatron = transformer_config(config, parallel)
     ddp = ddp_config(config)
     weights, lora = None, None
     if config.model.lora.rank:
@@ -131,9 +133,11 @@ def build_frozen(config: AnyConfig, parallel: ResolvedParallel, vocab_size: int)
 
     If the model has no experts, expert parallelism is off (EP = ETP = 1).
     """
-    backend = choose_backend(config.model.backend, config.training.precision)
-    refuse_impossible(config.training.precision, backend)
     shape = config.resolved_model()
+    precision = config.training.precision
+    packing = getattr(config.training, "packing", True)  # pre-training always packs
+    backend = choose_backend(config.model.backend, precision, shape.megatron, packing=packing)
+    refuse_impossible(precision, backend)
     if shape.num_moe_experts is None:
         sizes = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1}
         parallel = replace(parallel, **sizes)

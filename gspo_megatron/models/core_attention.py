@@ -260,7 +260,9 @@ class TiledAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         *states, sinks = ctx.saved_tensors
-        query_grad, key_grad, value_grad = (torch.zeros_like(s) for s in states)
+        # Keys get a part of their gradient from each tile, so these parts are summed in fp32.
+        query_grad = torch.zeros_like(states[0])
+        key_grad, value_grad = (torch.zeros_like(s, dtype=_wide(s.dtype)) for s in states[1:])
         sinks_grad = None if sinks is None else torch.zeros_like(sinks, dtype=_wide(sinks.dtype))
         for queries, keys in ctx.positions.tiles:
             with torch.enable_grad():
@@ -279,6 +281,7 @@ class TiledAttention(torch.autograd.Function):
                 sinks_grad += gradients[3]
         if sinks_grad is not None:
             sinks_grad = sinks_grad.to(sinks.dtype)
+        key_grad, value_grad = key_grad.to(states[1].dtype), value_grad.to(states[2].dtype)
         return query_grad, key_grad, value_grad, None, None, sinks_grad
 
 
@@ -356,6 +359,8 @@ def attend(
     """
     if sinks is not None and mask is not None:
         return _attend_with_sinks(query, key, value, scale, mask, sinks)
+    if mask is not None and query.shape[1] != key.shape[1] and query.is_cuda:
+        return attend_by_key_heads(query, key, value, scale, mask)
     narrow = query.dtype
     if narrow == torch.bfloat16 and query.shape[2] <= SHORT and faster.applies_to(query):
         query, key, value = query.float(), key.float(), value.float()
@@ -369,6 +374,21 @@ def attend(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return output.to(narrow)
+
+
+def attend_by_key_heads(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor
+) -> Tensor:
+    """`attend`, with the query heads that share a key head as further queries of this head.
+
+    On GPUs, the kernels that need little memory take either a mask or grouped heads. Otherwise
+    torch computes in fp32, and keeps the weights of all queries and keys."""
+    ratio = query.shape[1] // key.shape[1]
+    together = query.unflatten(1, (key.shape[1], ratio)).flatten(2, 3)
+    if mask.shape[2] > 1:
+        mask = mask.repeat(1, 1, ratio, 1)
+    out = attend(together, key, value, scale, mask)
+    return out.unflatten(2, (ratio, query.shape[2])).flatten(1, 2)
 
 
 def _attend_with_sinks(

@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gspo_megatron.models.shared_prompts import repeat_rows
 from gspo_megatron.platform.cpu import faster, products
 
 BLOCK_ROWS = 64  # see `has_costly_shapes`
@@ -95,7 +96,7 @@ class GroupedExperts(MegatronModule):
             # [rows]: the expert of each row
             counts = tokens_per_expert.to(tokens.device, non_blocking=True)
             experts = torch.repeat_interleave(counts, output_size=len(tokens))
-            states = states + self.bias1.flatten(1).index_select(0, experts)
+            states = states + repeat_rows(self.bias1.flatten(1), experts)
         if self.lora is not None:
             states = self.lora.add("1", states, tokens, tokens_per_expert, ends)
         # The stock experts also multiply by the router's weight before the second projection.
@@ -109,7 +110,7 @@ class GroupedExperts(MegatronModule):
             states = (states * probs).to(tokens.dtype)
         output = grouped_linear(states, self.weight2, tokens_per_expert, ends)
         if self.bias2 is not None:
-            output = output + (self.bias2.index_select(0, experts) * probs).to(output.dtype)
+            output = output + (repeat_rows(self.bias2, experts) * probs).to(output.dtype)
         if self.lora is not None:
             output = self.lora.add("2", output, states, tokens_per_expert, ends)
         return output

@@ -9,8 +9,14 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    ParamKey,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 
 from gspo_megatron.config.schema import OptimizerSection
 from gspo_megatron.models.build import Policy
@@ -99,8 +105,14 @@ def build_trainer(policy: Policy, section: OptimizerSection, schedule: Schedule)
             **section.megatron,
         }
     )
+    # The biases of experts have two or three axes here, so Megatron-Core takes them for matrices.
+    biases = ParamKey(name=("*.experts.bias1", "*.experts.bias2"))
+    overrides = get_standard_config_overrides(config=config)
     optimizer = get_megatron_optimizer(
-        config=config, model_chunks=policy.chunks, use_gloo_process_groups=False
+        config=config,
+        model_chunks=policy.chunks,
+        config_overrides={**overrides, biases: ParamGroupOverride(wd_mult=0.0)},
+        use_gloo_process_groups=False,
     )
     _fuse_on_cpu(optimizer)
     scheduler = WarmUpFromFirstUpdate(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib.metadata
 import importlib.util
 import inspect
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +28,10 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import (
+    MLATransformerConfig,
+    TransformerConfig,
+)
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
@@ -68,9 +73,13 @@ class TorchSpecProvider(LocalSpecProvider):
         return (GroupedExperts, None) if wants_pair else GroupedExperts
 
 
-def choose_backend(wanted: str, precision: str) -> str:
+def choose_backend(
+    wanted: str, precision: str, fields: Mapping[str, Any] | None = None, *, packing: bool = False
+) -> str:
     """The layer backend to use. `auto` is Transformer Engine if it is installed and there is a GPU,
-    except in fp32 and fp64, for which Transformer Engine has few kernels or none."""
+    except in fp32 and fp64, for which Transformer Engine has few kernels or none, and for latent
+    attention that it cannot compute. fields: the model's fields of TransformerConfig; packing:
+    micro-batches are packed sequences."""
     installed = importlib.util.find_spec("transformer_engine") is not None
     usable = installed and torch.cuda.is_available()
     if wanted == "transformer_engine" and not usable:
@@ -79,7 +88,12 @@ def choose_backend(wanted: str, precision: str) -> str:
             f"model.backend = transformer_engine: {missing} is missing; use torch_native or auto"
         )
     if wanted == "auto":
-        fits = usable and precision not in ("fp32", "fp64")
+        fits, fields = usable and precision not in ("fp32", "fp64"), fields or {}
+        fits = fits and (not packing or _softmax_fault(fields) is None)
+        if fields.get("multi_latent_attention") and precision == "bf16":  # no other layers have FP8
+            of_queries = fields.get("q_lora_rank", MLATransformerConfig.q_lora_rank)
+            epsilon = fields.get("layernorm_epsilon", MLATransformerConfig.layernorm_epsilon)
+            fits &= _latent_fault(of_queries, epsilon) is None
         return "transformer_engine" if fits else "torch_native"
     return wanted
 
@@ -172,19 +186,37 @@ def _check_attention(config: TransformerConfig, joint_qk_norm: bool, backend: st
             "under context parallelism; allowed: training.precision = bf16, or model.backend = "
             "torch_native"
         )
-    fused = config.multi_latent_attention and is_engine
+    if config.multi_latent_attention and is_engine:
+        wrong = _latent_fault(config.q_lora_rank, config.layernorm_epsilon)
+        if wrong is not None:
+            raise UserError(f"model.backend = transformer_engine: {wrong}; allowed: torch_native")
+
+
+def _softmax_fault(fields: Mapping[str, Any]) -> str | None:
+    """Return why the installed Transformer Engine cannot compute the attention of packed sequences,
+    or None."""
+    if fields.get("softmax_type", "vanilla") == "vanilla":
+        return None
+    version = importlib.metadata.version("transformer-engine")
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) >= (2, 12):
+        return None
+    return f"version {version} has no sinks for packed sequences; from 2.12 on it has"
+
+
+def _latent_fault(q_lora_rank: int | None, epsilon: float) -> str | None:
+    """Return why Transformer Engine's layers cannot compute this latent attention, or None."""
     resolves = hasattr(MLASelfAttention, "_resolve_qk_norm_config")  # from Megatron-Core 0.19 on
-    if fused and resolves and config.q_lora_rank is None:
-        raise UserError(
-            "model.backend = transformer_engine: the installed megatron-core normalises queries "
-            "that have no latent (q_lora_rank = null); allowed: torch_native"
+    if resolves and q_lora_rank is None:
+        return (
+            "the installed megatron-core normalises queries that have no latent (q_lora_rank = "
+            "null)"
         )
-    if fused and config.layernorm_epsilon != LATENT_EPSILON:
-        raise UserError(
-            "model.backend = transformer_engine: it has one epsilon for all norms, and those of "
-            f"the latents have {LATENT_EPSILON}, the others {config.layernorm_epsilon}; allowed: "
-            "torch_native"
+    if epsilon != LATENT_EPSILON:
+        return (
+            f"it has one epsilon for all norms, and those of the latents have {LATENT_EPSILON}, "
+            f"the others {epsilon}"
         )
+    return None
 
 
 def _torch_attention(config: TransformerConfig, joint_qk_norm: bool) -> ModuleSpec:

@@ -28,6 +28,8 @@ def select_device() -> torch.device:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         device = torch.device("cuda", _own_gpu())
         torch.cuda.set_device(device)
+        # cuDNN makes a plan for each new shape, and decoding has a new shape for each token.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         return device
     return torch.device("cpu")
 

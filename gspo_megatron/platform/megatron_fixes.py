@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.extensions import transformer_engine
 from megatron.core.tensor_parallel.random import CheckpointFunction
 from megatron.core.transformer import multi_latent_attention
@@ -41,25 +40,16 @@ def install() -> None:
 
 
 def _count_tokens_of_aux_losses() -> None:
-    """Count the tokens by which aux losses divide.
-
-    At least one: a micro-batch with only padding has 0 tokens by the padding mask. The aux loss
-    divides by the square of the number of tokens, and 0 / 0 would make every gradient NaN.
-    Data-parallel ranks with fewer sequences than micro-batches run such micro-batches to take part
-    in the collectives.
-
-    Exactly, for the global aux loss: without padding, stock Megatron-Core multiplies a rank's own
-    number by the number of ranks. But data-parallel ranks have different numbers of tokens."""
+    """Count at least one token by which aux losses divide: a micro-batch with only padding has 0
+    tokens by the padding mask. The aux loss divides by the square of the number of tokens, and
+    0 / 0 would make every gradient NaN. Data-parallel ranks with fewer sequences than micro-batches
+    run such micro-batches to take part in the collectives."""
     native = router.get_tokens_per_expert_and_token_count
 
     @functools.wraps(native)
     def counted(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
         per_expert, local, total = native(*args, **kwargs)
-        if torch.is_tensor(total):
-            return per_expert, local, total.clamp(min=1)
-        shards = parallel_state.get_tensor_and_context_parallel_group()
-        is_global = kwargs["reduce_group"].size() > shards.size()
-        return per_expert, local, per_expert.sum() / kwargs["topk"] if is_global else total
+        return per_expert, local, total.clamp(min=1) if torch.is_tensor(total) else total
 
     router.get_tokens_per_expert_and_token_count = counted
 

@@ -30,9 +30,9 @@ _MIDDLES = 10 ** (0.5 / 64) * torch.cat([-_SIZES.flip(0), _SIZES.new_zeros(1), _
 
 
 def mean_pair(values: Tensor) -> Tensor:
-    """Return [sum, count] in float64."""
-    total = values.double().sum()
-    return torch.stack([total, total.new_tensor(float(len(values)))])
+    """Return [sum, count] of values [count], in float64 because there may be millions of them."""
+    total = values.detach().double().sum()
+    return torch.stack([total, total.new_full((), len(values))])
 
 
 class StepMetrics:
@@ -176,19 +176,14 @@ def mismatch_metrics(
     largest |D| (a scalar, 0 without tokens).
     """
     difference = (trained_logprobs.double() - rollout_logprobs.double())[mask > 0]
-    count = difference.new_full((), difference.numel())  # float64, on the device
-
-    def mean(values: Tensor) -> Tensor:
-        return torch.stack([values.double().sum(), count])
-
     size = difference.abs()
     means = {
-        "mismatch/abs_mean": mean(size),
-        "mismatch/k1": mean(-difference),
-        "mismatch/k3": mean(torch.expm1(difference.clamp(max=40.0)) - difference),
-        "mismatch/over_ln2": mean(size > math.log(2.0)),
+        "mismatch/abs_mean": mean_pair(size),
+        "mismatch/k1": mean_pair(-difference),
+        "mismatch/k3": mean_pair(torch.expm1(difference.clamp(max=40.0)) - difference),
+        "mismatch/over_ln2": mean_pair(size > math.log(2.0)),
     }
-    return means, size.max() if difference.numel() else count
+    return means, size.max() if len(size) else size.sum()
 
 
 def share_with_all_stages(

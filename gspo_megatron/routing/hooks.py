@@ -77,14 +77,12 @@ class RouterHook:
 def attach_hooks(models: Sequence[torch.nn.Module]) -> tuple[int, ...]:
     """Attach a hook to every router of a policy's chunks, and return their layer numbers.
 
-    Layer numbers count from 1 over all pipeline stages. Routers of multi-token-prediction layers
-    get no hook, because these layers do not contribute to the log-probs that RL trains on.
+    Layer numbers count from 1 over all pipeline stages. (Layers that predict further tokens, which
+    have numbers of their own, are refused in config/megatron_fields.py.)
     """
     layers = []
-    for name, module in chain.from_iterable(model.named_modules() for model in models):
-        # Only newer routers have `is_mtp_layer`. For older routers, the module's name is decisive.
-        further = ".mtp." in f".{name}." or getattr(module, "is_mtp_layer", False)
-        if not isinstance(module, Router) or further:
+    for module in chain.from_iterable(model.modules() for model in models):
+        if not isinstance(module, Router):
             continue
         assert isinstance(module, TopKRouter), f"{type(module).__name__} has no place for a hook"
         assert not module.config.moe_router_fusion, "a fused router never asks its hook"

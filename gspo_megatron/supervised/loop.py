@@ -21,7 +21,7 @@ from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer, zero_gradients
 from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.devices import peak_memory_bytes
-from gspo_megatron.platform.reduce_metrics import StepMetrics, share_with_all_stages
+from gspo_megatron.platform.reduce_metrics import StepMetrics, mean_pair, share_with_all_stages
 from gspo_megatron.supervised.batches import FineTuningBatches, SupervisedBatch
 from gspo_megatron.supervised.preferences import PreferenceBatches, PreferenceUpdater
 from gspo_megatron.supervised.pretraining import PretrainingBatches
@@ -43,7 +43,8 @@ class SupervisedUpdater:
         metrics = StepMetrics(self.device)
 
         def loss(_: MicroBatch, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, dict]:
-            means = _means(logprobs, {"loss": -logprobs, "policy/entropy": entropies})
+            values = {"loss": -logprobs, "policy/entropy": entropies}
+            means = {name: mean_pair(each) for name, each in values.items()}
             # Without tokens, the loss is 0 and has gradient 0, so every rank can run backward.
             return -logprobs.sum() / max(batch.num_learned, 1), means
 
@@ -62,21 +63,13 @@ class SupervisedUpdater:
         for batch in batches:
             for logprobs, _ in response_logprobs(self.policy, batch.micro_batches):
                 values = {"evaluation/loss": -logprobs, "evaluation/logprob": logprobs}
-                metrics.add_means(_means(logprobs, values))
+                metrics.add_means({name: mean_pair(each) for name, each in values.items()})
         return {} if batch is None else self._reduce(metrics)
 
     def _reduce(self, metrics: StepMetrics) -> dict[str, float]:
         is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         reduced = metrics.reduce(self.data_group) if is_last else None
         return share_with_all_stages(reduced, self.pipeline_group)
-
-
-def _means(logprobs: Tensor, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return [sum, count] of each value, in float64 because there may be millions of tokens."""
-    count = torch.tensor(float(logprobs.numel()), dtype=torch.float64, device=logprobs.device)
-    return {
-        name: torch.stack([value.detach().double().sum(), count]) for name, value in values.items()
-    }
 
 
 @dataclass

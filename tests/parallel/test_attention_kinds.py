@@ -102,6 +102,16 @@ def test_the_update_is_that_of_one_rank(
     assert_same_update(result, references[family], tolerance)
 
 
+def test_more_ranks_than_query_groups_share_the_gates_of_a_group(
+    pool: Pool, tmp_path: Path
+) -> None:
+    sizes = {"num_attention_heads": 8, "hidden_size": 48, "num_key_value_heads": 2}
+    sizes |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    folder = write_model(tmp_path / "qwen3_next", "qwen3_next", seed=1, **sizes)
+    alone, shared = (_update(pool, folder, layout) for layout in ("tp=1", "tp=4"))
+    assert_same_update(shared, alone, FP32_GATES)
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_the_padding_token_gives_the_embedding_no_gradient(
     pool: Pool, tmp_path: Path, tied: bool

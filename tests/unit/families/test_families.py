@@ -164,6 +164,16 @@ def test_options_that_cannot_be_done_are_named(changes: dict[str, Any], named: s
     assert named in line
 
 
+def test_a_window_whose_size_is_left_to_transformers_is_refused() -> None:
+    hf = {key: value for key, value in QWEN3_30B_A3B.items() if key != "sliding_window"}
+    describe(hf)
+    [line] = problems(hf | {"use_sliding_window": True})
+    assert line.startswith("use_sliding_window = true: there is no sliding_window; allowed: false")
+    describe(hf | {"use_sliding_window": True, "sliding_window": None})
+
+
+ONE_EXPERT = {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
+SIGMOIDS = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "hy_v3", "minimax_m2")
 YARN: dict[str, Any] = CONFIGS["gpt_oss"]["rope_scaling"]
 
 
@@ -245,6 +255,9 @@ YARN: dict[str, Any] = CONFIGS["gpt_oss"]["rope_scaling"]
             {"moe_shared_expert_intermediate_size": 56},
             "moe_shared_expert_intermediate_size = 56",
         ),
+        # 6 of 12 channels are rotated
+        ("bailing_moe_v2", {"rotary_dim": 3}, "rotary_dim = 3, but partial_rotary_factor = 0.5"),
+        *((name, ONE_EXPERT, "num_experts_per_tok = 1: Megatron-Core") for name in SIGMOIDS),
         # vision-language models have a list here
         ("ernie4_5_moe", {"moe_layer_start_index": [1, 1]}, "moe_layer_start_index = [1, 1]"),
         ("glm4_moe_lite", {"mlp_layer_types": ["sparse"]}, "mlp_layer_types"),
@@ -268,6 +281,11 @@ def test_all_of_them_at_once() -> None:
     [
         ({"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3"}, "Gemma3ForCausalLM"),
         ({"architectures": ["Qwen3MoeForRewards"], "model_type": "qwen3_moe"}, "ForRewards"),
+        # Ling 1, whose model_type is that of Ling 2
+        (
+            {"architectures": ["BailingMoeForCausalLM"], "model_type": "bailing_moe"},
+            "BailingMoeForCausalLM",
+        ),
         ({"model_type": "zamba2"}, "zamba2"),
         ({}, "null"),
         ({"architectures": [["x"]], "model_type": ["x"]}, "[['x']]"),
@@ -311,6 +329,38 @@ def test_lings_options() -> None:
     found = shape(hf)
     assert found.moe_shared_expert_intermediate_size == 2 * 28
     assert shape(hf | {"moe_shared_expert_intermediate_size": 28}) == found
+    assert shape(hf | {"model_type": "bailing_moe"}) == found  # as in published folders
+    # The published code gives a token's only expert its score, as Megatron-Core does.
+    assert shape(hf | ONE_EXPERT).moe_router_topk == 1
+
+
+def test_ling_may_have_the_number_of_rotated_channels() -> None:
+    hf = CONFIGS["bailing_moe_v2"] | {"head_dim": 128, "rotary_dim": 64}
+    both = shape(hf)
+    del hf["partial_rotary_factor"]
+    found = shape(hf)
+    assert found == both and found.rotary_percent == 0.5
+    written = family_of(hf).config(found, 37)
+    assert written is not None
+    assert written["partial_rotary_factor"] == 0.5 and "rotary_dim" not in written
+    del hf["rotary_dim"]
+    assert shape(hf).rotary_percent == 1.0
+
+
+def test_what_lings_code_takes_for_a_missing_key() -> None:
+    keys = "architectures model_type vocab_size hidden_size num_hidden_layers intermediate_size"
+    given = {key: CONFIGS["bailing_moe_v2"][key] for key in keys.split()}
+    sizes = {"num_attention_heads": 8, "num_experts": 16, "moe_intermediate_size": 28}
+    found = shape(given | sizes)
+    assert (found.num_query_groups, found.kv_channels, found.moe_router_topk) == (4, 128, 8)
+    megatron = found.megatron
+    assert megatron["qk_layernorm"] is True and megatron["add_qkv_bias"] is False
+    assert (megatron["moe_router_num_groups"], megatron["moe_router_group_topk"]) == (8, 4)
+    assert megatron["moe_router_topk_scaling_factor"] == 1.0
+    assert megatron["moe_layer_freq"] == [0, 1, 1, 1]
+    assert found.moe_shared_expert_intermediate_size == 28
+    assert (found.rotary_base, found.rotary_percent) == (600_000.0, 1.0)
+    assert found.max_sequence_length == 32_768
 
 
 @pytest.mark.parametrize(

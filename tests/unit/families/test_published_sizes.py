@@ -40,14 +40,15 @@ def ling(
 ) -> dict[str, Any]:
     """The config of a Ling model. width: the width of the MLP in dense layers; experts: the width
     of an expert."""
-    named = {"model_type": "bailing_moe_v2", "architectures": ["BailingMoeV2ForCausalLM"]}
+    named = {"model_type": "bailing_moe", "architectures": ["BailingMoeV2ForCausalLM"]}
     sizes = {"vocab_size": 157_184, "num_hidden_layers": layers, "hidden_size": hidden}
     both = {"num_attention_heads": heads, "num_key_value_heads": 4, "head_dim": 128}
     widths = {"intermediate_size": width, "moe_intermediate_size": experts}
     routed = {"num_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4}
     shared = {"num_shared_experts": 1, "first_k_dense_replace": dense, "use_qk_norm": True}
-    further = {"partial_rotary_factor": 0.5, "num_nextn_predict_layers": 1, "use_qkv_bias": False}
-    return {**named, **sizes, **both, **widths, **routed, **shared, **further, **more}
+    further = {"num_nextn_predict_layers": 1, "use_qkv_bias": False}
+    rotated = {} if "rotary_dim" in more else {"partial_rotary_factor": 0.5}
+    return {**named, **sizes, **both, **widths, **routed, **shared, **further, **rotated, **more}
 
 
 def ernie(
@@ -317,7 +318,10 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     ),
     "Ling-mini-2.0": (ling(20, 2048, 16, 5120, 512), 16.3),
     "Ling-flash-2.0": (ling(32, 4096, 32, 9216, 1024), 102.9),
-    "Ling-1T": (ling(80, 8192, 64, 18_432, 2048, 4, num_key_value_heads=8), 1000.0),
+    "Ling-1T": (
+        ling(80, 8192, 64, 18_432, 2048, 4, num_key_value_heads=8, rotary_dim=64),
+        1000.0,
+    ),
     "ERNIE-4.5-21B-A3B": (
         ernie(
             *(28, 2560, 20, 4, 12_288, 1536, 6),

@@ -88,6 +88,14 @@ def test_all_but_plain_adapters_is_refused(
     assert told in refusal(folder, tmp_path)
 
 
+@pytest.mark.parametrize("start", [True, False, None, "gaussian", "eva", "orthogonal", "mica"])
+def test_any_start_that_leaves_the_base_weights_alone_is_read(
+    tmp_path: Path, base: Path, start: object
+) -> None:
+    folder = write_adapter(tmp_path / "adapter", base, ["attention"], init_lora_weights=start)
+    assert PeftFolder(folder).settings().rank == RANK
+
+
 def test_every_tensor_has_to_belong_to_the_model(tmp_path: Path, base: Path) -> None:
     folder = write_adapter(tmp_path / "adapter", base, ["attention"])
     file = folder / "adapter_model.safetensors"

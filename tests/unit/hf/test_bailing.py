@@ -22,6 +22,7 @@ VARIANTS: list[dict[str, Any]] = [
     {},
     {"use_qkv_bias": True, "use_qk_norm": False, "partial_rotary_factor": 1.0},
     {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 3, "num_shared_experts": 0},
+    {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 1},
 ]
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3]]
 
@@ -91,7 +92,9 @@ def mixture(hidden: Tensor, layer: dict[str, Tensor], config: dict[str, Any]) ->
     outside[worth.topk(config["topk_group"]).indices] = False
     allowed = groups.masked_fill(outside[:, None], -torch.inf).flatten()
     chosen = allowed.topk(config["num_experts_per_tok"]).indices.tolist()
-    weights = scores[chosen] / scores[chosen].sum() * config["routed_scaling_factor"]
+    weights = scores[chosen] * config["routed_scaling_factor"]
+    if len(chosen) > 1:  # the published code does not normalise the score of an only expert
+        weights = weights / scores[chosen].sum()
     out = torch.zeros_like(hidden)
     for weight, expert in zip(weights, chosen):
         out = out + weight * mlp(hidden, layer, f"mlp.experts.{expert}.")

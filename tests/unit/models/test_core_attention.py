@@ -192,6 +192,24 @@ def test_windows_and_sinks_with_gradients(
     assert_same_with_gradients(output, expected, (*states, *learned), 1e-12)
 
 
+@pytest.mark.parametrize("of_each_query", [True, False])
+def test_heads_that_share_a_key_may_be_further_queries(of_each_query: bool) -> None:
+    """GPUs compute it in this way if there is a mask."""
+    torch.manual_seed(3)
+    query = torch.randn(2, 6, 5, 8, dtype=torch.float64, requires_grad=True)
+    key, value = (
+        torch.randn(2, 3, 7, 8, dtype=torch.float64, requires_grad=True) for _ in range(2)
+    )
+    mask = torch.rand(2, 1, 5 if of_each_query else 1, 7) < 0.6
+    mask[..., 0] = True
+    results = []
+    for function in (core_attention.attend, core_attention.attend_by_key_heads):
+        out = function(query, key, value, 0.3, mask)
+        results.append((out, *torch.autograd.grad(out.square().sum(), (query, key, value))))
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
 def test_every_layer_has_the_window_that_its_number_says() -> None:
     config = SimpleNamespace(window_size=(4, 0), window_attn_skip_freq=2)
     assert [core_attention.window_of(config, number) for number in (1, 2, 3, 4)] == [5, None] * 2

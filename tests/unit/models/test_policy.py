@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gspo_megatron.batching.micro_batches import MicroBatchBuilder, run_chunk
+from gspo_megatron.models import specs
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.policy import HeadInputs
 from gspo_megatron.models.reference import ReferencePolicy
@@ -94,25 +95,53 @@ def test_train_and_eval_reach_every_chunk(policy: Policy) -> None:
     assert all(m.training for m in policy.models[0].modules())
 
 
+FIND = "gspo_megatron.models.specs.importlib.util.find_spec"
+
+
 def test_a_missing_backend_is_the_users_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = "gspo_megatron.models.specs.importlib.util.find_spec"
     for is_there, installed, missing in (
         (False, False, "a CUDA device"),
         (False, True, "a CUDA device"),
         (True, False, "the package transformer-engine"),
     ):
-        monkeypatch.setattr(find, lambda _, it=installed: SimpleNamespace() if it else None)
+        monkeypatch.setattr(FIND, lambda _, it=installed: SimpleNamespace() if it else None)
         monkeypatch.setattr(torch.cuda, "is_available", lambda it=is_there: it)
         assert choose_backend("auto", "bf16") == "torch_native"
         assert choose_backend("torch_native", "bf16") == "torch_native"
         with pytest.raises(ValueError, match=f"{missing} is missing"):
             choose_backend("transformer_engine", "bf16")
-    monkeypatch.setattr(find, lambda _: SimpleNamespace())
+    monkeypatch.setattr(FIND, lambda _: SimpleNamespace())
     for precision in ("bf16", "fp8-blockwise"):
         assert choose_backend("auto", precision) == "transformer_engine"
     # Transformer Engine lacks these precisions, at least in some layers
     for precision in ("fp32", "fp64"):
         assert choose_backend("auto", precision) == "torch_native"
+
+
+LATENT = {"multi_latent_attention": True, "q_lora_rank": 18, "layernorm_epsilon": 1e-6}
+
+
+@pytest.mark.parametrize(
+    ("fields", "backend"),
+    [
+        (LATENT, "transformer_engine"),
+        # Transformer Engine has one epsilon for all norms
+        (LATENT | {"layernorm_epsilon": 1e-5}, "torch_native"),
+        # Megatron-Core 0.19 normalises queries that have no latent
+        (LATENT | {"q_lora_rank": None}, "torch_native"),
+        ({"layernorm_epsilon": 1e-5}, "transformer_engine"),
+        ({}, "transformer_engine"),
+    ],
+)
+def test_auto_takes_the_layers_that_can_compute_the_attention(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, object], backend: str
+) -> None:
+    monkeypatch.setattr(FIND, lambda _: SimpleNamespace())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(specs.MLASelfAttention, "_resolve_qk_norm_config", None, raising=False)
+    assert choose_backend("auto", "bf16", fields) == backend
+    # a choice of the user stays, and is refused with the reason when the layers are built
+    assert choose_backend("transformer_engine", "bf16", fields) == "transformer_engine"
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from megatron.core.distributed.finalize_model_grads import _update_router_expert
 from megatron.core.extensions import transformer_engine
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.moe import router as stock_router
 from megatron.core.transformer.moe.router import TopKRouter
 
 needs_no_engine = pytest.mark.skipif(
@@ -137,22 +136,6 @@ def test_stock_routers_cannot_count_with_a_mask() -> None:
     # If this raises no error any more, the fix can be removed.
     with pytest.raises(RuntimeError, match="must match"):
         native(_router(3), ROUTES, padding_mask=PADDING)
-
-
-def test_the_global_aux_loss_divides_by_the_tokens_of_all_ranks(
-    one_rank: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """This rank has 4 tokens, and the other one 3. Each token has two experts."""
-    count, given = (
-        stock_router.get_tokens_per_expert_and_token_count,
-        {"routing_map": ROUTES, "topk": 2},
-    )
-    group, name = SimpleNamespace(size=lambda: 2), "reduce_from_tensor_model_parallel_region"
-    monkeypatch.setattr(moe_utils, name, lambda mine, _: mine + torch.tensor([2, 2, 2]))
-    _, here, everywhere = count(reduce_group=group, **given)
-    assert (here, float(everywhere)) == (4, 7)
-    # If this is 7, this part of the fix can be removed.
-    assert count.__wrapped__(reduce_group=group, **given)[2] == 8
 
 
 def _routers_in_bf16() -> tuple[Policy, list[TopKRouter]]:
