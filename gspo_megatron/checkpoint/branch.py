@@ -33,6 +33,7 @@ from gspo_megatron.checkpoint.run_lock import LOCK_FILE, RunLock
 from gspo_megatron.checkpoint.run_state import CONFIG_FILE
 from gspo_megatron.config import to_yaml
 from gspo_megatron.config.load import apply_overrides, parse_config, parse_yaml
+from gspo_megatron.config.phases import hidden_overrides
 from gspo_megatron.errors import ConfigError, DataError, UserError, problem
 from gspo_megatron.files import PARTIAL, make_folder, named, sync, write_atomically
 from gspo_megatron.observe.history import BRANCH_FILE
@@ -41,9 +42,9 @@ from gspo_megatron.observe.metrics_files import (
     DRAWS_FILE,
     EVALUATION_FILE,
     METRICS_FILE,
-    PHASE_CONFIG,
     SAMPLES_FILE,
     JsonLinesWriter,
+    changed_configs,
 )
 
 BRANCH_CONFIG = "branch.yaml"  # in the folder of a branch: the configuration that it runs with
@@ -73,7 +74,9 @@ def begin_branch(run: Path, step: int, overrides: Sequence[str]) -> Path:
         place = Path(branch.run) / CHECKPOINTS / branch.checkpoint
         source = next(iter(checkpoints_at(place)), place)
         refuse_damage(source, find_damage(source, contents=False))
-        conclude(config, source, {}, change=True)
+        start = conclude(config, source, {}, change=True)
+        if hidden := hidden_overrides(config, overrides, start.next_step):
+            raise ConfigError(hidden)
         with RunLock() as lock:
             lock.hold(folder)
             try:
@@ -134,8 +137,8 @@ def _make(branch: RunBranch, source: Path, folder: Path) -> None:
     branch.write(folder)  # first, because from now on the same command continues
     make_folder(checkpoints)
     remove_leftovers(checkpoints)
-    for path in sorted(run.glob(f"{PHASE_CONFIG}*.yaml")):
-        if int(path.stem.removeprefix(PHASE_CONFIG)) <= branch.step:
+    for first, path in changed_configs(run).items():
+        if first <= branch.step:
             shutil.copyfile(path, folder / path.name)
     for name in (METRICS_FILE, DRAWS_FILE, SAMPLES_FILE, EVALUATION_FILE, CHANGES_FILE):
         if (run / name).is_file():

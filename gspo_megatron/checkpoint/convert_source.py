@@ -15,6 +15,7 @@ from gspo_megatron.checkpoint.convert_workers import ALONE, WorkerShard, thread_
 from gspo_megatron.checkpoint.folder import checkpoints_at
 from gspo_megatron.checkpoint.manifest import damage_notes, find_damage, first_whole
 from gspo_megatron.checkpoint.run_state import MODEL_FILE, TOKENIZER, RunState, read_model
+from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.errors import DataError, UserError, some_of
 from gspo_megatron.families import Family, family_of, family_of_shape
 from gspo_megatron.families.model_shape import ModelShape, no_folder
@@ -89,6 +90,9 @@ def open_checkpoint(path: Path, shard: WorkerShard = ALONE) -> Source:
     if tokenizer is not None and not is_imported:
         try:
             tokenizer = str(tokenizer_in(folder_of(tokenizer, "the run's tokenizer:")))
+            # a foreign checkpoint may name any file of the user; tokenizer.json is parsed later
+            if Path(tokenizer).is_file() and Path(tokenizer).name != "tokenizer.json":
+                load_tokenizer(tokenizer)
         except DataError as error:
             notes, tokenizer = [*notes, f"{error}; the tokenizer is left out"], None
     files = tokenizer_files(folder / "hf" if is_imported else tokenizer)

@@ -264,7 +264,7 @@ class Checkpoints:
             undone=[p.name for p in positions(self.folder) if p.order > to.order],
             rollbacks=[*(before.rollbacks if before else ()), told],
         )
-        self.logger.keep_metrics(kept_metrics(number))
+        self.logger.go_back(to.step, kept_metrics(number))
         record.write(self.folder)
         finish_rollback(self.folder)
         set_latest(self.folder, to.name)
@@ -309,8 +309,12 @@ class Checkpoints:
             return
         self._warn_of_missing_metric(step, metrics, is_last)
         state = self._state(phase, step, trainer, loader)
-        if self.section.best_metric in metrics:
-            state.metrics = {self.section.best_metric: float(metrics[self.section.best_metric])}
+        # all figures of an evaluation, because a later start may have another `best_metric`
+        state.metrics = {
+            name: float(value)
+            for name, value in metrics.items()
+            if name == self.section.best_metric or name.startswith("evaluation/")
+        }
         self._save(state, trainer, None, must=ends)
         if stop and not is_last:
             raise StopRun(self._stopped(state.position))

@@ -18,8 +18,10 @@ from gspo_megatron.checkpoint.lineage import read_branch
 from gspo_megatron.checkpoint.manifest import MANIFEST, damage_notes, find_damage, first_whole
 from gspo_megatron.checkpoint.run_lock import LOCK_FILE, RunLock
 from gspo_megatron.checkpoint.run_state import (
+    BESIDE_TOKENIZER,
     CONFIG_FILE,
     MODEL_FILE,
+    TOKENIZER,
     RunState,
     fingerprints,
     lora_of,
@@ -338,6 +340,8 @@ def _changes(
     if not (isinstance(before, dict) and all(isinstance(each, dict) for each in before.values())):
         raise DataError(f"{path}: not the configuration of a run")
     same = {key: now[key] == known for key, known in state.fingerprints.items() if key in now}
+    if not same.pop(BESIDE_TOKENIZER, True):
+        same[TOKENIZER] = False
     changes = find_changes(before, config, same, change=change)
     if changes.refused:
         others = any(line.startswith(_OTHER_WEIGHTS) for line in changes.refused)

@@ -19,6 +19,7 @@ from gspo_megatron.config import Config
 from gspo_megatron.config.lora import LoraSection
 from gspo_megatron.config.schema import suite_key
 from gspo_megatron.config.stages import AnyConfig
+from gspo_megatron.data.tokenizers import files_beside
 from gspo_megatron.errors import DataError
 from gspo_megatron.families.model_shape import MODEL_FILE
 from gspo_megatron.files import fingerprint, fingerprint_of_weights, os_errors, parse_json
@@ -27,7 +28,7 @@ from gspo_megatron.plugins import module_folders
 
 STATE_FILE = "run.json"
 CONFIG_FILE = "config.yaml"
-TOKENIZER = "data.tokenizer"
+TOKENIZER, BESIDE_TOKENIZER = "data.tokenizer", "data.tokenizer beside"
 _PACKAGES = ("megatron-core", "torch")
 
 
@@ -97,10 +98,13 @@ def fingerprints(config: AnyConfig) -> dict[str, str]:
         }
         code = {key: _module_file(path.partition(":")[0]) for key, path in named.items() if path}
         files |= {key: [file] for key, file in code.items() if file is not None and file.is_file()}
-    return {
+    found = {
         key: "+".join(fingerprint(path, of_rows=key != TOKENIZER) for path in paths)
         for key, paths in files.items()
     }
+    # under a key of its own, which checkpoints of earlier versions do not have
+    beside = files_beside(config.data.tokenizer)
+    return {**found, BESIDE_TOKENIZER: "+".join(map(fingerprint, beside))}
 
 
 def _module_file(module: str) -> Path | None:

@@ -117,7 +117,7 @@ def load_reference(config: AnyConfig, policy: Policy, name: str) -> None:
     reference = run_folder(config) / CHECKPOINTS / name
     if not on_main(reference.is_dir):
         raise DataError(
-            f"objective.kl: {reference} is missing, because the run began without a KL penalty; "
+            f"objective: {reference} is missing, because no step before needed the reference; "
             "allowed: none, or a phase in training.phases with reference: renew"
         )
     refuse_damage(reference, damage_of(reference))
@@ -194,7 +194,9 @@ def start_model(
     policy = build_policy(config, parallel, vocab_size)
     resumed_at = None if start.state is None else (start.state.phase, start.state.step)
     with contextlib.ExitStack() as if_this_fails:
-        logger = if_this_fails.enter_context(RunLogger(config, ranks.is_main, resumed_at))
+        has_changed = bool(start.changed)
+        logger = RunLogger(config, ranks.is_main, resumed_at, has_changed=has_changed)
+        if_this_fails.enter_context(logger)
         for line in start.notes:
             logger.note(line)
         hf = load_starting_weights(config, policy, start, logger)

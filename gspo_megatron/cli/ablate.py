@@ -182,16 +182,21 @@ def _unfinished(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
 def _differences(planned: PlannedRun) -> list[str]:
     """Return the keys in which a finished run's configuration differs from the planned one."""
     from gspo_megatron.config import load_config
+    from gspo_megatron.config.load import parse_yaml
 
     def values(config: Config) -> dict[str, object]:
         sections = config.model_dump(exclude={"logging"})
         return {f"{s}.{key}": value for s, keys in sections.items() for key, value in keys.items()}
 
+    path = planned.folder / "config.resolved.yaml"
     try:
-        there = values(load_config(planned.folder / "config.resolved.yaml"))
+        there, written = values(load_config(path)), parse_yaml(path.read_text(), str(path))
     except UserError:
         return ["config.resolved.yaml is missing or of another version"]
     wanted = values(planned.config)
+    for section in ("environment", "reward"):
+        if "name" not in (written.get(section) or {}):  # the run did not read it
+            del wanted[f"{section}.name"]
     return [f"{key}: {there[key]} there" for key in wanted if there[key] != wanted[key]]
 
 

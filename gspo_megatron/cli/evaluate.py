@@ -152,17 +152,22 @@ def _without_dp(parallel: Mapping[str, Any]) -> Any:
 def _of_run(folder: Path) -> tuple[dict[str, Any], str]:
     """Return a configuration that evaluates a run or one of its checkpoints, and the default folder
     for the evaluation."""
-    from gspo_megatron.observe.metrics_files import PHASE_CONFIG
+    from gspo_megatron.observe.metrics_files import changed_configs
 
     is_checkpoint = (folder / "config.yaml").is_file() and (folder / "model.json").is_file()
     path = folder / ("config.yaml" if is_checkpoint else "config.resolved.yaml")
+    if not path.is_file() and (folder / "model.json").is_file():
+        raise DataError(
+            f"{folder}: a checkpoint without the configuration of a run; evaluate a configuration "
+            f"with model.checkpoint_path={folder}"
+        )
     if not path.is_file():
         raise DataError(
             f"{folder}: neither a run folder, nor a checkpoint, nor a Hugging Face folder: it has "
             "no config.resolved.yaml, config.yaml or config.json"
         )
-    phases = sorted(folder.glob(f"{PHASE_CONFIG}*.yaml"))
-    values = _read(phases[-1] if phases else path)  # the newest phase that the run has reached
+    # the newest phase that the run has reached
+    values = _read([path, *changed_configs(folder).values()][-1])
     model = dict(values.get("model") or {})
     if (model.get("lora") or {}).get("rank"):  # the checkpoints of this run hold adapters
         values["model"] = {**model, "lora": {**model["lora"], "checkpoint": str(folder)}}

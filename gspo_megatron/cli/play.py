@@ -132,6 +132,10 @@ def _step_of_weights(config: Config) -> int:
 
 
 def _weights(config: Config) -> str:
+    adapters = config.model.lora.checkpoint
+    if adapters is not None:
+        base = config.model.hf_path or config.model.checkpoint_path
+        return f"{base} with the adapters of {adapters}"
     for key in ("checkpoint_path", "hf_path"):
         if (path := getattr(config.model, key)) is not None:
             return f"{path} (model.{key})"
@@ -162,4 +166,5 @@ def _outcome(record: Mapping[str, Any]) -> str:
     parts = "".join(f", {name} {value:g}" for name, value in record.get("parts", {}).items())
     answer = "" if record["answer"] is None else f", answer {record['answer']!r}"
     cut = ", cut off by a limit" if record["truncated"] else ""
-    return f"reward {reward}{parts}{answer}, {record['num_tokens']} tokens{cut}"
+    reason = f" ({record['reason']})" if record.get("reason") else ""
+    return f"reward {reward}{reason}{parts}{answer}, {record['num_tokens']} tokens{cut}"

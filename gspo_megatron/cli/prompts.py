@@ -154,12 +154,12 @@ def _write(
     from gspo_megatron.data.prompts import load_prompts
     from gspo_megatron.data.rows import Problems, json_line, read_rows
     from gspo_megatron.data.selection import identity
-    from gspo_megatron.observe.metrics_files import PHASE_CONFIG
+    from gspo_megatron.observe.metrics_files import changed_configs
 
     if out.exists():
         raise DataError(f"--write {out}: is there already; allowed: a new file")
-    phases = sorted(folder.glob(f"{PHASE_CONFIG}*.yaml"))
-    config = load_config(phases[-1] if phases else folder / "config.resolved.yaml")
+    newest = [folder / "config.resolved.yaml", *changed_configs(folder).values()][-1]
+    config = load_config(newest)
     form, key = prompt_forms(config)["data.prompts"], "data.prompts"
     lines, left_out, unknown = [], 0, 0
     for path in config.input_files()[key]:

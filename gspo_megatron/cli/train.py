@@ -82,7 +82,7 @@ def run(name: str, arguments: argparse.Namespace) -> int:
     from gspo_megatron.cli.check_inputs import all_told, check_all, check_run
     from gspo_megatron.config import check_config, load
     from gspo_megatron.config.hub import fetch_weights, hold_commits
-    from gspo_megatron.config.phases import phase_configs
+    from gspo_megatron.config.phases import hidden_overrides, phase_configs
 
     stage, fresh = STAGES[name][0], arguments.fresh
     change = getattr(arguments, "change", False)
@@ -111,6 +111,11 @@ def run(name: str, arguments: argparse.Namespace) -> int:
         except UserError as error:
             advice = _advice(config, arguments.config) if stage == "rl" else ""
             raise UserError(f"{error}{advice}") from error
+        if change and checked.start is not None:
+            step = checked.start.next_step
+            # an override that the run has had from its start is no mistake
+            for line in hidden_overrides(config, arguments.overrides, step):
+                print(f"warning: {line}", file=sys.stderr, flush=True)
         if _is_finished(checked, command):
             return 0
         config, inputs = checked.config, checked.inputs

@@ -7,10 +7,11 @@ response length, the configuration names each change only once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from gspo_megatron.config.hub import with_folders
+from gspo_megatron.config.renamed import RENAMED
 from gspo_megatron.config.section import Positive, Section, harmless, shapes
 
 PHASES = (
@@ -105,6 +106,28 @@ def at_step(config: Any, step: int) -> Any:
     return type(config).model_validate(values)
 
 
+def hidden_overrides(config: Any, overrides: Sequence[str], step: int) -> list[str]:
+    """Return a line for each override ("section.key=value") that has no effect at a step, because a
+    phase sets the same key to another value."""
+    own, of_phase = config.model_dump(), at_step(config, step).model_dump()
+    found = []
+    for override in overrides:
+        given = override.partition("=")[0].strip()
+        key = RENAMED.get(given, given)
+        if _value_of(own, key) != _value_of(of_phase, key):
+            found.append(
+                f"{key}: training.phases sets another value for step {step}; change it there, or "
+                "add training.phases=[]"
+            )
+    return found
+
+
+def _value_of(values: Any, key: str) -> Any:
+    for part in key.split("."):
+        values = values.get(part) if isinstance(values, Mapping) else None
+    return values
+
+
 def phase_configs(config: Any) -> list[Any]:
     """Return one configuration for each phase, with the values of this phase. For a run without
     phases, the list has only the configuration itself."""
@@ -123,15 +146,16 @@ def reference_step(config: Any, step: int) -> int:
 
 
 def later_phases_need_reference(config: Any, step: int) -> bool:
-    """Return whether a phase after the phase of `step` has a KL penalty against the reference
-    policy of `step`."""
+    """Return whether a phase after the phase of `step` may need the reference policy of `step`."""
     since, number = reference_step(config, step), phase_number(config, step)
     ends = [phase.until_step for phase in phases_of(config)[number:]]
     begins = [end + 1 for end in ends if end is not None and end < config.training.steps]
     return any(
-        at_step(config, first).objective.kl != "none"
+        # a custom objective may need it, too
+        section.kl != "none" or section.import_path is not None
         for first in begins
         if reference_step(config, first) == since
+        for section in [at_step(config, first).objective]
     )
 
 

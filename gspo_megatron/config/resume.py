@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gspo_megatron.config.objectives import learns_from_parts
 from gspo_megatron.config.phases import may_change
 from gspo_megatron.config.renamed import with_new_names
 from gspo_megatron.config.schema import Config
@@ -108,6 +109,8 @@ def decides_rollouts(config: Config) -> dict[str, Any]:
     if distillation.urls or distillation.field is not None:
         kinds = {name: each.url is not None for name, each in distillation.named.items()}
         found["objective.distillation"] = [kinds, distillation.field, distillation.candidates]
+    if learns_from_parts(config.objective):  # the scores are stored as advantages
+        found["objective.advantage"] = config.objective.advantage_std
     if config.reward.model.is_on:  # a model in a folder scores later; its scores are not stored
         found["reward.model"] = config.reward.model.url is not None
     return found

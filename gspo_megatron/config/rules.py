@@ -47,13 +47,14 @@ from gspo_megatron.config.stages import (
 from gspo_megatron.config.suite_rules import suites_fit
 from gspo_megatron.errors import (
     ConfigError,
+    DataError,
     did_you_mean,
     gathered_in,
     nearest,
     problem,
 )
-from gspo_megatron.families import family_of_shape
 from gspo_megatron.families.model_shape import MODEL_FILE
+from gspo_megatron.files import SIDE_FILES, copied_as
 
 
 def check_config(
@@ -140,8 +141,7 @@ def checkpoints_can_be_kept(plan: Plan) -> Problems:
 
 # The names of a suite's figures. They are repeated here, because config cannot import
 # evaluation.scores.
-_SUITE_FIGURES = ["mean", "ci_low", "ci_high", "truncated", "length", "problems", "failed"]
-_SUITE_FIGURES += ["left_out"]
+_SUITE_FIGURES = ["mean", "ci_low", "ci_high", "length", "problems"]
 
 
 def _best_metric_is_measured(plan: Plan) -> Problems:
@@ -152,16 +152,22 @@ def _best_metric_is_measured(plan: Plan) -> Problems:
     """
     name = plan.config.checkpoint.best_metric
     if isinstance(plan.config, Config):
-        legal = ["evaluation/accuracy", "evaluation/reward", "evaluation/failed"]
+        legal = ["evaluation/accuracy", "evaluation/reward"]
         for suite, section in plan.config.evaluation.suites.items():
             powers = {1 << n for n in range(section.samples.bit_length())} | {section.samples}
             figures = [*_SUITE_FIGURES, *(f"pass_at_{k}" for k in sorted(powers))]
             figures += [f"maj_at_{section.samples}"] * (section.samples > 1)
             legal += [f"evaluation/{suite}/{figure}" for figure in figures]
     else:
-        legal = ["evaluation/logprob", "evaluation/loss"]
+        legal = ["evaluation/logprob"]
         if isinstance(plan.config, PreferenceConfig):
-            legal = ["evaluation/accuracy", "evaluation/correlation", "evaluation/loss"]
+            regression = plan.config.preference.loss == "regression"
+            legal = ["evaluation/correlation" if regression else "evaluation/accuracy"]
+    figure = name.rpartition("/")[2]
+    if name.startswith("evaluation/") and figure in ("loss", "failed", "left_out", "truncated"):
+        wrong = "lower is better, and the checkpoints with the highest are kept"
+        yield "checkpoint.best_metric", f"{wrong}; allowed: {legal[0]}"
+        return
     first, slash, _ = name.partition("/")
     without = {each.partition("/")[2]: each for each in legal}
     meant = nearest(name, legal)
@@ -274,6 +280,9 @@ def rewards_are_shaped(plan: Plan) -> Problems:
     for number in distillation.folders if plan.config.model.lora.rank else ():
         wrong = "with adapters, a teacher's weights cannot be loaded; allowed with model.lora: null"
         yield distillation.key_of(number, "teacher"), wrong
+    if distillation.urls and plan.config.rollout.temperature != 1.0:
+        wrong = "a teacher's server gives log-probs at temperature 1; allowed: 1.0, or a teacher "
+        yield "rollout.temperature", f"{wrong}in a folder, which uses rollout.temperature"
     if learns_from_parts(plan.config.objective):
         wrong = "objective.advantage = gdpo normalises each part of the reward by itself"
         yield from unread(plan, "reward", ("scale", "clip"), wrong)
@@ -308,16 +317,12 @@ def _unreplayable(megatron: Mapping[str, Any], replays: bool) -> list[str]:
     hook = "the hook that replays experts"
     if megatron.get("moe_router_fusion"):
         found.append((f"a fused router does not call {hook}", "{}moe_router_fusion = false"))
-    for kind in ("sinkhorn", "quantile_balancing"):
-        if kind in str(megatron.get("moe_router_load_balancing_type")):
-            wrong = f"{kind.replace('_', ' ')} does not call {hook}"
-            found.append((wrong, "another {}moe_router_load_balancing_type"))
+    if "quantile_balancing" in str(megatron.get("moe_router_load_balancing_type")):
+        wrong = f"quantile balancing does not call {hook}"
+        found.append((wrong, "another {}moe_router_load_balancing_type"))
     for name in ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"):
         if megatron.get(name, "none") not in (None, False, "none"):
             found.append((f"a captured CUDA graph calls {hook} only once", f"no {{}}{name}"))
-    if megatron.get("overlap_moe_expert_parallel_comm"):
-        wrong = "layers of two micro-batches alternate, and would take each other's routes"
-        found.append((wrong, "{}overlap_moe_expert_parallel_comm = false"))
     for name in ("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor"):
         if replays and megatron.get(name) is not None:
             wrong = "full experts drop tokens after the choice, so the experts that are used would "
@@ -328,13 +333,22 @@ def _unreplayable(megatron: Mapping[str, Any], replays: bool) -> list[str]:
 
 
 def export_has_a_family(plan: Plan) -> Problems:
-    if plan.config.export.hf_path is None or plan.config.model.hf_path is not None:
+    if plan.config.export.hf_path is None:
         return
-    shape = plan.shape
     try:
-        family_of_shape(shape)
+        family = plan.config.model.family(plan.shape)
     except ConfigError as error:
         yield "export.hf_path", f"{error}; allowed: null"
+        return
+    if family.config(plan.shape, 1) is None:
+        wrong = f"a config.json of the family {family.model_type} cannot describe this model"
+        yield "export.hf_path", f"{wrong}; allowed: null"
+    for folder in (plan.config.data.tokenizer, plan.config.model.hf_path) if plan.here else ():
+        for file in (Path(str(folder), name) for name in SIDE_FILES if folder is not None):
+            try:
+                copied_as(file)
+            except DataError as error:
+                yield "export.hf_path", f"{error}"
 
 
 def examples_are_sound(plan: Plan) -> Problems:

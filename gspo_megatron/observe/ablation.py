@@ -137,6 +137,7 @@ _mean, _median, _largest = map(_of_finite, (statistics.fmean, statistics.median,
 _ACCURACY = Measure("held-out accuracy at the end", "evaluation/accuracy", itemgetter(-1), percent)
 _REWARD = Measure("reward at the end", "reward/mean", _last_window, fixed)
 _MISMATCH = Measure("log-prob mismatch", "mismatch/abs_mean", _mean, number)
+_ROUNDING = 1e-9  # differences that differ by this share are equal
 _OUTCOME = (
     Measure("held-out accuracy at the start", "evaluation/accuracy", itemgetter(0), percent),
     _ACCURACY,
@@ -206,7 +207,9 @@ def difference(variant: VariantRuns, other: VariantRuns, measure: Measure) -> Di
     if not differences or not all(map(math.isfinite, differences)):
         return None
     mean, count, half_width = statistics.fmean(differences), len(differences), None
-    if count > 1:
+    if max(differences) - min(differences) <= _ROUNDING * max(map(abs, differences)):
+        half_width = 0.0 if count > 1 else None  # the same for all seeds
+    elif count > 1:
         half_width = float(stats.sem(differences) * stats.t.ppf(0.975, count - 1))
     is_tested = count >= LEAST_SEEDS and (measure is not _ACCURACY or _enough(variant, other))
     return Difference(

@@ -25,9 +25,6 @@ METRICS_FILE = "metrics.jsonl"
 DRAWS_FILE = "draws.jsonl"  # one record for each group: what became of a prompt of a step
 SAMPLES_FILE = "samples.jsonl"
 CHANGES_FILE = "changes.jsonl"  # one record for each step after which configuration values change
-PHASE_CONFIG = (
-    "config.from_step_"  # the file name goes on with the first step that has these values
-)
 EVALUATION_FILE = "evaluation.jsonl"
 RL = "rl"
 # stages that are runs of their own
@@ -127,6 +124,20 @@ def read_changes(run_dir: str | Path) -> list[Record]:
         if not isinstance(record.get("step"), int):
             raise DataError(f"{path}: the `step` of record {number} is not a number")
     return records
+
+
+def changed_config(run_dir: str | Path, first: int) -> Path:
+    """Return the path of the configuration that a run with changed values has from step `first`
+    on."""
+    return Path(run_dir) / f"config.from_step_{first:08d}.yaml"
+
+
+def changed_configs(run_dir: str | Path) -> dict[int, Path]:
+    """Return the files of `changed_config` that a run has, in the order of their steps."""
+    numbers = (path.stem[-8:] for path in Path(run_dir).glob("config.from_step_*.yaml"))
+    steps = sorted({int(number) for number in numbers if number.isdecimal()})
+    paths = {step: changed_config(run_dir, step) for step in steps}
+    return {step: path for step, path in paths.items() if path.is_file()}
 
 
 NOTHING: Record = {"phase": _PHASES[0], "step": -1}  # its position is before all records
@@ -372,7 +383,7 @@ def run_names(paths: Sequence[Path]) -> list[str]:
 def group_name(name: str) -> str:
     """Return a run's name without its seed. If the name is a path, parts that are only a seed are
     dropped."""
-    parts = (_SEED.sub("", part) for part in name.split("/"))
+    parts = (_SEED.sub("", part).lstrip("-_.") for part in name.split("/"))
     return "/".join(part for part in parts if part)
 
 

@@ -575,10 +575,10 @@ def conversation(sample: Mapping[str, Any]) -> str:
         worth = "" if turn.get("reward") is None else f" [reward {turn['reward']:g}]"
         calls = f" {turn['tool_calls']}" if "tool_calls" in turn else ""
         # Further lines are indented, so that no text inside a turn looks like a turn.
-        text = turn["text"].replace("\n", "\n    ")
+        text = "\n    ".join(turn["text"].splitlines())
         lines.append(f"{turn['role']}: {text}{calls}{worth}")
     if sample.get("error"):
-        lines.append(f"failed: {sample['error']}")
+        lines.append("failed: " + "\n    ".join(str(sample["error"]).splitlines()))
     return "\n".join(lines)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.config import to_shown_yaml
+from gspo_megatron.config import Config, to_shown_yaml
 from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.files import make_folder, os_errors, write_atomically
 from gspo_megatron.observe.environment import write_environment
@@ -17,11 +17,13 @@ from gspo_megatron.observe.metrics_files import (
     DRAWS_FILE,
     EVALUATION_FILE,
     METRICS_FILE,
-    PHASE_CONFIG,
     RL,
     SAMPLES_FILE,
     JsonLinesWriter,
     MetricsWriter,
+    changed_config,
+    changed_configs,
+    read_changes,
     read_metrics,
 )
 from gspo_megatron.observe.progress import Progress
@@ -33,9 +35,15 @@ class RunLogger:
     context manager it closes the files, and tells the trackers of a failure."""
 
     def __init__(
-        self, config: AnyConfig, is_main: bool, resumed_at: tuple[str, int] | None = None
+        self,
+        config: AnyConfig,
+        is_main: bool,
+        resumed_at: tuple[str, int] | None = None,
+        *,
+        has_changed: bool = False,
     ) -> None:
-        """Open the files. `resumed_at` is the phase and step at which the run resumes.
+        """Open the files. `resumed_at` is the phase and step at which the run resumes, and
+        `has_changed` says that it resumes with other values.
 
         If a run is resumed, its records of later steps are dropped. Without `resumed_at` the folder
         must hold no earlier run: see `move_earlier_run`. Raises UserError if the folder or its
@@ -54,12 +62,14 @@ class RunLogger:
             config.logging.trackers, self.folder, config.model_dump(mode="json")
         )
         try:
-            self._begin(config, resumed_at)
+            self._begin(config, resumed_at, has_changed)
         except BaseException:
             self._trackers.close(RunEnd.FAILED)
             raise
 
-    def _begin(self, config: AnyConfig, resumed_at: tuple[str, int] | None) -> None:
+    def _begin(
+        self, config: AnyConfig, resumed_at: tuple[str, int] | None, has_changed: bool
+    ) -> None:
         """Open the files, and write what is known at the start."""
         self._metrics = MetricsWriter(self.folder)
         self._draws = JsonLinesWriter(self.folder / DRAWS_FILE)
@@ -70,6 +80,11 @@ class RunLogger:
             phase, step = resumed_at
             for file in self._files:
                 file.truncate_after(step, phase)
+            # a change that was taken back is still in the file
+            is_planned = getattr(config.training, "phases", None)
+            undone = [] if is_planned else read_changes(self.folder)
+            if has_changed or any(each["step"] >= step for each in undone):
+                self._trackers.forget_after(phase, step)
         if config.logging.trackers:
             self._trackers.catch_up(read_metrics(self.folder))
         rollout = getattr(config, "rollout", None)  # fine-tuning and pre-training have no rollout
@@ -84,29 +99,31 @@ class RunLogger:
             write_atomically(self.folder / "config.resolved.yaml", text.encode())
 
     def begin_phase(
-        self, step: int, changed: Sequence[str], run: AnyConfig, phase: AnyConfig
+        self, step: int, changed: Sequence[str], run: Config, phase: Config, *, has_rollouts: bool
     ) -> None:
         """Record that the run goes on after `step` with the configuration `phase`. `changed` has
-        one line for each key in which `phase` differs from `run`. If `changed` is empty, the run
-        was resumed without changes."""
-        if not self.is_main:
+        one line for each key that gets a new value there. `has_rollouts`: the run goes on with
+        responses of step + 1, which were generated with the values of `phase`."""
+        is_constant = not (changed or run.training.phases or (self.folder / CHANGES_FILE).exists())
+        if is_constant or not self.is_main:
             return
         self.write_config(run)
+        # A rollback or a resume may have gone back to a step before a recorded change.
+        kept = step if has_rollouts else step - 1
         with JsonLinesWriter(self.folder / CHANGES_FILE) as file:
-            # a resumed run may have recorded this change already
-            file.truncate_after(step - 1 if changed else step)
+            file.truncate_after(kept)
             if changed:
                 file.append({"phase": RL, "step": step, "changed": list(changed)})
-        for path in self.folder.glob(f"{PHASE_CONFIG}*.yaml"):
-            # a rollback or a resume went back to a step before this phase
-            if int(path.stem.removeprefix(PHASE_CONFIG)) > step + 1:
-                path.unlink()
+        recorded = changed_configs(self.folder)
+        for first in [first for first in recorded if first > kept + 1]:
+            recorded.pop(first).unlink()
         if changed or step == 0:
+            recorded[step + 1] = changed_config(self.folder, step + 1)
+        if recorded:  # keys without effect on the training may have new values
             # Without the list of phases, whose first ones would change these values again.
             training = phase.training.model_copy(update={"phases": []})
             text = to_shown_yaml(phase.model_copy(update={"training": training}), {})
-            name = f"{PHASE_CONFIG}{step + 1:08d}.yaml"
-            write_atomically(self.folder / name, text.encode())
+            write_atomically(recorded[max(recorded)], text.encode())
 
     def progress(self, total: int, title: str, done: int = 0) -> Progress:
         """Return a progress display of one phase; `done` of its steps were finished earlier."""
@@ -130,9 +147,11 @@ class RunLogger:
             for file in self._files:
                 file.sync()
 
-    def keep_metrics(self, name: str) -> None:
-        """Copy metrics.jsonl to the file `name` of the run folder. Raises OSError."""
+    def go_back(self, step: int, name: str) -> None:
+        """Prepare a rollback to `step`: copy metrics.jsonl to the file `name` of the run folder,
+        and let trackers get the repeated steps again. Raises OSError."""
         if self.is_main:
+            self._trackers.forget_after(RL, step)
             shutil.copyfile(self.folder / METRICS_FILE, self.folder / name)
 
     def write(self, phase: str, step: int, metrics: Mapping[str, Any]) -> None:

@@ -2,8 +2,9 @@
 
 Trackers hold copies of metrics.jsonl. A tracker that fails during a run is dropped with a warning.
 If a resumed run repeats a step, its metrics are not sent again: a tracker keeps the first metrics
-of a step. When a run is resumed, each tracker gets the records that it has not got yet. A tracker
-that is new to the run gets all records.
+of a step. After a rollback, and if values of the configuration changed, repeated steps have other
+metrics, so they are sent again. When a run is resumed, each tracker gets the records that it has
+not got yet. A tracker that is new to the run gets all records.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def _open_wandb(run_dir: Path, config: Mapping[str, Any]) -> Tracker:
     run.define_metric("*", step_metric="step")
 
     def log(step: int, metrics: Mapping[str, Any]) -> None:
-        run.log(tracked_numbers({**metrics, "step": step}))
+        run.log({**tracked_numbers(metrics), "step": step})
 
     return Tracker(log, lambda end: run.finish(exit_code=int(end is RunEnd.FAILED)))
 
@@ -161,6 +162,13 @@ class TrackerSet:
         """Send each tracker the records of earlier starts that it has not got yet."""
         for record in sorted(records, key=position_of):
             self._send(record)
+        self._note()
+
+    def forget_after(self, phase: str, step: int) -> None:
+        """Send the records of later steps again, because these steps are repeated with other
+        prompts or values."""
+        last = {"phase": phase, "step": step}
+        self._sent = {name: min(sent, last, key=position_of) for name, sent in self._sent.items()}
         self._note()
 
     def close(self, end: RunEnd) -> None:

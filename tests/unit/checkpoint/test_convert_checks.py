@@ -169,6 +169,37 @@ def test_a_tokenizer_with_other_contents_is_not_the_run_s(
     assert not (tmp_path / "without/tokenizer.json").exists()
 
 
+def test_a_checkpoint_of_somebody_else_publishes_no_file_of_the_user(
+    ours: Path, tmp_path: Path
+) -> None:
+    secret = tmp_path / "environ"
+    secret.write_text("HF_TOKEN=hf_secret")
+    make_trained(ours, secret)
+    sign(ours)
+    _, (note,) = megatron_to_hf(ours, tmp_path / "back")
+    assert note.startswith(f"{secret}: not a sentencepiece model") and "is left out" in note
+    assert not (tmp_path / "back/environ").exists()
+
+
+def test_a_link_in_a_folder_of_somebody_else_publishes_no_file_of_the_user(
+    ours: Path, tmp_path: Path
+) -> None:
+    secret, tokenizer = tmp_path / "id_rsa", tmp_path / "tokenizer"
+    secret.write_text("private")
+    tokenizer.mkdir()
+    write_tokenizer(tokenizer, 37)
+    (tokenizer / "vocab.txt").symlink_to(secret)
+    make_trained(ours, tokenizer)
+    sign(ours)
+    with pytest.raises(DataError, match="vocab.txt: a link to .*id_rsa; replace it by a copy"):
+        megatron_to_hf(ours, tmp_path / "back")
+    (tokenizer / "vocab.txt").unlink()
+    (tmp_path / "vocab.txt").write_text("a")
+    (tokenizer / "vocab.txt").symlink_to(tmp_path / "vocab.txt")
+    megatron_to_hf(ours, tmp_path / "back")
+    assert (tmp_path / "back/vocab.txt").read_text() == "a"
+
+
 def flip(file: Path, place: float = 0.5) -> None:
     data = bytearray(file.read_bytes())
     data[int(place * (len(data) - 1))] ^= 1

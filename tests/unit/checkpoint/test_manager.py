@@ -205,6 +205,37 @@ def test_an_asynchronous_save_counts_only_when_it_is_published(
     assert checkpoints.back == saved and taken.call_count == 1
 
 
+def test_the_best_checkpoints_stay_with_another_metric(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed run may have another `best_metric`. So a checkpoint has all figures of its
+    evaluation."""
+
+    def state(self: Checkpoints, phase: str, step: int, *_: Any) -> RunState:
+        return RunState(phase, step, {}, {}, {}, "tp=1", 1, {})
+
+    monkeypatch.setattr(Checkpoints, "_state", state)
+    nothing = cast(Any, None)
+
+    def save(checkpoints: Checkpoints, step: int, of_suite: float) -> list[str]:
+        metrics = {**REWARDED, **EVALUATED, "evaluation/aime/mean": of_suite}
+        checkpoints.end_of_step(RL, step, nothing, nothing, metrics, is_last=False)
+        checkpoints.close()
+        return sorted(path.name for path in checkpoints.folder.glob("rl_*"))
+
+    first = manager(tmp_path, [], keep_best=1)
+    save(first, 2, 0.75)
+    assert save(first, 4, 0.5) == ["rl_00000002", "rl_00000004"]
+    known = RunState.read(first.folder / "rl_00000002").metrics
+    assert known == {"evaluation/accuracy": 0.5, "evaluation/aime/mean": 0.75}
+    section = {"keep_last": 1, "keep_best": 1, "best_metric": "evaluation/aime/mean"}
+    assert save(manager(tmp_path, [], **section), 6, 0.25) == ["rl_00000002", "rl_00000006"]
+    section["best_metric"] = "reward/mean"
+    last = manager(tmp_path, [], **section)
+    save(last, 8, 0.0)
+    assert RunState.read(last.folder / "rl_00000008").metrics["reward/mean"] == 0.5
+
+
 def test_damaged_checkpoints_after_the_newest_do_not_count(tmp_path: Path) -> None:
     """A run that was resumed from a checkpoint before the damaged ones keeps the newest complete
     checkpoints."""

@@ -100,6 +100,13 @@ def changed(config: Config, *overrides: str) -> Config:
     return parse_config(config.model_dump(exclude_unset=True), overrides)
 
 
+def with_phases(config: Config, *phases: dict[str, Any]) -> Config:
+    values = config.model_dump(exclude_unset=True)
+    values["training"] = {**values["training"], "phases": list(phases)}
+    values["checkpoint"] = {"interval": 1}
+    return parse_config(values)
+
+
 def test_a_state_comes_back_as_it_was(config: Config) -> None:
     path = add(config, Position("rl", 3, True))
     assert RunState.read(path) == state_at(config, Position("rl", 3, True))
@@ -241,11 +248,7 @@ def test_a_phase_begins_when_the_last_step_before_it_is_evaluated(
 ) -> None:
     """If the next phase began earlier, the checkpoint after the evaluation would have the values of
     the next phase, and the run could not be resumed from there."""
-    phases = [{"until_step": 3}, {"optimizer": {"learning_rate": 1e-3}}]
-    values = config.model_dump(exclude_unset=True)
-    values["training"] = {**values["training"], "phases": phases}
-    values["checkpoint"] = {"interval": 1}
-    config = parse_config(values)
+    config = with_phases(config, {"until_step": 3}, {"optimizer": {"learning_rate": 1e-3}})
     add(config, Position("rl", 3), unevaluated=unevaluated)
     start = preview(config, fresh=False)
     assert (start.next_step, start.begins_phase) == goes_on
@@ -309,6 +312,20 @@ def test_a_branch_is_made_again_by_the_command_that_was_killed(
     assert find_damage(folder / CHECKPOINTS / saved.name) == []
 
 
+def test_a_branch_whose_override_a_phase_replaces_is_refused(config: Config) -> None:
+    """The branch would go on with the value of the phase, without a word."""
+    faster = {"optimizer": {"learning_rate": 1e-3}}
+    run = add(with_phases(config, {"until_step": 3}, faster), Position("rl", 3)).parents[1]
+    override, branch = "optimizer.learning_rate=0.5", run.with_name("run-from-3")
+    with pytest.raises(ConfigError) as caught:
+        begin_branch(run, 3, [override])
+    [line] = caught.value.problems
+    assert line.startswith("optimizer.learning_rate: training.phases sets another value for step 4")
+    assert not branch.exists()
+    begin_branch(run, 3, [override, "training.phases=[]"])
+    assert (branch / CHECKPOINTS / "rl_00000003").is_dir()
+
+
 def test_a_branch_of_a_run_with_a_damaged_reference(config: Config) -> None:
     run = Path(str(config.logging.dir))
     add(config, Position("rl", 9))
@@ -337,6 +354,56 @@ def test_a_changed_prompt_file_is_refused(config: Config) -> None:
     Path(config.data.prompts[0]).write_text("{} ")
     with pytest.raises(ConfigError, match="data.prompts = .*: its contents are not what they were"):
         preview(config, fresh=False)
+
+
+OTHER_TOKENIZER = "data.tokenizer = .*: its contents are not what they were"
+
+
+@pytest.mark.parametrize(
+    "name", ["chat_template.jinja", "tokenizer_config.json", "generation_config.json"]
+)
+@pytest.mark.parametrize("is_there_before", [True, False])
+def test_another_file_beside_a_tokenizer_file_is_refused(
+    config: Config, tmp_path: Path, name: str, is_there_before: bool
+) -> None:
+    """The chat template and the ends of responses decide how a sentencepiece model is used."""
+    file = tmp_path / name
+    if is_there_before:
+        file.write_text("{}")
+    path = add(config, Position("rl", 3))
+    assert preview(config, fresh=False).checkpoint == path
+    (tmp_path / "other.json").write_text("{}")  # nothing reads this file
+    assert preview(config, fresh=False).checkpoint == path
+    file.write_text("{ }")
+    with pytest.raises(ConfigError, match=OTHER_TOKENIZER):
+        preview(config, fresh=False)
+
+
+def test_other_ends_of_responses_in_a_tokenizer_folder_are_refused(
+    config: Config, tmp_path: Path
+) -> None:
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+    ends = folder / "generation_config.json"
+    ends.write_text("{}")
+    config = changed(config, f"data.tokenizer={folder}")
+    add(config, Position("rl", 3))
+    (tmp_path / "generation_config.json").write_text("{}")  # of another folder
+    assert preview(config, fresh=False).checkpoint is not None
+    ends.write_text("{ }")
+    with pytest.raises(ConfigError, match=OTHER_TOKENIZER):
+        preview(config, fresh=False)
+
+
+def test_a_checkpoint_of_an_earlier_version_knows_no_files_beside_the_tokenizer(
+    config: Config, tmp_path: Path
+) -> None:
+    known = fingerprints(config)
+    old = {key: known[key] for key in ("data.prompts", "data.tokenizer")}
+    path = add(config, Position("rl", 3), fingerprints=old)
+    (tmp_path / "chat_template.jinja").write_text("{}")
+    assert preview(config, fresh=False).checkpoint == path
 
 
 def test_other_versions_are_told_of(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

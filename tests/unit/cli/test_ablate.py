@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from gspo_megatron.cli.variants import (
     choose_variants,
     plan_runs,
 )
-from gspo_megatron.config import load_config, to_yaml
+from gspo_megatron.config import load_config, to_shown_yaml
 from gspo_megatron.errors import ConfigError, UserError
 from gspo_megatron.process import launcher as launcher
 from tests.unit.cli.conftest import Command, ConfigWriter
@@ -67,7 +68,7 @@ class Trainer:
         self.made.append((f"{folder.parent.name}/{folder.name}", world_size))
         code = next((c for part, c in self.codes.items() if part in str(folder)), 0)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.resolved.yaml").write_text(to_yaml(config))
+        (folder / "config.resolved.yaml").write_text(to_shown_yaml(config, {}))
         last = config.training.steps if code == 0 else 1
         records = [{"phase": "rl", "step": step, "reward/mean": 0.5} for step in range(1, last + 1)]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
@@ -329,6 +330,37 @@ def test_a_finished_run_of_another_configuration_is_not_taken_for_this_one(
     code, said = ablate(*words)
     assert code == 2 and "config.resolved.yaml is missing" in said
     assert len(trainer.made) == 1
+
+
+REWARDS = """
+def one(sample):
+    return 1.0
+
+
+def other(sample):
+    return 0.0
+"""
+
+
+@pytest.mark.parametrize("name", ["exact_match", "math"])
+def test_a_finished_run_with_an_own_reward_stays_as_it_is(
+    ablate: Ablate,
+    tmp_path: Path,
+    trainer: Trainer,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    """The run did not read reward.name, so its configuration shows no such value."""
+    (tmp_path / "own_rewards.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_rewards", raising=False)
+    words = [f"reward.name={name}", "--variants", "gspo", "--seeds", "1"]
+    for _ in range(2):
+        code, said = ablate("reward.import_path=own_rewards:one", *words)
+        assert code == 0, said
+    assert "1 are finished and stay as they are" in said and len(trainer.made) == 1
+    code, said = ablate("reward.import_path=own_rewards:other", *words)
+    assert code == 2 and "(reward.import_path: own_rewards:one there)" in said
 
 
 def test_the_errors_of_all_variants_come_at_once_before_anything_runs(

@@ -135,6 +135,19 @@ def test_an_evaluation_does_not_go_into_the_folder_of_a_run(
     assert refused(gspo, "evaluate", write_config(), *words) == [told]
 
 
+def test_a_converted_checkpoint_is_named_by_a_configuration(gspo: Command, tmp_path: Path) -> None:
+    """`convert hf-to-megatron` writes no configuration of a run."""
+    converted = tmp_path / "converted"
+    converted.mkdir()
+    (converted / "model.json").write_text("{}")
+    (tmp_path / "suites.yaml").write_text(yaml.safe_dump(SUITES))
+    told = refused(gspo, "evaluate", converted, "--suite", tmp_path / "suites.yaml")
+    assert told == [
+        f"{converted}: a checkpoint without the configuration of a run; evaluate a configuration "
+        f"with model.checkpoint_path={converted}"
+    ]
+
+
 def test_a_configuration_is_no_file_of_suites(gspo: Command, write_config: ConfigWriter) -> None:
     config = write_config()
     (told,) = refused(gspo, "evaluate", config, "--suite", config)

@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 import gspo_megatron
+from gspo_megatron.checkpoint.folder import Position
 from gspo_megatron.config import Config, load_config
 from gspo_megatron.errors import UserError
 from gspo_megatron.process import launcher as launcher
 from gspo_megatron.process.nodes import Node
 from gspo_megatron.process.ranks import decide_world_size
+from tests.unit.checkpoint.test_resume_start import add
 from tests.unit.cli.conftest import Command, ConfigWriter
 
 Calls = list[tuple[object, ...]]
@@ -91,6 +93,21 @@ def test_what_a_command_line_does(
         command = [sys.executable, "-m", "gspo_megatron", "train", str(path), *given]
         saves = ("saves",) if "checkpoint.interval=5" in given else ()
         assert calls == [("launch", command, world_size, *saves)]
+
+
+def test_a_change_that_a_phase_replaces_is_told(
+    write_config: ConfigWriter, gspo: Command, calls: Calls, tmp_path: Path
+) -> None:
+    phases = "training.phases=[{until_step: 3}, {optimizer: {learning_rate: 1e-3}}]"
+    words = [phases, "training.steps=9", "checkpoint.interval=1", f"logging.dir={tmp_path}/run"]
+    path = write_config()
+    add(load_config(path, words), Position("rl", 3))
+    code, _, err = gspo("train", path, "--change", *words, "optimizer.learning_rate=0.5")
+    told = "warning: optimizer.learning_rate: training.phases sets another value for step 4; change"
+    assert code == 0 and told in err
+    code, _, err = gspo("train", path, "--change", *words, "rollout.temperature=0.5")
+    assert code == 0 and "training.phases sets" not in err
+    assert [what for what, *_ in calls] == ["train", "train"]
 
 
 def test_a_pod_launches_the_ranks_of_its_machine(

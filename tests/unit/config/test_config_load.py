@@ -382,6 +382,15 @@ def test_names_that_nothing_reads_are_not_shown_as_values(tmp_path: Path) -> Non
     assert again == custom
 
 
+def test_the_name_of_an_objective_is_read_beside_an_own_one(tmp_path: Path) -> None:
+    """Its advantage serves the own objective, too."""
+    words = ["objective.name=dr_grpo", "objective.import_path=mine:loss"]
+    config = load_config(write(tmp_path, MINIMAL), words)
+    shown = to_shown_yaml(config, {})
+    assert yaml.safe_load(shown)["objective"]["name"] == "dr_grpo"
+    assert load_config(write(tmp_path, shown, "other.yaml")) == config
+
+
 def test_loading_and_checking_takes_less_than_half_a_second(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL)
     start = time.process_time()  # CPU time, because other work on the machine must not count

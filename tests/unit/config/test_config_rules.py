@@ -46,6 +46,8 @@ def test_defaults_pass_on_any_world_size(world_size: int) -> None:
         (1, ["training.evaluation_interval=5", "data.eval_prompts=e.jsonl"]),
         (1, ["reward.overlong_buffer=31", "reward.overlong_penalty=0.5"]),
         (1, ["reward.scale=2", "reward.clip=3"]),
+        (1, ["objective.distillation.url=http://a/v1"]),
+        (1, ["rollout.temperature=0.7", "objective.distillation.teacher=t"]),
         (1, ["reward.repetition_penalty=0.5", "reward.repetition_words=4"]),
         (1, ["environment.verifiers=textarena", "environment.python=sh"]),
         (1, ["rollout.dynamic_sampling=true", "rollout.max_refills=0"]),
@@ -141,7 +143,19 @@ DELTA_NETS = [
         (1, [*BIASED_SOFTMAX, "model.megatron.moe_router_fusion=true"],
          "model.megatron.moe_router_fusion = true", "allowed: leave it out"),
         (1, ["model.megatron.hidden_dropout=0.1"], "model.megatron.hidden_dropout = 0.1",
-         "allowed: 0.0"),
+         "old and new policy differ; allowed: leave it out"),
+        (1, ["model.megatron.moe_input_jitter_eps=0.01"],
+         "model.megatron.moe_input_jitter_eps = 0.01", "old and new policy differ"),
+        (1, ["model.megatron.moe_router_topk_limited_devices=1"],
+         "model.megatron.moe_router_topk_limited_devices = 1", "use moe_router_num_groups"),
+        (1, ["model.megatron.moe_router_force_load_balancing=true"],
+         "model.megatron.moe_router_force_load_balancing = true", "random"),
+        (1, ["model.megatron.moe_router_load_balancing_type=global_aux_loss"],
+         "model.megatron.moe_router_load_balancing_type = 'global_aux_loss'",
+         "number of data-parallel ranks"),
+        (1, ["model.megatron.moe_router_load_balancing_type=sinkhorn",
+             "model.megatron.moe_aux_loss_coeff=0.0"],
+         "model.megatron.moe_router_load_balancing_type = 'sinkhorn'", "one rank"),
         (2, ["parallel.layout=etp=2", "model.megatron.add_bias_linear=true"],
          "parallel.expert_tensor_parallel_size = 2",
          "the biases of experts cannot be split over ranks; allowed: 1"),
@@ -185,14 +199,10 @@ DELTA_NETS = [
              "model.megatron.moe_router_load_balancing_type=quantile_balancing",
              "model.megatron.moe_aux_loss_coeff=0.0"],
          "routing.volatility = true", "quantile balancing does not call the hook"),
-        (1, ["routing.replay=r3", "model.megatron.moe_router_load_balancing_type=sinkhorn"],
-         "routing.replay = 'r3'", "sinkhorn does not call the hook"),
         (1, ["routing.replay=r2", "model.megatron.cuda_graph_impl=local"],
          "routing.replay = 'r2'", "allowed with it: no model.megatron.cuda_graph_impl"),
         (1, ["routing.rollout_noise=0.1", "model.megatron.enable_cuda_graph=true"],
          "routing.rollout_noise = 0.1", "allowed with it: no model.megatron.enable_cuda_graph"),
-        (1, ["routing.replay=r2", "model.megatron.overlap_moe_expert_parallel_comm=true"],
-         "routing.replay = 'r2'", "overlap_moe_expert_parallel_comm = false"),
         (1, ["routing.replay=r3", "model.megatron.moe_expert_capacity_factor=1.25"],
          "routing.replay = 'r3'",
          "allowed with it: model.megatron.moe_expert_capacity_factor = null"),
@@ -223,6 +233,9 @@ DELTA_NETS = [
          "normalises each part of the reward by itself; allowed: 1.0"),
         (1, ["objective.advantage=gdpo", "reward.clip=1.0"], "reward.clip = 1.0",
          "normalises each part of the reward by itself; allowed: null"),
+        (1, ["rollout.temperature=0.7", "objective.distillation.url=http://a/v1"],
+         "rollout.temperature = 0.7",
+         "gives log-probs at temperature 1; allowed: 1.0, or a teacher in a folder"),
         (1, ["reward.overlong_buffer=32"], "reward.overlong_buffer = 32",
          "leaves no response of max_response_tokens = 32 without a penalty; allowed: null, or "
          "below"),
@@ -414,17 +427,25 @@ def test_other_metrics_are_left_to_the_run() -> None:
     cells = re.findall(r"^\| (`[^|]*) \|", page, re.MULTILINE)
     names = {name for name in re.findall(r"`([^`]+)`", " ".join(cells)) if "evaluation" not in name}
     assert len(names) > 40
-    names |= {"reward/format", "mine/figure", "evaluation/failed"}
+    names |= {"reward/format", "mine/figure"}
     names |= {"evaluation/accuracy_low", "evaluation/accuracy_high", "evaluation/prompts"}
     for name in sorted(names):
         assert problems_of(1, *EVALUATED, f'checkpoint.best_metric="{name}"') == [], name
 
 
+@pytest.mark.parametrize("name", ["evaluation/loss", "evaluation/failed"])
+def test_a_metric_whose_lowest_value_is_the_best_is_refused(name: str) -> None:
+    [line] = problems_of(1, *EVALUATED, f"checkpoint.best_metric={name}")
+    wrong = "lower is better, and the checkpoints with the highest are kept"
+    assert line == f"checkpoint.best_metric = '{name}': {wrong}; allowed: evaluation/accuracy"
+
+
 def test_the_figures_of_suites_are_those_that_a_suite_has() -> None:
     answers = [ProblemResponses([1.0] * 6, [True] * 6, ["a"] * 6, [False] * 6, [3] * 6)] * 2
+    of_failures = ["truncated", "failed", "left_out"]  # lower is better
     for figure in suite_figures(answers, 6):
-        name = f"evaluation/aime/{figure}"
-        assert problems_of(1, *EVALUATED, f"checkpoint.best_metric={name}") == []
+        problems = problems_of(1, *EVALUATED, f"checkpoint.best_metric=evaluation/aime/{figure}")
+        assert bool(problems) is (figure in of_failures)
 
 
 BIASES = [

@@ -56,6 +56,20 @@ def test_other_targets_take_more_tensor_parallelism() -> None:
     )
 
 
+def test_an_adapter_of_q_k_and_v_together_is_not_cut(tmp_path: Path) -> None:
+    """The files of Ling have queries, keys and values in one matrix."""
+    ling = write_model(tmp_path / "ling", "bailing_moe_v2", seed=1)
+    words = (f"model.hf_path={ling}", "model.lora.rank=4")
+    for targets in ("all", "attention", "query_key_value"):
+        own = (*words, f"model.lora.targets={targets}")
+        assert problems_of(1, *own) == []
+        [line] = problems_of(2, *own, "parallel.layout=tp=2")
+        assert line.startswith("parallel.tensor_model_parallel_size = 2: ")
+        assert "q, k and v in one matrix, whose adapter cannot be cut; allowed: 1, or " in line
+    others = "model.lora.targets=[dense, experts]"
+    assert problems_of(2, *words, "parallel.layout=tp=2", others) == []
+
+
 def test_the_scale_and_one_target_or_several() -> None:
     assert LoraSection(rank=16).scale == 1.0
     assert LoraSection(rank=16, alpha=32.0).scale == 2.0

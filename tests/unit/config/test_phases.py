@@ -9,6 +9,7 @@ import pytest
 from gspo_megatron.config import Config, parse_config
 from gspo_megatron.config.phases import (
     at_step,
+    hidden_overrides,
     is_border,
     later_phases_need_reference,
     may_change,
@@ -71,9 +72,12 @@ def test_the_reference_is_that_of_the_last_phase_that_renewed_it() -> None:
     assert [reference_step(config, step) for step in (1, 4, 5, 7, 8, 10)] == [0, 0, 4, 4, 4, 4]
     kl = {"objective": {"kl": "k3", "kl_coefficient": 0.1}}
     assert later_phases_need_reference(campaign({"until_step": 4}, kl), 1)
+    own = {"objective": {"import_path": "mine:loss"}}  # it may need the reference, too
+    assert later_phases_need_reference(campaign({"until_step": 4}, own), 1)
     # The reference is saved if a phase renews it.
-    own = campaign({"until_step": 4}, kl | {"reference": "renew"})
-    assert not later_phases_need_reference(own, 1)
+    for changed in (kl, own):
+        renews = campaign({"until_step": 4}, changed | {"reference": "renew"})
+        assert not later_phases_need_reference(renews, 1)
     assert not later_phases_need_reference(config, 1)
 
 
@@ -159,3 +163,33 @@ def test_a_change_that_is_asked_for_is_no_refusal() -> None:
     fingerprint = {"data.prompts": False}  # the file has the same name but other contents
     changes = find_changes(before, campaign(), fingerprint, change=True)
     assert not changes.refused and changes.asked == ["data.prompts: its contents"]
+
+
+WAIT = "weight_update_timeout_seconds"
+HIDING = {"until_step": 7, "rollout": {"max_response_tokens": 99, "vllm": {WAIT: 70}}}
+
+
+@pytest.mark.parametrize(
+    ("override", "step", "named"),
+    [
+        ("rollout.max_response_tokens=50", 5, "rollout.max_response_tokens"),
+        ("rollout.max_response_tokens=50", 8, "rollout.max_response_tokens"),
+        # the old name of a key that the phase sets by its new name
+        ("rollout.vllm.update_seconds=9", 5, f"rollout.vllm.{WAIT}"),
+        ("rollout.max_response_tokens=50", 4, None),  # the phase begins after this step
+        ("rollout.max_response_tokens=99", 5, None),  # the same value
+        ("rollout.group_size=4", 5, None),  # no phase changes this key
+    ],
+)
+def test_an_override_that_a_phase_replaces_is_named(
+    override: str, step: int, named: str | None
+) -> None:
+    training = {"steps": 10, "phases": [{"until_step": 4}, HIDING, {}]}
+    values = {**BASE, "training": training}
+    told = hidden_overrides(parse_config(values, [override]), [override], step)
+    assert len(told) == (named is not None)
+    assert named is None or told[0].startswith(
+        f"{named}: training.phases sets another value for step {step}; change it there, or "
+    )
+    words = [override, "training.phases=[]"]
+    assert hidden_overrides(parse_config(values, words), words, step) == []

@@ -167,6 +167,7 @@ def test_layers_at_the_ends_may_stay_in_bf16(engine: Any) -> None:
             "weights are initialised, saved and exported in bf16",
         ),
         ("model.megatron.fp4=e2m1", "FP4 is not supported"),
+        ("model.megatron.overlap_moe_expert_parallel_comm=true", "alternates the layers of two"),
         ("model.megatron.mtp_num_layers=1", "layers that predict further tokens are not trained"),
     ],
 )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from gspo_megatron.config import parse_config
 from gspo_megatron.config.rules import check_config, sample_multiple
 from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig, StageConfig
 from gspo_megatron.errors import ConfigError
+from tests.unit.hf.published import write_model
 
 SFT = {"data": {"tokenizer": "t.model", "examples": "e.jsonl"}}
 PRETRAIN = {
@@ -49,6 +52,10 @@ WHAT_IS_WRONG = [
     (sft("checkpoint.keep_best=1", "checkpoint.interval=4", "data.eval_examples=e.jsonl",
          "training.evaluation_interval=3", "training.steps=12"),
      "checkpoint.keep_best = 1: no step before the last is both saved"),
+    (sft("checkpoint.keep_best=1", "checkpoint.interval=3", "data.eval_examples=e.jsonl",
+         "training.evaluation_interval=3", "checkpoint.best_metric=evaluation/loss"),
+     "checkpoint.best_metric = 'evaluation/loss': lower is better, and the checkpoints with the "
+     "highest are kept; allowed: evaluation/logprob"),
     (sft("model.megatron.hidden_dropout=0.1"), "model.megatron.hidden_dropout = 0.1"),
     (sft("parallel.layout=pp=3"), "parallel.pipeline_model_parallel_size = 3"),
     (sft("training.precision=fp64"), "training.precision = 'fp64'"),
@@ -77,6 +84,17 @@ def test_a_model_without_a_family_cannot_be_exported() -> None:
     check_config(sft(*odd), 1)
     refused = refusal(sft(*odd, "export.hf_path=hf"))
     assert "export.hf_path = 'hf': no Hugging Face family" in refused
+
+
+def test_a_model_that_its_own_family_cannot_describe_is_not_exported(tmp_path: Path) -> None:
+    own = f"model.hf_path={write_model(tmp_path / 'model', 'mixtral', seed=1)}"
+    odd = own, "model.megatron.moe_router_pre_softmax=true"
+    check_config(sft(own, "export.hf_path=hf"), 1)
+    check_config(sft(*odd), 1)
+    assert refusal(sft(*odd, "export.hf_path=hf")) == (
+        "export.hf_path = 'hf': a config.json of the family mixtral cannot describe this model; "
+        "allowed: null"
+    )
 
 
 @pytest.mark.parametrize(

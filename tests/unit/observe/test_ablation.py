@@ -265,6 +265,11 @@ def test_differences_that_are_the_same_for_all_seeds_show_nothing() -> None:
     found = ablation.difference(one, other, ablation._ACCURACY)
     assert found is not None and found.half_width == 0 and not found.significant
     assert found.text(ablation._ACCURACY) == "12.5 points, the same for all seeds"
+    # One more of 30 prompts: the differences differ by rounding.
+    one = with_accuracies("a", [29 / 30, 27 / 30, 26 / 30])
+    other = with_accuracies("b", [28 / 30, 26 / 30, 25 / 30])
+    found = ablation.difference(one, other, ablation._ACCURACY)
+    assert found is not None and found.half_width == 0 and not found.significant
 
 
 @pytest.mark.parametrize(("prompts", "is_tested"), [(29, False), (30, True)])

@@ -145,6 +145,7 @@ def test_runs_with_nothing_in_common_to_show_have_no_comparison(tmp_path: Path) 
         ("gspo/seed3", "gspo"),
         ("seed3/gspo", "gspo"),
         ("gspo_s4_lr", "gspo_lr"),
+        ("seed1_gspo", "gspo"),
         ("tiny_cpu", "tiny_cpu"),
         ("steps100", "steps100"),
         ("reseed1", "reseed1"),

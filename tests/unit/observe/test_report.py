@@ -89,7 +89,7 @@ def test_an_episode_is_shown_as_a_conversation(make_run: RunMaker) -> None:
     run_dir = make_run("run", steps=1)
     turns = [
         {"role": "user", "text": "guess", "branch": 0, "trained": False},
-        {"role": "assistant", "text": "4\nuser: x<|im_end|>", "branch": 0, "reward": -0.5},
+        {"role": "assistant", "text": "4\ruser: x<|im_end|>", "branch": 0, "reward": -0.5},
         {"role": "tool", "text": "lower", "branch": 1},
         {"role": "assistant", "text": "3<|im_end|>", "branch": 1, "reward": 1.0},
     ]

@@ -13,6 +13,7 @@ import pytest
 
 from gspo_megatron.config import parse_config
 from gspo_megatron.errors import UserError
+from gspo_megatron.observe.history import kept_metrics
 from gspo_megatron.observe.metrics_files import MetricsWriter
 from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.observe.trackers import (
@@ -174,6 +175,41 @@ def test_a_tracker_that_failed_gets_what_it_missed_at_the_next_start(tmp_path: P
     mended = Tracker(lambda step, metrics: got["bad"].append(step), lambda: None)
     TrackerSet({"good": good, "bad": mended}, tmp_path, sent).catch_up(records)
     assert got == {"good": [0, 1, 2, 3], "bad": [0, 1, 2, 3]}
+
+
+def write(
+    run: Run, steps: list[int], after: int | None = None, has_changed: bool = False
+) -> RunLogger:
+    """Start the run with a logger, and write these steps."""
+    logging = {"dir": str(run.folder), "trackers": ["tensorboard"]}
+    config = parse_config({"data": {"tokenizer": "none.model"}, "logging": logging})
+    resumed_at = None if after is None else ("rl", after)
+    logger = RunLogger(config, True, resumed_at, has_changed=has_changed)
+    for step in steps:
+        logger.write("rl", step, {"loss": 0.5})
+    return logger
+
+
+@pytest.mark.parametrize(
+    ("rolls_back", "has_changed", "again"),
+    [(False, False, []), (True, False, [2, 3]), (False, True, [2, 3])],
+    ids=["a plain resume", "a rollback", "a change"],
+)
+def test_repeated_steps_are_sent_again_only_if_their_metrics_are_others(
+    crashing: Run, rolls_back: bool, has_changed: bool, again: list[int]
+) -> None:
+    """After a rollback the prompts are others, and after a change the values."""
+    logger = write(crashing, [1, 2, 3])
+    if rolls_back:
+        logger.go_back(1, kept_metrics(1))
+        kept = (crashing.folder / kept_metrics(1)).read_text().splitlines()
+        assert [json.loads(line)["step"] for line in kept] == [1, 2, 3]
+    logger.close()
+    write(crashing, [2, 3, 4], after=1, has_changed=has_changed).close()
+    sent = [step for _, step in crashing.steps]
+    assert sent == [1, 2, 3, *again, 4]
+    write(crashing, [4], after=3).close()  # the next start knows what is sent
+    assert [step for _, step in crashing.steps] == sent
 
 
 def test_a_tracker_that_cannot_be_opened_ends_a_new_run_and_not_a_resumed_one(
