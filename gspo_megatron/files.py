@@ -132,6 +132,17 @@ def settle(descriptor: int) -> None:
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def copied_as(file: Path) -> Path:
+    """Return a file that is copied from a folder of somebody else. Raises DataError if it is a link
+    to a file of another name outside of the folder (and not to a blob of the Hub's cache), which
+    would publish any file of the user."""
+    target = file.resolve()
+    is_inside = target.is_relative_to(file.parent.resolve())
+    if not (is_inside or target.name == file.name or target.parent.name == "blobs"):
+        raise DataError(f"{file}: a link to {target}; replace it by a copy of the file")
+    return file
+
+
 def folder_lacks(folder: Path) -> str | None:
     """Return in words why files cannot be written into `folder`, or None if they can.
 

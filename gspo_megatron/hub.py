@@ -259,7 +259,8 @@ def _listing_file(name: HubName) -> Path:
 def _read_listing(name: HubName) -> dict[str, Any] | None:
     with contextlib.suppress(OSError, *WRONG_VALUES):
         found = parse_json(_listing_file(name).read_bytes())
-        if all(size is None or isinstance(size, int) for size in found["files"].values()):
+        sizes = found["files"].values()  # in a shared cache, another user may have written them
+        if not any(map(fault_of_name, found["files"])) and {*map(type, sizes)} <= {int, type(None)}:
             return found
     return None
 
@@ -373,9 +374,8 @@ def _listing(name: HubName) -> dict[str, Any]:
     )
     if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
         raise DataError("the endpoint names no commit; is HF_ENDPOINT that of a Hub?")
-    found = ((each.rfilename, each.size) for each in info.siblings or ())
-    files = {name: size for name, size in found if fault_of_name(name) is None}
-    return {"commit": info.sha, "files": files}
+    sizes = {each.rfilename: each.size for each in info.siblings or ()}
+    return {"commit": info.sha, "files": {n: s for n, s in sizes.items() if not fault_of_name(n)}}
 
 
 def _download(name: HubName, weights: bool) -> Path:

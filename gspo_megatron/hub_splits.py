@@ -64,11 +64,20 @@ def _of_one_kind(files: Sequence[str]) -> list[str]:
     return parquet or [*files]
 
 
+class _CardLoader(yaml.SafeLoader):
+    """Reads YAML without merge keys (<<), which a card does not need: nested ones can make a list
+    of billions of keys."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
+            raise yaml.YAMLError("a merge key")
+
+
 def header_of(card: str) -> Mapping[str, Any]:
     """Return the keys in the YAML header of a card; empty if the header is missing or damaged."""
     header = re.match(r"---\s*\n(.*?)\n---", card, re.DOTALL)
     try:
-        given = yaml.safe_load(header[1]) if header else None
+        given = yaml.load(header[1], _CardLoader) if header else None
     except (yaml.YAMLError, ValueError, RecursionError):
         return {}
     return given if isinstance(given, Mapping) else {}

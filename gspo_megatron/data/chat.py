@@ -3,8 +3,9 @@ assistant's tokens."""
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,7 +65,7 @@ def read_template(folder: Path) -> str | None:
     try:
         file = folder / TEMPLATE_FILE
         if file.is_file():
-            return file.read_text(encoding="utf-8")
+            return file.read_text(encoding="utf-8-sig")
         file = folder / "tokenizer_config.json"
         if file.is_file():
             template = parse_json(file.read_bytes()).get("chat_template")
@@ -176,15 +177,14 @@ def check_template(tokenizer: Tokenizer, prompt: Sequence[Message] | None = None
     if missing:
         raise DataError(
             f"{tokenizer.name}: its chat template writes {', '.join(missing)}, which the tokenizer "
-            "does not have as one token; train it with --control-symbols or change the template"
+            "does not have as one token; make it with these as control symbols, or change the "
+            "template"
         )
 
 
 def _option_faults(tokenizer: Tokenizer, template: str) -> list[str]:
     """Return one line for each option that the template never reads."""
-    from jinja2 import meta
-
-    read = meta.find_undeclared_variables(syntax_tree(template)) - _GIVEN
+    read = _read_by(template) - _GIVEN
     legal = sorted(name for name in read if not name.endswith("_token"))
     lines = []
     for name, value in tokenizer.template_options.items():
@@ -216,6 +216,31 @@ def message_fault(messages: object) -> str | None:
     return None
 
 
+def tools_of(row: Mapping[str, Any], template: str | None) -> tuple[list[Any], str | None]:
+    """Return the descriptions of tools in a row's field `tools`, a list of objects or such a list
+    as JSON text, if the chat template reads them, and what is wrong with them, or None. Other
+    values belong to a field of another meaning."""
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = parse_json(tools)
+        except ValueError:
+            return [], None
+    if not (tools and isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        return [], None  # no tools, or a field of another meaning
+    if fault := _fault_of_texts(tools):
+        return [], f"field 'tools' {fault}"
+    return (tools if template is not None and "tools" in _read_by(template) else []), None
+
+
+@functools.lru_cache(maxsize=4)
+def _read_by(template: str) -> set[str]:
+    """Return the names of the variables that a template reads."""
+    from jinja2 import meta
+
+    return meta.find_undeclared_variables(syntax_tree(template))
+
+
 def _fault_of_texts(value: object) -> str | None:
     """Return why a text in a nested value is not valid Unicode, or None."""
     if isinstance(value, str):
@@ -230,9 +255,10 @@ def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def encode_conversation(
-    messages: Sequence[Message], tokenizer: Tokenizer
+    messages: Sequence[Message], tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return token ids [length] int32 and a mask [length] bool, True on the assistant's tokens.
+    """Return token ids [length] int32 and a mask [length] bool, True on the assistant's tokens. The
+    chat template describes `tools`.
 
     If the chat template has {% generation %} marks, they define the mask. Otherwise the
     conversation up to each answer is rendered twice: without the answer, and with it. The
@@ -242,10 +268,11 @@ def encode_conversation(
     Raises DataError if the template renders the first messages differently, or refuses the
     messages.
     """
-    rendered = tokenizer.render(messages)
+    render = functools.partial(tokenizer.render, tools=tools)
+    rendered = render(messages)
     encoded = tokenizer.encode_rendered(rendered.text, rendered.quoted)
     if rendered.answers is None:
-        mask = _mask_by_prefixes(messages, tokenizer, rendered.text, encoded.ids)
+        mask = _mask_by_prefixes(messages, tokenizer, render, rendered.text, encoded.ids)
     else:
         mask = _mask_by_marks(encoded, rendered.answers)
     return np.array(encoded.ids, np.int32), mask
@@ -265,14 +292,18 @@ def _mask_by_marks(encoded: Encoded, answers: Sequence[tuple[int, int]]) -> np.n
 
 
 def _mask_by_prefixes(
-    messages: Sequence[Message], tokenizer: Tokenizer, text: str, ids: list[int]
+    messages: Sequence[Message],
+    tokenizer: Tokenizer,
+    render: Callable[..., Rendered],
+    text: str,
+    ids: list[int],
 ) -> np.ndarray:
     mask = np.zeros(len(ids), bool)
     for number, message in enumerate(messages):
         if message["role"] != ASSISTANT:
             continue
-        opened = tokenizer.render(messages[:number], open_answer=True)
-        answered = tokenizer.render(messages[: number + 1])
+        opened = render(messages[:number], open_answer=True)
+        answered = render(messages[: number + 1])
         start = _prefix_tokens(opened, text, ids, tokenizer, number)
         end = _prefix_tokens(answered, text, ids, tokenizer, number)
         # The template may write text after the end-of-sequence token. The model never generates

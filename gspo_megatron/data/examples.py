@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from gspo_megatron.data.chat import (
     encode_conversation,
     message_fault,
     plain_message,
+    tools_of,
 )
 from gspo_megatron.data.formats import FieldMap, with_system
 from gspo_megatron.data.prompts import (
@@ -155,19 +157,24 @@ def _from_messages(
         elif fault is None and all(message["role"] != ASSISTANT for message in messages):
             fault = f"field {name!r}: no message has the role {ASSISTANT!r}, so there is nothing "
             fault += "to learn"
-        if fault is not None:
+        tools, wrong_tools = tools_of(row, tokenizer.chat_template)
+        if fault := fault or wrong_tools:
             problems.add(where, fault)
         else:
             conversation = with_system([*map(plain_message, messages)], form.system_prompt)
-            yield from _conversation(where, conversation, tokenizer, problems)
+            yield from _conversation(where, conversation, tokenizer, problems, tools)
 
 
 def _conversation(
-    where: str, messages: Sequence[Message], tokenizer: Tokenizer, problems: Problems
+    where: str,
+    messages: Sequence[Message],
+    tokenizer: Tokenizer,
+    problems: Problems,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> Iterator[_Read]:
     """Yield one example, or add a problem."""
     try:
-        token_ids, mask = encode_conversation(messages, tokenizer)
+        token_ids, mask = encode_conversation(messages, tokenizer, tools)
     except DataError as error:
         problems.add(where, str(error))
         return

@@ -18,6 +18,7 @@ from gspo_megatron.errors import DataError
 from gspo_megatron.files import parse_json
 
 PARQUET_MAGIC = b"PAR1"
+_COMPRESSED = (b"\x1f\x8b", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"BZh")  # gzip, xz, zstd, bzip2
 SHOWN_ROWS = 5  # few, because a file of the wrong kind has a problem on every line
 
 Row = tuple[str, dict[str, Any]]  # "path:line" (Parquet: row), counted from 1, and the fields
@@ -78,6 +79,9 @@ def read_rows(
 def files_of(folder: Path) -> list[Path]:
     """Return the .jsonl and .parquet files in a folder, sorted by name. Raises DataError."""
     found = sorted(file for ending in ("jsonl", "parquet") for file in folder.glob(f"*.{ending}"))
+    packed = sorted(folder.glob("*.jsonl.*z*"))  # .gz, .xz, .zst, .bz2
+    if left_out := [file for file in packed if file.with_suffix("") not in found]:
+        raise DataError(f"{left_out[0]}: a compressed file, which is not read; unpack it")
     if not found:
         raise DataError(f"{folder}: a folder without .jsonl and .parquet files")
     return found
@@ -95,12 +99,15 @@ def is_parquet(path: Path, what: str) -> bool:
         raise DataError(f"{path}: a pipe, which can be read only once; give a file")
     try:
         with path.open("rb") as file:
-            return path.suffix == ".parquet" or file.read(4) == PARQUET_MAGIC
+            start = file.read(6)
     except FileNotFoundError:
         where = "" if path.is_absolute() else f"; the current folder is {os.getcwd()}"
         raise DataError(f"{path}: no such {what}{where}") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if start.startswith(_COMPRESSED):
+        raise DataError(f"{path}: a compressed file, which is not read; unpack it")
+    return path.suffix == ".parquet" or start.startswith(PARQUET_MAGIC)
 
 
 def _parse_line(where: str, line: bytes, problems: Problems) -> dict[str, Any] | None:
@@ -146,6 +153,13 @@ def _twice(names: Iterable[str]) -> str:
     return f"{next(name for name, count in Counter(names).items() if count > 1)!r:.60}"
 
 
+def _real(value: Any) -> Any:
+    """Return a value of a Parquet row without the nulls of its mappings."""
+    if isinstance(value, dict):
+        return {key: _real(each) for key, each in value.items() if each is not None}
+    return [*map(_real, value)] if isinstance(value, list) else value
+
+
 def _read_parquet(path: Path, columns: Sequence[Choice], problems: Problems) -> Iterator[Row]:
     import pyarrow
     from pyarrow.parquet import ParquetFile
@@ -165,10 +179,12 @@ def _read_parquet(path: Path, columns: Sequence[Choice], problems: Problems) -> 
                 problems.add(f"{path}", what)
             if absent:
                 return  # one problem for each column is enough, not one for each row
+            # Parquet gives all rows the keys of any row, also inside of tool calls and tools.
+            nested = {"tools", *(_top(name) for _, name in columns)} & {*present}
             for batch in file.iter_batches():
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{path}:{number}", row
+                    yield f"{path}:{number}", row | {key: _real(row[key]) for key in nested}
     except UnicodeDecodeError:
         problems.add(f"{path}:{number + 1}", "not valid UTF-8 in this row or shortly after")
     except (pyarrow.ArrowException, OSError, OverflowError) as error:  # a date that Python lacks

@@ -164,7 +164,13 @@ class PromptSelection:
                     f"has {key} = {mine}; resume with the same prompt files and settings"
                 )
         self._draw = state["draw"]
-        self._drawn = {int(number): list(rows) for number, rows in state["drawn"].items()}
+        drawn = {int(number): list(rows) for number, rows in state["drawn"].items()}
+        # Draws for later steps are drawn again if a step has another number of prompts now.
+        self._drawn = {
+            number: rows
+            for number, rows in drawn.items()
+            if number < self._draw or len(rows) == self._prompts_per_step
+        }
 
     # The choice
 

@@ -24,7 +24,7 @@ from gspo_megatron.environments.episode import (
     check_seconds,
     within,
 )
-from gspo_megatron.environments.gateway import Gateway, new_key
+from gspo_megatron.environments.gateway import Gateway, new_key, reaching_loopback
 from gspo_megatron.environments.registry import register
 from gspo_megatron.errors import EpisodeError
 from gspo_megatron.process.keeper import kept
@@ -75,7 +75,7 @@ class Agent:
         session.check()
         if session.reward is None and session.is_over:
             raise LimitReached
-        if session.reward is None and code:
+        if code and not session.is_over:
             raise EpisodeError(f"the agent ended with exit code {code}: {said}")
         return session.reward
 
@@ -93,7 +93,7 @@ class Agent:
                 stderr=asyncio.subprocess.STDOUT,
                 pass_fds=(lifeline,),
                 start_new_session=True,
-                env={**os.environ, **place},
+                env={**reaching_loopback(os.environ), **place},
             )
         except BaseException:
             os.close(ours)

@@ -23,6 +23,15 @@ from gspo_megatron.errors import EpisodeError, RolloutError, UserError
 from gspo_megatron.files import parse_json
 
 MODEL = "policy"
+# Keys that change what a turn means -> their legal values. (Sampling settings are the run's, and
+# are ignored.)
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "logprobs": (False,),
+    "stop": ([],),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto",),
+}
 _KINDS = {
     "max_completion_tokens": int,
     "max_tokens": int,
@@ -128,16 +137,17 @@ class EpisodeSession:
         self.known = turn.known
 
     async def _turn(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        for key, value in (("n", 1), ("logprobs", False)):
-            if asked.get(key) not in (None, value):
-                raise _RefusedError(f"{key} = {asked[key]}: not supported; allowed: {value}")
+        for key, legal in _ONLY.items():
+            if asked.get(key) not in (None, *legal):
+                raise _RefusedError(f"{key} = {asked[key]}: not supported; allowed: {legal[0]}")
         for key, kind in _KINDS.items():
             if asked.get(key) and type(asked[key]) is not kind:
                 wanted = {int: "a number", list: "a list", dict: "an object"}[kind]
                 raise _RefusedError(f"{key} = {asked[key]!r:.60}: {wanted} is wanted")
         given, tools = plain_messages(asked.get("messages")), asked.get("tools") or []
-        limit = asked.get("max_completion_tokens") or asked.get("max_tokens")
-        if limit is not None and limit < 1:
+        limits = (asked.get(key) for key in ("max_completion_tokens", "max_tokens"))
+        limit = next((each for each in limits if each is not None), None)
+        if limit is not None and (type(limit) is not int or limit < 1):
             raise _RefusedError(f"max_tokens = {limit}: allowed: 1 or more")
         count = len(self.known)
         continues = given[:count] == self.known and tools == self.client.conversation.tools
@@ -191,6 +201,15 @@ def _is_repeated(request: Any) -> bool:
 
     The client may have given up just when the answer to its first request was sent."""
     return request.headers.get("x-stainless-retry-count", "0") != "0"
+
+
+def reaching_loopback(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return environment variables with which no proxy stands between a program and the gateway."""
+    exempt = [environ[name] for name in ("no_proxy", "NO_PROXY") if environ.get(name)]
+    if "*" in exempt:  # no proxy for any host
+        return {**environ}
+    names = ",".join([*exempt, "127.0.0.1"])
+    return {**environ, "no_proxy": names, "NO_PROXY": names}
 
 
 def new_key() -> str:

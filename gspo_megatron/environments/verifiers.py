@@ -23,7 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from gspo_megatron.environments.episode import Client, Trajectory, check_seconds, within
-from gspo_megatron.environments.gateway import EpisodeSession, Gateway, new_key
+from gspo_megatron.environments.gateway import (
+    EpisodeSession,
+    Gateway,
+    new_key,
+    reaching_loopback,
+)
 from gspo_megatron.errors import EpisodeError, UnplayableError
 from gspo_megatron.files import WRONG_VALUES
 from gspo_megatron.process.keeper import kept
@@ -193,4 +198,5 @@ class Verifiers:
 
 def _environment() -> dict[str, str]:
     """Return the environment variables without the paths of this interpreter's packages."""
-    return {key: v for key, v in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
+    kept = reaching_loopback(os.environ)
+    return {key: value for key, value in kept.items() if key not in ("PYTHONPATH", "PYTHONHOME")}

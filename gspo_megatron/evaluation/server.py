@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 
+from gspo_megatron.addresses import read_answer, takes_proxy
 from gspo_megatron.config.load import dump_yaml, parse_suites
 from gspo_megatron.config.schema import SuiteSection, suite_key
 from gspo_megatron.data.formats import field_map
@@ -120,7 +121,7 @@ class ServerEvaluation:
             yield responses, figures
 
     async def _first_model(self) -> str:
-        async with _session() as session:
+        async with _session(self.url) as session:
             found = await _call(session, f"{self.url}/v1/models", None)
         try:
             return str(found["data"][0]["id"])
@@ -138,7 +139,7 @@ class ServerEvaluation:
         """Write the responses to each problem into `drawn`, in the order of the problems."""
         prompts, slots = self.prompts[name], asyncio.Semaphore(requests)
         with Progress(len(drawn), name) as progress:
-            async with _session() as session:
+            async with _session(self.url) as session:
                 done = 0
 
                 async def draw(place: int) -> None:
@@ -268,12 +269,13 @@ def _text(content: Any) -> str:
     return content or ""
 
 
-def _session() -> aiohttp.ClientSession:
+def _session(url: str) -> aiohttp.ClientSession:
     key = os.environ.get(KEY_VARIABLE)
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
         headers={"Authorization": f"Bearer {key}"} if key else {},
         timeout=aiohttp.ClientTimeout(total=_RESPONSE_SECONDS),
+        trust_env=takes_proxy(url),
     )
 
 
@@ -285,7 +287,7 @@ async def _call(session: aiohttp.ClientSession, url: str, given: Any) -> Any:
     for left in reversed(range(_RETRIES)):
         try:
             async with session.request("GET" if given is None else "POST", url, json=given) as told:
-                content = await told.read()
+                content = await read_answer(told)
                 if told.status < 400:
                     return parse_json(content)
                 text = " ".join(content.decode(errors="replace").split())[:300]

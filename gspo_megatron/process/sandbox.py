@@ -17,6 +17,7 @@ import os
 import selectors
 import shutil
 import signal
+import site
 import socket
 import subprocess
 import sys
@@ -350,6 +351,8 @@ def _words(limits: Limits) -> list[str]:
             words += ["--ro-bind", name, name]
     if not _is_below_usr():
         words += ["--ro-bind", sys.base_prefix, _PYTHON]
+    for folder in _packages():
+        words += ["--tmpfs", folder, "--remount-ro", folder]
     words += ["--proc", "/proc"]
     # these files show keys of the user's other processes
     for name in ("/proc/keys", "/proc/key-users"):
@@ -360,6 +363,23 @@ def _words(limits: Limits) -> list[str]:
     for folder, size in (("/tmp", limits.disk_mb << 20), ("/dev/shm", _SHARED_BYTES)):
         words += ["--perms", "1777", "--size", str(size), "--tmpfs", folder]
     return words
+
+
+@functools.cache
+def _packages() -> tuple[str, ...]:
+    """Return the folders of installed packages beside the interpreter, as the sandbox sees them.
+    They are hidden: if training runs without a virtual environment, as in an image, they hold its
+    packages."""
+    found = []
+    for name in site.getsitepackages([sys.base_prefix]):
+        folder = Path(name)
+        if not folder.is_dir():
+            continue
+        if folder.is_relative_to("/usr"):
+            found.append(str(folder))
+        elif folder.is_relative_to(sys.base_prefix) and not _is_below_usr():
+            found.append(str(_PYTHON / folder.relative_to(sys.base_prefix)))
+    return tuple(found)
 
 
 def _is_below_usr() -> bool:

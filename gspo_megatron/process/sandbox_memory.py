@@ -9,6 +9,7 @@ was delegated to the user.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import subprocess
@@ -88,7 +89,7 @@ def _remove_left() -> None:
             pass
         except OSError:
             continue
-        if folder in _left:
+        with contextlib.suppress(ValueError):  # another thread has removed it
             _left.remove(folder)
 
 

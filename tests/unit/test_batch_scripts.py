@@ -17,6 +17,8 @@ from tests.programs import ROOT, wait_until
 # Runs the words after srun's options as two tasks. If one task fails, the other task goes on.
 _SRUN = """
 echo "srun $*" >>"$CALLS"
+limits="${SRUN_CPUS_PER_TASK-all} ${SLURM_CPUS_PER_TASK-all} ${SLURM_TRES_PER_TASK-all}"
+echo "cpus $limits $*" >>"$CALLS"
 [ "${!#}" != true ] || exit "${PROBE:-0}"
 while [ "$1" != bash ] && [ "$1" != python ]; do shift; done
 SLURM_PROCID=0 "$@" & first=$!
@@ -272,10 +274,23 @@ def test_how_a_job_ends(
     assert code in codes and text in out
     assert ("does not answer" in out) is (text == "does not answer")
     assert ("scontrol requeue 7" in job.calls("scontrol")) is is_requeued
-    assert is_requeued or not list(job.folder.glob(".gspo-megatron*"))
+    # The user may requeue a cancelled job, which was checked before its first start.
+    is_known = is_requeued or changes.get("JOB_STATE") == "CANCELLED"
+    left = [path.name for path in job.folder.glob(".gspo-megatron*")]
+    assert left == [".gspo-megatron-7-checked"] * is_known
     probes = job.calls("srun")[1:]
     assert len(probes) == ("PROBE" in changes)
     assert all("--overlap --nodes=2 --ntasks=2 --ntasks-per-node=1" in call for call in probes)
+
+
+def test_a_task_that_was_saved_is_not_blamed_for_another_that_failed(job: Job) -> None:
+    """Task 1 fails after task 0 has written its code."""
+    waits = 'until [ -s "$GSPO_STATE/first" ]; do sleep 1; done'
+    python = job.folder / "bin" / "python"
+    python.write_text(python.read_text().replace("|| sleep 0.5", f"|| {waits}"))
+    job.environ |= {"TASK_0": "75", "TASK_1": "3", "SLOW": "1"}
+    out = job.run("c.yaml", expect=143)  # the stand-in of srun returns this code
+    assert out.splitlines()[-1] == "slurm: failed with exit code 143"
 
 
 THREE_NODES = {"SLURM_JOB_NUM_NODES": "3", "SLURM_NTASKS": "6", "SLURM_CPUS_PER_TASK": "4"}
@@ -295,6 +310,14 @@ def test_the_last_nodes_serve(job: Job, words: tuple[str, ...]) -> None:
             f"-m gspo_megatron serve --join c.yaml a=1 --name {node}"
         )
     assert job.calls("python")[0] == CHECK
+
+
+def test_an_agent_gets_all_cpus_of_its_node(job: Job) -> None:
+    job.environ |= {**THREE_NODES, "SLURM_TRES_PER_TASK": "cpu=4"}
+    job.run("c.yaml", "--rollout-nodes=2")
+    limits = [("--join" in call, *call.split()[1:4]) for call in job.calls("cpus")]
+    tasks, agent = (False, "4", "4", "cpu=4"), (True, "all", "all", "all")
+    assert sorted(limits) == [tasks, agent, agent]
 
 
 @pytest.mark.parametrize("number", ["0x2", "3", "-1", "none"])

@@ -22,6 +22,8 @@ PAGES = [
     ROOT / "slurm/README.md",
     *sorted(ROOT.glob("examples/*/README.md")),
 ]
+# An example's script shows calls of itself in its first lines.
+SCRIPTS = sorted(ROOT.glob("examples/*/run.sh"))
 KEYS = {key.name for stage in STAGES for key in list_keys(stage)}
 SECTIONS = {name.partition(".")[0] for name in KEYS}
 # Folders whose paths a page may name in backticks, and files that commands write there.
@@ -134,6 +136,16 @@ def test_make_targets_exist(page: Path) -> None:
         assert target in targets, f"{page.name}: make {target}"
 
 
+@pytest.mark.parametrize("page", [*PAGES, *SCRIPTS], ids=ids)
+def test_a_command_with_grpo_sets_both_clip_bounds_or_none(page: Path) -> None:
+    """The bound that it leaves out would be that of the configuration, which is for GSPO."""
+    text = re.sub(r"\\\n#?\s*", "", page.read_text(encoding="utf-8"))
+    for line in text.splitlines():
+        if "objective.name=grpo" in line:
+            bounds = [name for name in ("clip_low", "clip_high") if f"objective.{name}=" in line]
+            assert len(bounds) != 1, f"{page.name}: {line}"
+
+
 @pytest.mark.parametrize(
     ("check", "text"),
     [
@@ -144,6 +156,10 @@ def test_make_targets_exist(page: Path) -> None:
         (test_paths_exist, "see gspo_megatron/rl/lockstep.py"),
         (test_links_lead_to_files, "see [it](nowhere.md)"),
         (test_make_targets_exist, "`make everything`"),
+        (
+            test_a_command_with_grpo_sets_both_clip_bounds_or_none,
+            "# bash run.sh objective.name=grpo objective.clip_low=0.2 \\\n#     logging.dir=new",
+        ),
     ],
 )
 def test_a_planted_mistake_is_found(check: Any, text: str, tmp_path: Path) -> None:

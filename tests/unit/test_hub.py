@@ -19,7 +19,7 @@ import pytest
 from gspo_megatron import hub
 from gspo_megatron.errors import DataError
 from gspo_megatron.hub import HubName, parse_name
-from gspo_megatron.hub_splits import splits_of
+from gspo_megatron.hub_splits import header_of, splits_of
 from tests.hub import TOKEN, SmallHub, small_hub, use_hub
 from tests.programs import ROOT, command_environment
 
@@ -221,6 +221,21 @@ def test_a_file_outside_of_the_repository_is_left_alone(server: SmallHub, tmp_pa
     assert (tmp_path / "train.jsonl").read_text() == "mine"
 
 
+def test_a_record_with_a_file_outside_of_the_repository_is_not_used(
+    server: SmallHub, tmp_path: Path
+) -> None:
+    """In a shared cache, another user may have written the record."""
+    server.add("org/rows", {"train.jsonl": b"{}"}, "dataset")
+    get("org/rows", kind="dataset")
+    (record,) = tmp_path.rglob("datasets--org--rows*/*.json")
+    listing = json.loads(record.read_bytes())
+    listing["files"] = {"../" * 8 + str(tmp_path)[1:] + "/train.jsonl": 1}
+    record.write_text(json.dumps(listing))
+    (tmp_path / "train.jsonl").write_text("mine")
+    assert get("org/rows", kind="dataset").is_dir()
+    assert (tmp_path / "train.jsonl").read_text() == "mine"
+
+
 def test_an_endpoint_that_does_not_answer_is_told(
     server: SmallHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,6 +335,8 @@ def test_a_card_that_wants_to_waste_time_does_not() -> None:
     """The card has nested lists in few bytes, and patterns for which a regular expression would
     take years."""
     levels = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+    merged = [f"b{n}: &b{n} {{<<: [{', '.join([f'*b{n - 1}'] * 9)}]}}" for n in range(1, 12)]
+    assert header_of("\n".join(["---", "b0: &b0 {x: y}", *merged, "---"])) == {}
     split = "split: train, path: ["
     wild = "/".join(["**"] * 60) + "/" + "*a" * 60
     configs = f"configs: [{{config_name: *a11, data_files: [{{{split}*a11, '{wild}b']}}]}}]"

@@ -7,6 +7,7 @@ import copy
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,6 +138,18 @@ def test_what_the_parts_of_the_jobset_say_of_each_other() -> None:
         assert spec["template"]["spec"]["enableServiceLinks"] is False
     [rule] = job(given, "trainer")["podFailurePolicy"]["rules"]
     assert rule["onExitCodes"]["values"] == [USER_ERROR]
+
+
+def test_the_servers_have_an_interpreter_on_a_volume_of_theirs() -> None:
+    """The image has no vLLM. The trainer tells the servers' agents which interpreter has it."""
+    given = jobset()
+    [container] = job(given, "servers")["template"]["spec"]["containers"]
+    mounts = [Path(each["mountPath"]) for each in container["volumeMounts"]]
+    for each in containers(given, "trainer"):
+        assert "rollout.engine=vllm" in each.words and "GSPO_ROLLOUT_NODES" in each.environ
+        [python] = [w for w in each.words if w.startswith("rollout.vllm.python=")]
+        path = Path(python.partition("=")[2])
+        assert any(path.is_relative_to(mount) for mount in mounts), python
 
 
 def test_the_task_of_skypilot_is_as_its_published_schema_wants_it() -> None:

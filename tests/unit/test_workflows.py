@@ -1,8 +1,10 @@
-"""The workflows of GitHub: their form, and the files and targets that they use."""
+"""The workflows of GitHub: their form, and the files and targets that they use. Also the targets
+themselves, with stand-ins for the programs of .venv."""
 
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.programs import ROOT
+from tests.programs import ROOT, run_program
 
 FILES = sorted((ROOT / ".github/workflows").glob("*.yml"))
 PATHS = re.compile(r"(?<![\w./-])((?:tests|tools|requirements)/[\w./-]*\w)")
@@ -103,3 +105,41 @@ def test_both_lines_of_megatron_core_are_tested() -> None:
         pins = ROOT / f"requirements/cpu-py{row['python'].replace('.', '')}.txt"
         versions.update(re.findall(r"^megatron-core==([\d.]+)", pins.read_text(), re.MULTILINE))
     assert versions == {"0.16.1", "0.19.2"}
+
+
+# Records its name and its arguments in the file `calls`, one call on each line.
+_STAND_IN = """#!/bin/bash
+printf '%s|' "${0##*/}" "$@" >>calls
+echo >>calls
+"""
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+@pytest.mark.parametrize(
+    ("target", "programs"),
+    [
+        ("docs", ["install.sh", "python"]),
+        ("dist", ["install.sh", "python"]),
+        ("format", ["install.sh", "ruff", "ruff"]),
+        ("lint", ["install.sh", "python", "ruff", "lint-imports", "python", "ty"]),
+        ("test", ["install.sh", "python", "ruff", "lint-imports", "python", "ty", "python"]),
+    ],
+)
+def test_make_works_in_a_folder_with_a_blank_in_its_path(
+    tmp_path: Path, target: str, programs: list[str]
+) -> None:
+    folder = tmp_path / "my project"
+    places = [folder / "requirements/install.sh"]
+    places += [folder / ".venv/bin" / name for name in ("python", "ruff", "lint-imports", "ty")]
+    for path in places:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_STAND_IN)
+        path.chmod(0o755)
+    shutil.copyfile(ROOT / "Makefile", folder / "Makefile")
+    # `make test` itself may run these tests, with other values of its variables.
+    plain = {"MAKEFLAGS": "", "VENV": ".venv", "PYTHON": ""}
+    run_program("make", target, cwd=folder, environ=plain)
+    calls = (folder / "calls").read_text().splitlines()
+    assert [call.partition("|")[0] for call in calls] == programs
+    if "ty" in programs:
+        assert f"ty|check|--python|{folder}/.venv|" in calls

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import shutil
@@ -24,6 +25,7 @@ from tests.unit.data.corpora import (
     both,
     make_tokenizer,
     refusal,
+    write_parquet,
     write_rows,
 )
 
@@ -282,6 +284,80 @@ def test_bad_rows_are_named(folder: Path, tmp_path: Path, row: object, expected:
     assert refusal(load_supervised, write_rows(path, []), load_tokenizer(folder), CHAT) == [
         f"{path}: holds no examples"
     ]
+
+
+ADD = {"type": "function", "function": {"name": "add", "description": "kalo"}}
+TOOLS = "{%- if tools -%}{{- '<|im_start|>tools\\n' ~ (tools | tojson) ~ eos_token -}}{%- endif -%}"
+
+
+@pytest.mark.parametrize("template", [TOOLS + CHATML, TOOLS + UNMARKED], ids=["marks", "prefixes"])
+def test_the_tools_of_a_row_are_described_and_not_learned(
+    folder: Path, tmp_path: Path, template: str
+) -> None:
+    messages = exchange("ka", "lo")
+    given = [[ADD], json.dumps([ADD]), None, [], "[]", "null"]
+    rows = [{"messages": messages, "tools": tools} for tools in given]
+    path = write_rows(tmp_path / "rows.jsonl", [*rows, {"messages": messages}])
+    copy = with_template(folder, tmp_path, template)
+    theirs = transformers.AutoTokenizer.from_pretrained(copy, local_files_only=True)
+    expected = theirs.apply_chat_template(messages, tools=[ADD], return_dict=True)["input_ids"]
+    for tokenizer in both(copy):
+        data = load_supervised(path, tokenizer, form(1000, messages_field="messages"))
+        for number in (0, 1):
+            ids, mask = data[number].token_ids, data[number].loss_mask
+            assert ids.tolist() == expected
+            assert '"description": "kalo"' in tokenizer.decode(ids.tolist())
+            assert tokenizer.decode(ids[mask].tolist()) == "lo"
+        for number in range(2, len(data)):
+            assert np.array_equal(data[number].token_ids, data[2].token_ids)
+            assert "kalo" not in tokenizer.decode(data[number].token_ids.tolist())
+
+
+def test_parquet_adds_no_keys_to_tools_and_calls(folder: Path, tmp_path: Path) -> None:
+    """Parquet gives all rows the keys of any row, with nulls."""
+
+    def row(name: str) -> dict[str, object]:
+        call = {"function": {"name": name, "arguments": {name: 1}}}
+        answer = {"role": "assistant", "content": "lo", "tool_calls": [call]}
+        tool = {"function": {"name": name, "parameters": {name: "number"}}}
+        return {"messages": [{"role": "user", "content": "ka"}, answer], "tools": [tool]}
+
+    rows = [row("ka"), row("mi")]
+    calls = "{% for m in messages if m.tool_calls %}{{ m.tool_calls | tojson }}{% endfor %}"
+    tokenizer = load_tokenizer(with_template(folder, tmp_path, TOOLS + calls + CHATML))
+    plain = write_rows(tmp_path / "rows.jsonl", rows)
+    columns = {key: [each[key] for each in rows] for key in rows[0]}
+    parquet = write_parquet(tmp_path / "rows.parquet", columns)
+    section = form(1000, messages_field="messages")
+    wanted, found = (load_supervised(path, tokenizer, section) for path in (plain, parquet))
+    for number in range(2):
+        text = tokenizer.decode(found[number].token_ids.tolist())
+        assert ("null" not in text and '"ka": 1' in text) or '"mi": 1' in text
+        assert np.array_equal(found[number].token_ids, wanted[number].token_ids)
+
+
+@pytest.mark.parametrize("tools", ["[{", '"add"', {}, ["add"], [ADD]])
+def test_a_field_of_another_meaning_and_tools_that_nobody_reads_are_left_alone(
+    folder: Path, tmp_path: Path, tools: object
+) -> None:
+    plain = {"messages": exchange("ka", "lo")}
+    path = write_rows(tmp_path / "rows.jsonl", [plain, plain | {"tools": tools}])
+    template = CHATML if tools == [ADD] else TOOLS + CHATML
+    tokenizer = load_tokenizer(with_template(folder, tmp_path, template))
+    data = load_supervised(path, tokenizer, form(1000, messages_field="messages"))
+    assert np.array_equal(data[0].token_ids, data[1].token_ids)
+
+
+def test_tools_with_an_odd_text_are_named(folder: Path, tmp_path: Path) -> None:
+    row = {"messages": exchange("ka", "lo"), "tools": [{"name": ["\ud800"]}]}
+    path = write_rows(tmp_path / "rows.jsonl", [row])
+    (line,) = refusal(load_supervised, path, load_tokenizer(folder), CHAT)
+    assert line == f"{path}:1: field 'tools' holds half a surrogate pair at character 1"
+
+
+def test_a_byte_order_mark_is_no_part_of_a_template(folder: Path, tmp_path: Path) -> None:
+    copy = with_template(folder, tmp_path, "\ufeff" + CHATML)
+    assert load_tokenizer(copy / "tokenizer.model").chat_template == CHATML
 
 
 @pytest.mark.parametrize("byte_fallback", [False, True])

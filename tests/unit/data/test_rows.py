@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import lzma
 import os
 from pathlib import Path
 
@@ -9,6 +12,9 @@ import pytest
 
 from gspo_megatron.data.prompts import load_prompts
 from gspo_megatron.errors import DataError
+from tests.unit.data.corpora import refusal
+
+ROW = b'{"prompt": "a", "answer": "b"}\n'
 
 
 def test_a_pipe_is_refused_because_rows_are_read_several_times(tmp_path: Path) -> None:
@@ -16,3 +22,32 @@ def test_a_pipe_is_refused_because_rows_are_read_several_times(tmp_path: Path) -
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(DataError, match="pipe: a pipe, which can be read only once; give a file"):
         load_prompts(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize("name", ["p.jsonl.gz", "p.jsonl", "p.parquet"])
+@pytest.mark.parametrize(
+    "content",
+    [gzip.compress(ROW), bz2.compress(ROW), lzma.compress(ROW), b"\x28\xb5\x2f\xfd\x04\x00"],
+    ids=["gzip", "bzip2", "xz", "zstd"],
+)
+def test_a_compressed_file_is_told_as_such(tmp_path: Path, content: bytes, name: str) -> None:
+    """The first bytes tell it, whatever the file's name is."""
+    path = tmp_path / name
+    path.write_bytes(content)
+    wrong = "a compressed file, which is not read; unpack it"
+    assert refusal(load_prompts, path) == [f"{path}: {wrong}"]
+
+
+@pytest.mark.parametrize("others", [("a.jsonl",), ()])
+@pytest.mark.parametrize("packed", ["b.jsonl.gz", "b.jsonl.zst"])
+def test_a_compressed_file_in_a_folder_is_not_left_out_without_a_word(
+    tmp_path: Path, packed: str, others: tuple[str, ...]
+) -> None:
+    for name in others:
+        (tmp_path / name).write_bytes(ROW)
+    (tmp_path / packed).write_bytes(gzip.compress(ROW))
+    (line,) = refusal(load_prompts, tmp_path)
+    assert line == f"{tmp_path / packed}: a compressed file, which is not read; unpack it"
+    (tmp_path / packed).unlink()
+    (tmp_path / "a.jsonl").write_bytes(ROW)
+    assert [prompt.text for prompt in load_prompts(tmp_path)] == ["a"]

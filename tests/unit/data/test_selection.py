@@ -258,6 +258,28 @@ def test_a_run_that_went_back_draws_others() -> None:
     assert [back.next() for _ in range(5)] != [run.rows[step] for step in range(11, 16)]
 
 
+def test_draws_for_later_steps_of_another_size_are_made_again() -> None:
+    """A phase, or a resumed run, may have another number of prompts in a step."""
+    run = Run(20, 2, floor=0.3)
+    state = run.states[10]
+    assert {11, 12} <= {*map(int, state["drawn"])}  # requested before step 11
+
+    def resumed(step_size: int) -> PromptSelection:
+        known = run.until(10)
+        selection = PromptSelection(
+            NAMES, section(floor=0.3), step_size, 5, step=11, staleness=2, records=known
+        )
+        selection.load_state_dict(json.loads(json.dumps(state)))
+        return selection
+
+    assert resumed(STEP_SIZE).peek(2) == [run.rows[11], run.rows[12]]
+    for step_size in (STEP_SIZE - 1, STEP_SIZE + 2):
+        drawn = resumed(step_size).peek(3)
+        assert [len(rows) for rows in drawn] == [step_size] * 3
+        # the results of the last two steps may not be known yet
+        assert not {*drawn[0]} & {*run.rows[9], *run.rows[10]}
+
+
 def test_a_state_of_other_prompts_is_refused() -> None:
     run = Run(2)
     for names, seed, named in ((NAMES[:9], 5, "num_prompts = 30"), (NAMES, 6, "seed = 5")):

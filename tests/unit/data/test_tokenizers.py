@@ -232,6 +232,16 @@ def test_code_of_a_folder_is_never_run(tmp_path: Path) -> None:
     assert not marker.exists()
 
 
+def test_a_folder_whose_tokenizer_is_code_is_told_as_such(tmp_path: Path) -> None:
+    code = {"AutoTokenizer": ["tokenization_moonshot.TikTokenTokenizer", None]}
+    folder = build_folder(tmp_path / "hf", tokenizer_class="TikTokenTokenizer", auto_map=code)
+    (folder / "tokenizer.json").unlink()
+    assert refused(folder) == (
+        f"{folder}: its tokenizer is Python code, which is never run; make a folder with a "
+        "tokenizer.json (docs/checkpoints.md), and name that folder"
+    )
+
+
 @pytest.mark.parametrize(
     ("content", "further"),
     [("{}", ()), ('{"eos_token_id": 30}', (30,)), ('{"eos_token_id": [31, 3, 2]}', (31, 3, 2))],

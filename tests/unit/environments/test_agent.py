@@ -287,6 +287,7 @@ assert refused["error"]["code"] == "context_length_exceeded", refused
     ("program", "problem"),
     [
         ("chat([user]); sys.exit('no tool')", "the agent ended with exit code 1: no tool"),
+        ("chat([user]); post('/reward', {'reward': 1}); sys.exit(3)", "ended with exit code 3"),
         ("pass", "ended without a turn"),
         ("chat([user], n=2)", "n = 2: not supported; allowed: 1"),
         ("chat([])", "a list of messages is wanted"),
@@ -295,6 +296,10 @@ assert refused["error"]["code"] == "context_length_exceeded", refused
         ("chat([{'role': 'user', 'content': 'x' * 500}])", "data.max_prompt_tokens"),
         ("chat([user], max_tokens='9')", "max_tokens = '9': a number is wanted"),
         ("chat([user], max_tokens=-1)", "max_tokens = -1: allowed: 1 or more"),
+        ("chat([user], max_completion_tokens=0)", "max_tokens = 0: allowed: 1 or more"),
+        ("chat([user], stop=['Observation:'])", "stop = ['Observation:']: not supported; allowed"),
+        ("chat([user], tool_choice='none')", "tool_choice = none: not supported; allowed: auto"),
+        ("chat([user], response_format={'type': 'json_object'})", "response_format = {'type': "),
         ("chat([user], tools={'a': 1})", "tools = {'a': 1}: a list is wanted"),
         ("chat([user], stream=True, stream_options=[1])", "stream_options = [1]: an object is"),
         ("post('/chat/completions', [1])", "the request is not a JSON object"),

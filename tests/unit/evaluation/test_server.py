@@ -7,7 +7,7 @@ import json
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -264,8 +264,12 @@ class Failing:
 class Answer:
     status: int
 
-    async def read(self) -> bytes:
-        return b'{"done": true}' if self.status == 200 else b"busy"
+    @property
+    def content(self) -> Answer:
+        return self
+
+    async def iter_chunked(self, _: int) -> AsyncGenerator[bytes]:
+        yield b'{"done": true}' if self.status == 200 else b"busy"
 
 
 @pytest.mark.parametrize(

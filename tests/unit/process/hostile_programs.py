@@ -39,6 +39,7 @@ REFUSED = {
     "a link up": "os.symlink('../../../../FOLDER/secret', '/tmp/up'); open('/tmp/up')",
     "reads the run folder": "open('FOLDER/secret').read()",
     "reads the package": "import gspo_megatron",
+    "reads installed packages": "import pip",  # a Python usually has it
     "reads homes": "assert os.listdir('/home') or os.listdir('/root')",
     "reads passwords": "open('/etc/shadow').read()",
     "reads the environment": "assert 'SECRET' in os.environ",

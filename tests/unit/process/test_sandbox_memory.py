@@ -194,6 +194,24 @@ def test_what_a_killed_owner_left_is_removed(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == sorted(others)
 
 
+def test_a_folder_that_another_thread_removes_at_the_same_time_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Raced(list[Path]):
+        """A list from which another thread always removes a folder first."""
+
+        def remove(self, folder: Path) -> None:
+            super().remove(folder)
+            super().remove(folder)
+
+    folder = tmp_path / "gspo_1_abc"
+    folder.mkdir()
+    left = Raced([folder])
+    monkeypatch.setattr(sandbox_memory, "_left", left)
+    sandbox_memory._remove_left()
+    assert not left and not folder.exists()
+
+
 def test_a_machine_tells_what_protects_it(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {name: (text, remedy) for name, text, remedy in sandbox_facts.protections()}
     assert "a program was run in it" in rows["sandbox"][0]
