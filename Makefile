@@ -10,7 +10,7 @@ BIN := $(abspath $(VENV))/bin
 # Tests run in parallel processes; more threads than cores would only slow them down. They start hundreds of
 # programs, which shall not compile the package each time.
 TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= PATH="$(BIN):$$PATH"
-PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q
+PYTEST := $(TEST_ENV) "$(BIN)/python" -m pytest -q
 
 # So many processes take all tests in the order of tests/conftest.py, what takes longest first. On two
 # cores that is one more than cores: many tests wait half of their time, for servers, signals and jobs.
@@ -32,7 +32,7 @@ demo: setup  ## all stages of a tiny Mixture-of-Experts model on this machine, i
 test-fast: lint  ## lint, and the unit tests without those that are marked `slow`: before a commit
 	@$(PYTEST) $(SHARED_OUT) -m 'not full and not slow' tests/unit
 
-test: lint  ## the tests of CI: lint, and all tests that take seconds
+test: lint  ## the tests of .ci/run: lint, and all tests that take seconds
 	@$(PYTEST) $(SHARED_OUT) tests
 
 test-full: lint  ## `test`, plus the tests that take minutes and those that need a GPU
@@ -40,22 +40,22 @@ test-full: lint  ## `test`, plus the tests that take minutes and those that need
 	@$(PYTEST) -m '' tests/gpu
 
 lint: docs  ## ruff, the layers of the package, size limits, types; the links of the documentation
-	@$(BIN)/ruff check --quiet --output-format concise
-	@output=$$($(BIN)/lint-imports --no-logo 2>&1) || { echo "$$output"; exit 1; }
-	@$(BIN)/python tools/lint_sizes.py
-	@output=$$($(BIN)/ty check --python $(abspath $(VENV)) 2>&1) || { echo "$$output"; exit 1; }
+	@"$(BIN)/ruff" check --quiet --output-format concise
+	@output=$$("$(BIN)/lint-imports" --no-logo 2>&1) || { echo "$$output"; exit 1; }
+	@"$(BIN)/python" tools/lint_sizes.py
+	@output=$$("$(BIN)/ty" check --python "$(abspath $(VENV))" 2>&1) || { echo "$$output"; exit 1; }
 	@echo "lint: ok"
 
 docs: setup  ## the documentation as a site, in site/
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 "$(BIN)/python" -m mkdocs build --strict --quiet
 	@echo "docs: site/index.html"
 
 dist: setup  ## the source archive and the wheel, in dist/
-	@$(BIN)/python tools/build_release.py dist
+	@"$(BIN)/python" tools/build_release.py dist
 
 format: setup  ## sort imports and format
-	@$(BIN)/ruff check --quiet --fix --exit-zero
-	@$(BIN)/ruff format
+	@"$(BIN)/ruff" check --quiet --fix --exit-zero
+	@"$(BIN)/ruff" format
 
 clean:  ## remove .venv, caches and build outputs; runs/ stays
 	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .import_linter_cache

@@ -287,7 +287,8 @@ gspo_keep_agent() {
     trap '' USR1
     while true; do
         # Without a number of CPUs it gets all that the job has on the node.
-        env -u SRUN_CPUS_PER_TASK -u SLURM_CPUS_PER_TASK srun --overlap --nodes=1 --ntasks=1 \
+        env -u SRUN_CPUS_PER_TASK -u SLURM_CPUS_PER_TASK -u SLURM_TRES_PER_TASK \
+            srun --overlap --nodes=1 --ntasks=1 \
             --nodelist="$node" --cpu-bind=none "${gspo_rollout_group[@]}" "${gspo_image_options[@]}" \
             "${gspo_before_task[@]}" "$GSPO_PYTHON" -m gspo_megatron serve --join "$@" \
             --name "$node"
@@ -428,6 +429,8 @@ gspo_run_tasks() {
         read -r first_code rank node <"$first"
         if [ $code -eq 0 ] || [ "$first_code" -ne $GSPO_STOPPED ]; then
             code=$first_code
+        else
+            rank='' node='' # that task saved and ended; another one failed after it
         fi
     fi
     rm -rf "$GSPO_STATE"
@@ -447,7 +450,7 @@ gspo_end() {
         exit "$1"
     fi
     state=$(gspo_state)
-    if [ "$state" = CANCELLED ] || [ "${GSPO_REQUEUE:-1}" = 0 ]; then
+    if [ "${GSPO_REQUEUE:-1}" = 0 ]; then
         rm -f "$(gspo_checked)"
     fi
     if [ "$state" != RUNNING ]; then

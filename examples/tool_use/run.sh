@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # A tiny model learns to call a calculator. Arguments are overrides of the RL run:
 #   bash examples/tool_use/run.sh
-#   bash examples/tool_use/run.sh objective.name=grpo objective.clip_low=0.2 logging.dir=runs/tool_use/grpo
+#   bash examples/tool_use/run.sh objective.name=grpo objective.clip_low=0.2 objective.clip_high=0.27 \
+#       logging.dir=runs/tool_use/grpo
 # The variable SFT holds overrides of the fine-tuning: SFT="training.steps=400".
 # Everything is written below runs/ in the current folder.
 set -euo pipefail

@@ -164,8 +164,10 @@ def run_all(
                 record = {"shows": step.shows, "status": "FAILED", "says": str(error)}
         failed += record["status"] in ("FAILED", "TIME OUT")
         results["steps"][step.name] = record
-        for line in record.pop("tail", ()):
+        for line in record.get("tail", ()):
             print(f"   | {line}")
+        if record["status"] not in ("FAILED", "TIME OUT"):
+            record.pop("tail", None)
         print(
             f"   {record['status']} in {record.get('seconds', 0)} s: {record['says']}", flush=True
         )

@@ -82,7 +82,7 @@ def _visit(machine: Machine) -> list[Step]:
             "tests",
             "passed; skipped only what this GPU or a missing package cannot do",
             (sys.executable, *pytest),
-            90,
+            240,  # with Transformer Engine, nine tests start processes of their own
             15,
         ),
         Step(

@@ -266,6 +266,7 @@ def main() -> None:
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     from gspo_megatron.config import parse_config
     from gspo_megatron.config.load import to_yaml
+    from gspo_megatron.platform.groups import stop_processes
 
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -273,7 +274,10 @@ def main() -> None:
         config = parse_config(values_of(arguments, work, folder))
         path = Path(folder, "config.yaml")
         path.write_text(to_yaml(config))
-        figures = measure(config, work)
+        try:
+            figures = measure(config, work)
+        finally:
+            stop_processes()  # a process group that is left behind hides the error by a warning
         print(line_of(figures), flush=True)  # print now, because the estimate may take too long
         figures["estimated_memory_gb"] = estimated_gb(path)
     figures["seconds"] = time.perf_counter() - started
