@@ -58,6 +58,8 @@ class WordTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return " ".join(map(str, token_ids))
 
+    decode_response = decode
+
     def symbol_id(self, symbol: str) -> None:
         """Return None, because this tokenizer has no special tokens."""
 
