@@ -33,7 +33,7 @@ MALLOC_OPTIONS = {
 # Elements that are computed at a time (`strips`).
 STRIP = 2**19
 # If glibc keeps more free memory than this, it is given back after an update. In bytes.
-_MUCH_FREE = 2**30
+_MUCH_FREE = 8 * 2**30
 
 
 def applies_to(tensor: torch.Tensor) -> bool:
