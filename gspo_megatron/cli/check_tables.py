@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gspo_megatron.config import Config, ModelShape, resolve_parallel
+from gspo_megatron.config.objectives import narrow_clip_warnings
 from gspo_megatron.config.phases import at_step, phase_configs, phase_end, phases_of
 from gspo_megatron.config.resume import differences
 from gspo_megatron.config.schema import suite_key
@@ -217,6 +218,7 @@ def _of_reinforcement(config: Any, inputs: Any) -> Rows:
     )
     lengths += f", responses of at most {rollout.max_response_tokens}"
     rows += [("lengths", lengths), ("step", step)]
+    rows += [("warning", line) for line in narrow_clip_warnings(objective)]
     if config.reward.model.is_on:
         model, ranks = config.reward.model, "on the training ranks"
         where = ranks if model.url is None else f"at {model.url}"

@@ -350,6 +350,25 @@ def resolve_objective(section: ObjectiveSection) -> Recipe:
     return replace(recipe, parameters=parameters, corrections=corrections)
 
 
+def narrow_clip_warnings(section: ObjectiveSection) -> list[str]:
+    """Return a line if the clip range of single tokens is one for whole sequences. This happens if
+    `objective.name` of a configuration for GSPO is changed, and its clip range stays."""
+    if section.import_path is not None:
+        return []
+    recipe = resolve_objective(section)
+    if recipe.clips_sequences or not RULES[recipe.rule].has_clip_range:
+        return []
+    narrow = {name: recipe.parameters[name] for name in ("clip_low", "clip_high")}
+    if min(narrow.values()) >= WIDE_CLIP:
+        return []
+    given = " and ".join(f"objective.{name} = {value:g}" for name, value in narrow.items())
+    return [
+        f"{given}: a range for ratios of whole sequences; {section.name} clips ratios of "
+        f"{'whole products' if recipe.ratio == 'sequence_product' else 'single tokens'}, which "
+        "vary much more. For its own range: objective.clip_low=null objective.clip_high=null"
+    ]
+
+
 def learns_from_parts(section: ObjectiveSection) -> bool:
     """Return whether each part of a reward has an advantage of its own (gdpo), instead of the sum
     of the parts."""

@@ -13,6 +13,7 @@ from gspo_megatron.checkpoint.resume import Start, conclude
 from gspo_megatron.checkpoint.start import Session, open_session, start_model
 from gspo_megatron.config import Config
 from gspo_megatron.config.model_rules import shares_prompts
+from gspo_megatron.config.objectives import narrow_clip_warnings
 from gspo_megatron.config.phases import at_step, is_border, phase_end
 from gspo_megatron.config.resume import differences
 from gspo_megatron.data.inputs import Inputs, model_vocab_size, read_inputs
@@ -144,7 +145,7 @@ def assemble(
         if_this_fails.enter_context(logger)
         if gives_rewards(environment_of(config)):
             logger.write_config(config, {"reward.name": "the environment gives the rewards"})
-        for line in inputs.warnings:
+        for line in (*inputs.warnings, *narrow_clip_warnings(config.objective)):
             logger.note(f"warning: {line}")
         if config.rollout.engine == "vllm":
             # imported here, because it loads an HTTP library

@@ -67,6 +67,16 @@ def test_adapters_are_counted_and_a_rate_of_full_training_is_warned_of(
     assert "training all weights" not in out
 
 
+def test_the_clip_range_of_gspo_is_warned_of_with_ratios_of_tokens(
+    write_config: ConfigWriter, gspo: Command
+) -> None:
+    words = ("--no-files", "model.vocab_size=48", "objective.clip_low=0.04")
+    code, out, _ = gspo("check", write_config(), *words, "objective.name=grpo")
+    assert code == 0
+    assert "warning    objective.clip_low = 0.04 and objective.clip_high = 0.27: a range for" in out
+    assert "a range for ratios" not in gspo("check", write_config(), *words)[1]
+
+
 def test_problems_of_all_parts_are_told_at_once(
     write_config: ConfigWriter, tmp_path: Path, gspo: Command
 ) -> None:

@@ -13,6 +13,7 @@ from gspo_megatron.config.objectives import (
     CORRECTIONS,
     RECIPES,
     RULES,
+    narrow_clip_warnings,
     objective_problems,
     resolve_objective,
 )
@@ -355,3 +356,25 @@ def test_several_problems_come_at_once():
         "objective.clip_low",
         "objective.kl_coefficient",
     ]
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "minirl", "reinforce_leave_one_out"])
+def test_a_clip_range_of_sequences_is_warned_of_with_other_ratios(name):
+    [line] = narrow_clip_warnings(ObjectiveSection(name=name, clip_low=0.04, clip_high=0.04))
+    assert line.startswith("objective.clip_low = 0.04 and objective.clip_high = 0.04: ")
+    assert line.endswith("objective.clip_low=null objective.clip_high=null")
+    assert narrow_clip_warnings(ObjectiveSection(name=name)) == []
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        *({"name": name, "clip_low": 0.04} for name in ("gspo", "gspo_token", "luspo")),
+        {"name": "grpo", "clip_low": 0.1},
+        {"name": "cispo"},  # only an upper bound
+        {"name": "gmpo"},
+        OWN,
+    ],
+)
+def test_other_clip_ranges_are_not_warned_of(keys):
+    assert narrow_clip_warnings(ObjectiveSection(**keys)) == []
