@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from gspo_megatron.batching.micro_batches import MicroBatchBuilder, response_logprobs
@@ -271,7 +274,7 @@ def _run_kept_step(task: Task, kept: StepInputs) -> StepResult:
         metrics = update_policy(updater, sequences, index, plans, advantages)
     except FloatingPointError:  # raised on all ranks, because the norm is over the whole gradient
         metrics, lost_in = {"loss": math.nan}, recorder.updates
-    metrics["grad_norm"] = recorder.kept_norm
+    metrics["grad_norm"] = recorder.counted_norm
     tear_down_model_parallel()
     # The advantages of a group add up to 0, so the loss is near 0. Losses are therefore compared
     # relative to the size of the advantages.
@@ -345,6 +348,7 @@ class Recorder(Trainer):
     gradients: dict[str, Tensor] = field(default_factory=dict)
     replica_error: float = 0.0
     kept_norm: float = math.nan
+    counted_norm: float = math.nan  # see `_norm_of_megatron`
     updates: int = 0  # number of updates that have begun
 
     def update(self) -> tuple[float, float]:
@@ -359,6 +363,7 @@ class Recorder(Trainer):
                 squares += gradient.double().square().sum()
             dist.broadcast(squares, src=0)
             self.kept_norm = math.sqrt(squares)
+            self.counted_norm = _norm_of_megatron(self.policy)
         if not self.moves:
             return self.kept_norm, 0.0
         if self.policy.config.params_dtype != torch.float64:
@@ -369,6 +374,32 @@ class Recorder(Trainer):
                 for parameter in filter(lambda p: p.requires_grad, model.parameters()):
                     parameter.sub_(parameter.main_grad, alpha=DESCENT)
         return self.kept_norm, 0.0
+
+
+def _norm_of_megatron(policy: Policy) -> float:
+    """The norm of the complete gradients, counted by the rules of Megatron-Core's optimizers.
+
+    Each rank counts its parameters, except copies of another rank's parameters. Attributes of the
+    parameters tell which are copies (get_main_grads_for_grad_norm in optimizer/optimizer.py), and
+    a parameter of experts has other neighbours than one of a dense layer. A wrong attribute would
+    change the clipping of gradients with the layout, but not the gradients."""
+    parameters = [p for model in policy.models for p in model.parameters() if p.requires_grad]
+    counted = [
+        p
+        for p in parameters
+        if param_is_not_shared(p) and param_is_not_tensor_parallel_duplicate(p)
+    ]
+    dense = parallel_state.get_model_parallel_group()
+    of_experts = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+    total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
+    for group, is_dense in ((dense, True), (of_experts, False)):
+        squares = torch.zeros_like(total)
+        for parameter in counted:
+            if getattr(parameter, "allreduce", True) == is_dense:
+                squares += parameter.main_grad.double().square().sum()
+        dist.all_reduce(squares, group=group)
+        total += squares
+    return math.sqrt(total)
 
 
 def _gradient(shard: Shard) -> Tensor:
