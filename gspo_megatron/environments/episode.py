@@ -128,6 +128,7 @@ class Client:
     transcript: Transcript = field(init=False)
     conversation: Conversation = field(init=False)
     is_cut: bool = False  # a limit ended the episode
+    failure: RolloutError | None = None  # the first error of the engine
     _asked: float | None = None  # start time of the current request for a turn
     _waited: float = 0.0  # seconds that earlier turns took
 
@@ -203,6 +204,9 @@ class Client:
         self._asked = time.monotonic()
         try:
             written = await self.write(TurnRequest(before, number, min(room, max_tokens or room)))
+        except RolloutError as error:
+            self.failure = self.failure or error
+            raise
         finally:
             self._waited, self._asked = self.seconds_waited, None
         if opening is not None:
@@ -300,8 +304,9 @@ class EpisodeRunner:
     async def run(self, task: Prompt, write: Write) -> Episode:
         """Run one episode.
 
-        Errors of the environment are in the result; errors of the engine and UnplayableError are
-        raised. An episode without a turn counts as failed, and gets a turn with a single token."""
+        Errors of the environment are in the result; UnplayableError and errors of the engine are
+        raised, even if the environment catches the latter. An episode without a turn counts as
+        failed, and gets a turn with a single token."""
         client = Client(own_record(task), self.limits, self.tokenizer, write)
         given, error = None, None
         try:
@@ -318,6 +323,8 @@ class EpisodeRunner:
             name = type(self.environment).__name__
             error = EpisodeError(f"environment {name}: {what}; {task.source}")
             error.__cause__ = found
+        if client.failure is not None:  # the environment has caught it
+            raise client.failure
         if not client.transcript.turns:
             client.transcript.add((), Written((self.tokenizer.eos_id,), truncated=True))
             client.conversation.added.append(client.messages)

@@ -123,7 +123,9 @@ class Barrier:
             turns.append(MegatronTurn(ids[turn], logprobs[turn], truncated, (number, row)))
         of_call = iter(turns)
         for call in self._asked:
-            call.answer.set_result([next(of_call) for _ in call.samples])
+            own = [next(of_call) for _ in call.samples]
+            if not call.answer.done():  # given up just after `requests` has listed it
+                call.answer.set_result(own)
 
     def played(self) -> list[Played]:
         """Return the responses of all episodes, in the order of `start`. All have ended."""

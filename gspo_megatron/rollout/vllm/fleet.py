@@ -180,9 +180,7 @@ class Fleet:
     async def _put_out(self, server: Server, why: str) -> None:
         """Stop sending requests to a server, cancel its requests and kill its process."""
         server.version = server.stream_key = None
-        for call in {response.call for response in server.in_flight}:
-            assert call is not None
-            call.cancel()
+        server.cancel_requests()
         await asyncio.sleep(MOMENT)
         server.why_out = why
         if server.process is not None:

@@ -152,3 +152,9 @@ class Server:
             self.in_flight -= ended
             self.busy.end(len(ended))
             self.working.end(len(ended))
+
+    def cancel_requests(self) -> None:
+        """Cancel all requests of this server. Their responses are generated again."""
+        for call in {response.call for response in self.in_flight}:
+            assert call is not None
+            call.cancel()

@@ -58,13 +58,12 @@ from gspo_megatron.rollout.vllm.remote import FOLDER as SERVERS
 from gspo_megatron.rollout.vllm.remote import Node, RemoteProcess, exchange_files, server_log
 from gspo_megatron.rollout.vllm.scheduler import Scheduler
 from gspo_megatron.rollout.vllm.server import FleetSettings, Server
-from gspo_megatron.rollout.vllm.service_client import END_SIGNAL, STACKS_SIGNAL
+from gspo_megatron.rollout.vllm.service_client import END_SIGNAL, LONGEST_WAIT, STACKS_SIGNAL
 from gspo_megatron.rollout.vllm.weight_check import WeightCheck
 from gspo_megatron.rollout.vllm.weights import Weights
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts
 
 _REQUESTS = TypeAdapter(RolloutRequest)
-LONGEST_WAIT = 5.0  # longest time in seconds that a status request of rank 0 waits for news
 
 
 class Service:

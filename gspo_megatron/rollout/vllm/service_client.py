@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 STACKS_SIGNAL = signal.SIGUSR2  # the service prints the stacks of its threads
 END_SIGNAL = signal.SIGINT  # not SIGTERM, which job schedulers send to all processes
+LONGEST_WAIT = 5.0  # longest time in seconds that the service waits for news before it answers
 _END_SECONDS = 30.0  # time for the service and its servers to end
 _STACKS_SECONDS = 1.0  # time to print the stacks of all threads
 _DYING_SECONDS = 10.0  # time for a dying process to end
@@ -51,7 +52,7 @@ class ServiceClient:
         # Limit of a call. A reward function without workers may hold Python's lock (GIL), and then
         # the service does not answer. Rank 0 itself has no heartbeats meanwhile.
         patience = settings["config"]["training"]["hang_timeout_seconds"]
-        self._call_seconds = patience / 2 if patience else None
+        self._call_seconds = max(patience / 2, 2 * LONGEST_WAIT) if patience else None
         self._restarts_left = restarts
         self._weights: dict[str, Any] | None = None
         self._requests: dict[str, dict[str, Any]] = {}  # by name; `forget` removes them
@@ -222,7 +223,8 @@ class ServiceClient:
 
     def _call(self, verb: str, path: str, given: Any = None, seconds: float | None = None) -> Any:
         """Call the service. If it has died, or does not answer, restart it and send weights and
-        requests again. seconds: None: half of training.hang_timeout_seconds."""
+        requests again. seconds: None: half of training.hang_timeout_seconds, and at least twice
+        LONGEST_WAIT."""
         has_died = False
         while True:
             try:

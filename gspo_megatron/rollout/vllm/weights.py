@@ -205,14 +205,21 @@ class WeightLoader:
         self, server: Server, version: int, seconds: float
     ) -> AsyncGenerator[None]:
         """While a server is paused, record at which token of each response in progress the new
-        weights begin."""
+        weights begin. If the new weights fail to load, no response goes on."""
         responses, counts = tuple(server.in_flight), {}
         if responses and server.abilities.counts_tokens:
             counts = await server.client.response_tokens(seconds=seconds) or {}
         elif server.reports_versions:
             # 0 stands for a count that is not needed: the answers themselves report the versions
             counts = dict.fromkeys((each.name for each in responses), 0)
-        yield
+        try:
+            yield
+        except BaseException:
+            # The server will go on, perhaps with a part of the new weights.
+            server.cancel_requests()
+            raise
+        # Without the responses that were given up meanwhile: nobody waits for them.
+        responses = tuple(each for each in responses if each in server.in_flight)
         unknown = [r.name for r in responses if r.answer is None and r.name not in counts]
         ended: set[str] = set()
         if unknown and server.abilities.gives_parts:

@@ -445,6 +445,34 @@ def test_an_engine_that_is_gone_is_no_fault_of_the_episode(tokenizer: Tokenizer)
         asyncio.run(EpisodeRunner(of(once), tokenizer, client.limits).run(client.task, write))
 
 
+async def catches_all(client: Client) -> Trajectory:
+    try:
+        turn = await client.generate()
+        return Trajectory(reward=float(turn.text))
+    except ValueError:  # no number; also an error of the engine, which is a ValueError
+        return Trajectory(reward=0.0)
+
+
+async def fails_after_it(client: Client) -> Trajectory:
+    try:
+        await client.generate()
+    finally:
+        raise KeyError("no turn")
+
+
+@pytest.mark.parametrize("body", [catches_all, fails_after_it])
+def test_an_error_of_the_engine_that_an_environment_catches_is_no_reward(
+    tokenizer: Tokenizer, body: Any
+) -> None:
+    client, _ = client_of(tokenizer, [])
+
+    async def write(_: TurnRequest) -> Written:
+        raise RolloutError("no server is left")
+
+    with pytest.raises(RolloutError, match="no server"):
+        asyncio.run(EpisodeRunner(of(body), tokenizer, client.limits).run(client.task, write))
+
+
 def test_environments_are_found_by_name_or_path(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -70,6 +70,29 @@ def test_an_episode_that_gives_up_a_turn_is_waited_for() -> None:
     assert found == [([5, 6], [0.0, 1.0], (0, 0)), ([7], [2.0], (0, 1)), ([8], [0.0], (1, 0))]
 
 
+def test_a_turn_that_is_given_up_while_the_engine_generates_it_is_dropped() -> None:
+    """The event loop runs for a moment after `requests` has ended, and may then cancel a call."""
+    asked: list[asyncio.Task[Any]] = []
+
+    async def impatient(barrier: Barrier) -> Any:
+        asked.append(asyncio.create_task(barrier.generate(TurnRequest((2,), 0, 4), [0])))
+        await asyncio.wait(asked)
+        return await barrier.generate(TurnRequest((3,), 0, 4), [0])
+
+    async def run() -> Any:
+        barrier = Barrier(asyncio.get_running_loop())
+        barrier.start({0: impatient(barrier), 1: barrier.generate(TurnRequest((1,), 0, 4), [1])})
+        assert (await barrier.requests()).prompts == [(2,), (1,)]
+        asked[0].cancel()
+        barrier.answer(turns([5], [6]))
+        assert (await barrier.requests()).prompts == [(3,)]
+        barrier.answer(turns([7]))
+        assert not (await barrier.requests()).prompts
+        return barrier.played()
+
+    assert [turn.token_ids.tolist() for turn in asyncio.run(run())] == [[7], [6]]
+
+
 def test_all_responses_to_a_prompt_wait_together() -> None:
     async def run() -> Any:
         barrier = Barrier(asyncio.get_running_loop())

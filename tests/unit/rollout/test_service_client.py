@@ -179,6 +179,22 @@ def test_a_service_that_lives_and_does_not_answer_is_started_again(
         assert told.index("in work") < told.index("the rollout service did not answer, and was end")
 
 
+def test_a_status_without_news_is_waited_for_with_any_hang_timeout(tmp_path: Path) -> None:
+    """The service answers after some seconds. This is more than half of the time-out."""
+    sections = {
+        "environment": {"import_path": f"{__name__}:Waiting"},
+        "training": {"hang_timeout_seconds": 8},
+    }
+    draw = RolloutRequest(
+        "step_00000001_0", "data.prompts", [0], 0, 2, Sampling(4), seed=1, version=0
+    )
+    with closing(ServiceClient(settings(tmp_path, **sections), restarts=0)) as client:
+        client.begin_request(draw)
+        start = time.monotonic()
+        assert not client.request_status(draw.name)["done"]
+        assert time.monotonic() - start > 4
+
+
 @pytest.mark.parametrize("missing", ["nodes", "dtype"])  # needed in the main thread; in the other
 def test_a_service_that_ends_by_itself_is_not_started_again_and_tells_why(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], missing: str

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from tests.fleets import ScheduledFleet
-from tests.unit.rollout.double import Double, choice_with, plain, until, weights
+from tests.unit.rollout.double import Double, choice_with, fails, plain, until, weights
 from tests.unit.rollout.test_faulty_servers import GENERATE, PROMPT, SAMPLING, pooled
 
 pytestmark = pytest.mark.usefixtures("gives_parts")
@@ -79,6 +79,60 @@ def test_an_answer_that_comes_while_new_weights_load_is_of_the_weights_before(
         await fleet.update(weights(tmp_path, 1))
         assert (await call).versions.tolist() == [0] * 6
         assert len(double.names) == 1
+
+    pooled(work, count=1)
+
+
+def test_no_response_goes_on_with_weights_that_came_in_part(tmp_path: Path) -> None:
+    """The stream from rank 0 breaks, and the server gets the weights in a folder. Between the two
+    it goes on, perhaps with a part of the new weights."""
+
+    async def breaks(request: web.Request, answer: Any) -> web.StreamResponse:
+        is_sent = (await request.json())["method"] == "receive_weights"
+        return await (fails(500) if is_sent else plain)(request, answer)
+
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
+        [double] = doubles
+        fleet.change_settings(max_staleness=1)
+        double.counts = {}
+        await fleet.update(weights(tmp_path, 0))
+        double.faults |= {GENERATE: (held := Held()), "/collective_rpc": breaks}
+        [call] = await begin(fleet, doubles, 1)
+        double.counts = {double.names[0]: 2}
+        fleet.take_weights(replace(weights(tmp_path, 1), stream={}))
+        await fleet.update_servers()
+        held.answers.set()
+        assert (await call).versions.tolist() == [1] * 6
+        assert len(double.names) == 2 and fleet.scheduler.resubmitted == 1
+
+    pooled(work, count=1)
+
+
+def test_a_response_that_is_given_up_while_new_weights_load_is_not_generated_again(
+    tmp_path: Path,
+) -> None:
+    """For example, an agent has ended while the policy wrote a turn. The response has no token
+    yet."""
+
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
+        [double] = doubles
+        fleet.change_settings(max_staleness=1)
+        double.counts = {}
+        await fleet.update(weights(tmp_path, 0))
+        double.faults[GENERATE] = Held()
+        [call] = await begin(fleet, doubles, 1)
+
+        async def loads(request: web.Request, answer: Any) -> web.StreamResponse:
+            if (await request.json())["method"] == "reload_weights":
+                call.cancel()
+                await asyncio.wait([call])
+            return await plain(request, answer)
+
+        double.faults["/collective_rpc"] = loads
+        await fleet.update(weights(tmp_path, 1))
+        await asyncio.sleep(0.3)
+        assert len(double.names) == 1
+        assert fleet.servers[0].load == fleet.scheduler._queue.places == 0
 
     pooled(work, count=1)
 
