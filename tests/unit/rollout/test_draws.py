@@ -189,6 +189,28 @@ def test_groups_are_used_again_unless_the_reward_has_changed(
     assert drawn("reward.scale=2.0")[0] == 6
 
 
+def test_groups_are_scored_again_when_a_reward_that_failed_works_again(
+    configured: Callable[..., Config], tmp_path: Path
+) -> None:
+    """The code of the reward and all settings stay the same."""
+    (tmp_path / "away_reward.py").write_text(
+        "from pathlib import Path\n"
+        "def reward(sample):\n"
+        "    return float(Path(__file__).with_name('answer').read_text())\n"
+    )
+    config = configured(
+        "reward.import_path=away_reward:reward",
+        "reward.retries=0",
+        "reward.on_failure=drop_group",
+    )
+    count, groups = draw(config, tmp_path / "run")
+    assert count == 6 and all(np.isnan(each.shaped).all() for each in groups.values())
+    (tmp_path / "answer").write_text("0.5")
+    for drawn in (6, 0):
+        count, groups = draw(config, tmp_path / "run")
+        assert count == drawn and {float(x) for g in groups.values() for x in g.shaped} == {0.5}
+
+
 def test_a_reward_that_ends_the_program_is_a_mistake_of_the_reward(
     configured: Callable[..., Config],
 ) -> None:
