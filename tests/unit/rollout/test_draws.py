@@ -220,6 +220,19 @@ def test_a_reward_that_ends_the_program_is_a_mistake_of_the_reward(
         beside(scorers, scorers.in_main(lambda: sys.exit(3)))
 
 
+@pytest.mark.parametrize("error", ["UserError('no key')", "ConfigError(['no key'])"])
+def test_any_error_of_this_package_in_a_reward_is_one_of_the_reward(
+    configured: Callable[..., Config], tmp_path: Path, error: str
+) -> None:
+    """A run is saved after errors of rewards, and not after any UserError."""
+    name = f"strict_{error.partition('(')[0]}"  # Python imports a module once
+    (tmp_path / f"{name}.py").write_text(
+        f"from gspo_megatron.errors import *\ndef reward(sample):\n    raise {error}\n"
+    )
+    with pytest.raises(RewardError, match="^no key$"):
+        draw(configured(f"reward.import_path={name}:reward"), tmp_path / "run")
+
+
 def test_an_environment_that_cancels_itself_ends_the_draw_with_an_error(
     configured: Callable[..., Config], tmp_path: Path
 ) -> None:
