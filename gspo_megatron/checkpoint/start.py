@@ -271,6 +271,9 @@ class Session:
                 close_checkpoints()
                 logger.note("stopped as asked, with nothing new to save; the same command goes on")
                 return False
+            except FloatingPointError:  # on all ranks; an earlier step may still be being saved
+                close_checkpoints()
+                raise
         return True
 
 
