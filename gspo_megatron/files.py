@@ -79,12 +79,18 @@ REPLACED = ".replaced-"  # and those of whole checkpoints, until another one has
 
 def write_durably(path: Path, content: bytes) -> None:
     """Write `content` to `path`. After a loss of power, the file has either its old or its new
-    contents. A killed process may leave the file `.partial-NAME`. Raises OSError."""
+    contents. A killed process may leave the file `.partial-NAME`. Raises OSError, which names a
+    file."""
     partial = path.with_name(f"{PARTIAL}{path.name}")
-    partial.write_bytes(content)
-    sync(partial)
-    partial.replace(path)
-    sync(path.parent)
+    try:
+        partial.write_bytes(content)
+        sync(partial)
+        partial.replace(path)
+        sync(path.parent)
+    except OSError as error:
+        if error.filename is None:  # on a full disk
+            error.filename = str(path)
+        raise
 
 
 def make_folder(folder: str | Path) -> None:

@@ -140,11 +140,13 @@ def _make(branch: RunBranch, source: Path, folder: Path) -> None:
     for first, path in changed_configs(run).items():
         if first <= branch.step:
             shutil.copyfile(path, folder / path.name)
+            sync(folder / path.name)
     for name in (METRICS_FILE, DRAWS_FILE, SAMPLES_FILE, EVALUATION_FILE, CHANGES_FILE):
         if (run / name).is_file():
             shutil.copyfile(run / name, folder / name)
             with JsonLinesWriter(folder / name) as file:
                 file.truncate_after(branch.step)
+                file.sync()  # the checkpoint must not be newer
     for reference in sorted((run / CHECKPOINTS).glob(f"{REFERENCE}*")):
         _link(reference, checkpoints, reference.name)
     _link(source, checkpoints, branch.checkpoint)

@@ -194,8 +194,13 @@ def start_model(
     policy = build_policy(config, parallel, vocab_size)
     resumed_at = None if start.state is None else (start.state.phase, start.state.step)
     with contextlib.ExitStack() as if_this_fails:
-        has_changed = bool(start.changed)
-        logger = RunLogger(config, ranks.is_main, resumed_at, has_changed=has_changed)
+        logger = RunLogger(
+            config,
+            ranks.is_main,
+            resumed_at,
+            has_changed=bool(start.changed),
+            is_unlogged=start.state is not None and start.state.unevaluated is not None,
+        )
         if_this_fails.enter_context(logger)
         for line in start.notes:
             logger.note(line)
@@ -266,6 +271,9 @@ class Session:
                 close_checkpoints()
                 logger.note("stopped as asked, with nothing new to save; the same command goes on")
                 return False
+            except FloatingPointError:  # on all ranks; an earlier step may still be being saved
+                close_checkpoints()
+                raise
         return True
 
 

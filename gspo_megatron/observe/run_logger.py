@@ -41,9 +41,11 @@ class RunLogger:
         resumed_at: tuple[str, int] | None = None,
         *,
         has_changed: bool = False,
+        is_unlogged: bool = False,
     ) -> None:
-        """Open the files. `resumed_at` is the phase and step at which the run resumes, and
-        `has_changed` says that it resumes with other values.
+        """Open the files. `resumed_at` is the phase and step at which the run resumes,
+        `has_changed` says that it resumes with other values, and `is_unlogged` that the metrics of
+        this step are still to be written.
 
         If a run is resumed, its records of later steps are dropped. Without `resumed_at` the folder
         must hold no earlier run: see `move_earlier_run`. Raises UserError if the folder or its
@@ -62,13 +64,17 @@ class RunLogger:
             config.logging.trackers, self.folder, config.model_dump(mode="json")
         )
         try:
-            self._begin(config, resumed_at, has_changed)
+            self._begin(config, resumed_at, has_changed, is_unlogged)
         except BaseException:
             self._trackers.close(RunEnd.FAILED)
             raise
 
     def _begin(
-        self, config: AnyConfig, resumed_at: tuple[str, int] | None, has_changed: bool
+        self,
+        config: AnyConfig,
+        resumed_at: tuple[str, int] | None,
+        has_changed: bool,
+        is_unlogged: bool,
     ) -> None:
         """Open the files, and write what is known at the start."""
         self._metrics = MetricsWriter(self.folder)
@@ -79,7 +85,9 @@ class RunLogger:
         if resumed_at is not None:
             phase, step = resumed_at
             for file in self._files:
-                file.truncate_after(step, phase)
+                # An earlier start may have been killed after it wrote the metrics of this step.
+                is_late = is_unlogged and file in (self._metrics, self._evaluation)
+                file.truncate_after(step - 1 if is_late else step, phase)
             # a change that was taken back is still in the file
             is_planned = getattr(config.training, "phases", None)
             undone = [] if is_planned else read_changes(self.folder)

@@ -76,11 +76,12 @@ def _open_wandb(run_dir: Path, config: Mapping[str, Any]) -> Tracker:
     continues."""
     wandb = _require("wandb", "wandb")
     remembered = run_dir / "wandb_run_id"
-    run_id = remembered.read_text().strip() if remembered.exists() else None
+    run_id = _remembered_in(remembered)
     run = wandb.init(
         dir=str(run_dir), name=run_dir.name, id=run_id, resume="allow", config=dict(config)
     )
-    remembered.write_text(f"{run.id}\n")
+    if run.id != run_id:  # a full disk must not lose an id that is known
+        remembered.write_text(f"{run.id}\n")
     # wandb's own step must grow with every call. So the step of our run is sent as a metric called
     # "step".
     run.define_metric("*", step_metric="step")
@@ -97,8 +98,7 @@ def _open_mlflow(run_dir: Path, config: Mapping[str, Any]) -> Tracker:
     entities = importlib.import_module("mlflow.entities")
     remembered = run_dir / "mlflow_run_id"
     client = mlflow.tracking.MlflowClient()
-    if remembered.exists():
-        run_id = remembered.read_text().strip()
+    if (run_id := _remembered_in(remembered)) is not None:
         client.update_run(run_id, status="RUNNING")
     else:
         run_id = mlflow.start_run(run_name=run_dir.name).info.run_id
@@ -116,6 +116,12 @@ def _open_mlflow(run_dir: Path, config: Mapping[str, Any]) -> Tracker:
         client.log_batch(run_id, [entities.Metric(key, value, now, step) for key, value in numbers])
 
     return Tracker(log, lambda end: client.set_terminated(run_id, status=end.name))
+
+
+def _remembered_in(path: Path) -> str | None:
+    """Return the id in a file, or None if there is no file. A file on a full disk, or of a process
+    that was killed while it wrote the file, is empty."""
+    return path.read_text().strip() or None if path.exists() else None
 
 
 def flattened(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:

@@ -70,8 +70,8 @@ class RunComponents:
 
 
 # Errors of rollouts that all ranks raise together. The policy is intact, so the run is saved as it
-# was after the last complete step. A DataError means that the store cannot be written or is
-# damaged.
+# was after the last complete step. A DataError means that the store or the weights for servers
+# cannot be written, or that the store is damaged.
 _ENDS_BETWEEN_STEPS = (DataError, EpisodeError, RewardError, RolloutError)
 
 
@@ -163,7 +163,7 @@ class ReinforcementLoop:
         try:
             with timer("sync"):
                 metrics |= self.collector.source.take_weights(version=step)
-        except RolloutError as error:  # the update is done, but no server has its weights
+        except _ENDS_BETWEEN_STEPS as error:  # the update is done, but no server has its weights
             metrics |= timer.step_metrics(experience, self.has_servers)
             checkpoints = self.run_components.checkpoints
             checkpoints.after_failure(step, self.trainer, self.loader, error, metrics)

@@ -2,8 +2,8 @@
 
 Each request has a file. Its first record is the request. Then follows a record for each finished
 group, in the order in which they finished. A record is on disk before its group is announced.
-After a kill, complete groups are used again. Groups whose records are cut short or damaged are
-generated again.
+After a kill, complete groups are used again. Groups whose records are cut short or damaged, and
+groups whose calls failed, are generated again.
 
 A record is a header (magic, number of the group, bytes, CRC-32) and a `RolloutGroup`.
 """
@@ -19,6 +19,8 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import numpy as np
 
 from gspo_megatron.errors import DataError
 from gspo_megatron.files import make_folder, os_errors, sync
@@ -40,8 +42,9 @@ class RequestFile:
 
     def __init__(self, path: Path, request: Mapping[str, Any]) -> None:
         """Keep the groups that an earlier process finished for the same request; `finished` has
-        their numbers. A file of another request is replaced. Raises DataError if the file cannot
-        be written."""
+        their numbers. A group whose calls failed is generated again, because the calls may succeed
+        now. A file of another request is replaced. Raises DataError if the file cannot be
+        written."""
         self.path = path
         self.finished: set[int] = set()
         wanted = json.dumps(request, sort_keys=True).encode()
@@ -52,11 +55,12 @@ class RequestFile:
                 damaged = set()
                 for number, content, after in _records(path):
                     is_request = number == _REQUEST
-                    if content is None or not (is_request or _holds_group(content)):
+                    group = None if is_request or content is None else _group_in(content)
+                    if content is None or (group is None and not is_request):
                         damaged.add(number)
                     elif end == 0 and (number, content) != (_REQUEST, wanted):
                         break
-                    else:
+                    elif group is None or not _has_failed(group):
                         end = after
                         self.finished.add(number)
                 _tell_damaged(path, damaged - self.finished)
@@ -115,13 +119,21 @@ def read_groups(path: Path, wanted: Collection[int] | None = None) -> dict[int, 
     return groups
 
 
-def _holds_group(content: bytes) -> bool:
-    """Return whether a record whose checksum is right holds a group."""
+def _group_in(content: bytes) -> RolloutGroup | None:
+    """Return the group of a record whose checksum is right, or None if the record holds none."""
     try:
-        RolloutGroup.load(content)
+        return RolloutGroup.load(content)
     except DataError:
+        return None
+
+
+def _has_failed(group: RolloutGroup) -> bool:
+    """Return whether a group has no reward because calls failed, with reward.on_failure =
+    drop_group."""
+    if not any(group.failed):
         return False
-    return True
+    scores = group.shaped if group.model_scores is None else group.shaped + group.model_scores
+    return bool(np.isnan(scores).any())
 
 
 def _tell_damaged(path: Path, numbers: Collection[int]) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import resource
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from gspo_megatron.files import (
     make_folder,
     parse_json,
     write_atomically,
+    write_durably,
 )
 
 
@@ -39,6 +41,21 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
         write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_durable_write_that_fails_leaves_the_old_file_and_names_it(tmp_path: Path) -> None:
+    """Python's own error names no file. Rank 0 would end with a traceback, for example in a
+    rollback, and the other ranks would wait for it."""
+    path = tmp_path / "latest"
+    write_durably(path, b"old")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (99, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as raised:
+            write_durably(path, b"new" * 99)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert raised.value.filename == str(path) and path.read_bytes() == b"old"
 
 
 def test_a_fingerprint_is_the_sha256_of_a_file(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from gspo_megatron.config import Config
 from gspo_megatron.config.schema import suite_key
 from gspo_megatron.data.inputs import Inputs
 from gspo_megatron.environments.episode import Episode, EpisodeRunner, TurnRequest
-from gspo_megatron.errors import RewardError, RolloutError, UserError
+from gspo_megatron.errors import DataError, EpisodeError, RewardError, RolloutError, UserError
 from gspo_megatron.process.coroutines import gathered
 from gspo_megatron.rewards.registry import get_reward, suite_rewards
 from gspo_megatron.rewards.scoring import FailedCalls
@@ -220,8 +220,10 @@ class ServedRequests:
         """Run a request. Any exception becomes the request's `error`, which ends rank 0's wait."""
         try:
             await self._request(running)
-        except UserError as error:
+        except (DataError, EpisodeError, RewardError, RolloutError) as error:
             running.error = error
+        except UserError as error:  # the error of a reward may be any UserError
+            running.error = RewardError(str(error))
         except (Exception, asyncio.CancelledError) as error:  # the user's code may raise both
             if self._are_over and isinstance(error, asyncio.CancelledError):
                 raise  # `close` has cancelled the request

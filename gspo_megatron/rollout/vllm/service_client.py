@@ -55,7 +55,8 @@ class ServiceClient:
         self._call_seconds = max(patience / 2, 2 * LONGEST_WAIT) if patience else None
         self._restarts_left = restarts
         self._weights: dict[str, Any] | None = None
-        self._requests: dict[str, dict[str, Any]] = {}  # by name; `forget` removes them
+        # the requests that are not done, by name
+        self._requests: dict[str, dict[str, Any]] = {}
         self.needs_folder = False  # a server waits for a folder with the newest weights
         self.told_to_end = False  # the service and its servers got SIGTERM
         self._process: subprocess.Popen[str] | None = None
@@ -129,6 +130,10 @@ class ServiceClient:
         """
         status = self._call("GET", f"/requests/{name}")
         self._note(status)
+        if status["done"]:
+            # A restarted service must not open its file again: it would generate failed groups
+            # again, with newer weights than the request allows.
+            self._requests.pop(name, None)
         return status
 
     def forget(self, step: int) -> None:

@@ -158,6 +158,23 @@ def test_a_stop_before_the_first_step_of_a_start_ends_without_an_error(tmp_path:
     ]
 
 
+def test_a_save_in_progress_is_published_when_the_weights_are_lost(tmp_path: Path) -> None:
+    """The step after an asynchronous save makes the weights non-finite. The run is resumed from
+    this save, not from the one before."""
+    closed: list[bool] = []
+    config = tiny_config(logging={"dir": str(tmp_path)})
+    ranks = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
+    stop, nothing = StopSignals(enabled=False), cast(Any, None)
+    session = Session(config, ranks, Start(), stop, nothing)
+
+    def loop() -> None:
+        raise FloatingPointError("the gradient norm is nan")
+
+    with pytest.raises(FloatingPointError):
+        session.train(loop, tiny_policy(), lambda: closed.append(True), nothing)
+    assert closed == [True]
+
+
 def test_an_asynchronous_save_counts_only_when_it_is_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -312,6 +312,33 @@ def test_a_branch_is_made_again_by_the_command_that_was_killed(
     assert find_damage(folder / CHECKPOINTS / saved.name) == []
 
 
+def test_the_records_of_a_branch_are_on_the_disk_before_its_checkpoint(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a loss of power, a branch with its checkpoint and without draws.jsonl would choose
+    other prompts, without a word."""
+    run = add(config, Position("rl", 9)).parents[1]
+    names = ("metrics.jsonl", "draws.jsonl", "config.from_step_00000003.yaml")
+    for name in names:
+        (run / name).write_text('{"step": 2}\n')
+    branch, fsync, rename = run.with_name("run-from-9"), os.fsync, Path.rename
+    on_disk: list[int] = []  # numbers of inodes
+
+    def noted(file: int) -> None:
+        on_disk.append(os.fstat(file).st_ino)
+        fsync(file)
+
+    def renames(self: Path, target: Path) -> Path:
+        if target == branch / CHECKPOINTS / "rl_00000009":
+            assert {(branch / name).stat().st_ino for name in names} <= {*on_disk}
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(Path, "rename", renames)
+    begin_branch(run, 9, ["training.steps=12"])
+    assert (branch / CHECKPOINTS / "rl_00000009").is_dir()
+
+
 def test_a_branch_whose_override_a_phase_replaces_is_refused(config: Config) -> None:
     """The branch would go on with the value of the phase, without a word."""
     faster = {"optimizer": {"learning_rate": 1e-3}}

@@ -9,7 +9,7 @@ import pytest
 
 from gspo_megatron.config import Config, load_config, parse_config
 from gspo_megatron.config.phases import at_step
-from gspo_megatron.observe.metrics_files import changed_configs, read_changes
+from gspo_megatron.observe.metrics_files import changed_configs, read_changes, read_json_lines
 from gspo_megatron.observe.run_logger import RunLogger
 
 COLDER, LINE = "rollout.temperature=0.5", "rollout.temperature: 1.0 -> 0.5"
@@ -116,3 +116,24 @@ def test_a_file_of_the_user_with_a_similar_name_stays(tmp_path: Path) -> None:
     start(tmp_path, 3, COLDER, changed=[LINE])
     start(tmp_path, 3)
     assert mine.read_text() == "mine\n" and written(tmp_path) == {}
+
+
+@pytest.mark.parametrize("is_unlogged", [False, True])
+def test_a_step_whose_evaluation_is_repeated_has_its_metrics_once(
+    tmp_path: Path, is_unlogged: bool
+) -> None:
+    """The evaluation of step 2 failed, and the run was saved without the metrics of this step. The
+    next start evaluated the step, and was killed before it saved the run again."""
+    config = parse_config({"data": {"tokenizer": "t.model"}, "logging": {"dir": str(tmp_path)}})
+    with RunLogger(config, True) as logger:
+        for step in (0, 1, 2):
+            logger.write("rl", step, {"loss": 0.5})
+            logger.write_evaluation(step, [{"reward": 1.0}])
+            logger.write_draws([{"step": step}])
+            logger.write_samples(step, [{"reward": 1.0}])
+    RunLogger(config, True, ("rl", 2), is_unlogged=is_unlogged).close()
+    left = [0, 1] if is_unlogged else [0, 1, 2]
+    names = {"metrics": left, "evaluation": left, "draws": [0, 1, 2], "samples": [0, 1, 2]}
+    for name, steps in names.items():
+        records = read_json_lines(tmp_path / f"{name}.jsonl")
+        assert [record["step"] for record in records] == steps, name

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
 import sys
 import types
 from collections.abc import Mapping
@@ -301,3 +302,48 @@ def test_a_resumed_run_goes_on_in_its_wandb_run(
     for _ in range(2):
         open_trackers(["wandb"], tmp_path, {"model": {}}).close(RunEnd.FINISHED)
     assert opened == [None, "abc123"]
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_an_id_that_a_full_disk_did_not_take_is_written_by_the_next_start(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first start of the run has left an empty file. A later start on a full disk does not lose
+    the id."""
+    begun: list[str | None] = []  # the id with which each start goes on; None: it begins a run
+    run = types.SimpleNamespace(
+        id="abc123", define_metric=lambda *_, **__: None, finish=lambda **_: None
+    )
+    client = types.SimpleNamespace(
+        update_run=lambda run_id, status: begun.append(run_id),
+        set_terminated=lambda run_id, status: None,
+        log_batch=lambda run_id, **_: None,
+    )
+
+    def start_run(run_name: str) -> Any:
+        begun.append(None)
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=run.id))
+
+    def init(**arguments: Any) -> Any:
+        begun.append(arguments["id"])
+        return run
+
+    fake_module(monkeypatch, "wandb", init=init)
+    tracking = types.SimpleNamespace(MlflowClient=lambda: client)
+    fake_module(
+        monkeypatch, "mlflow", tracking=tracking, start_run=start_run, end_run=lambda status: None
+    )
+    fake_module(monkeypatch, "mlflow.entities")
+    remembered = tmp_path / f"{name}_run_id"
+    remembered.touch()
+    MetricsWriter(tmp_path).close()
+    open_trackers([name], tmp_path).close(RunEnd.FINISHED)
+    assert remembered.read_text() == "abc123\n"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        open_trackers([name], tmp_path).close(RunEnd.FINISHED)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert remembered.read_text() == "abc123\n"
+    assert begun == [None, "abc123"] and not caplog.messages

@@ -3,10 +3,12 @@ are saved, and the agreement of ranks after scoring."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -14,9 +16,10 @@ import torch
 
 from gspo_megatron.config import Config, parse_config
 from gspo_megatron.data.loader import PromptLoader
-from gspo_megatron.errors import DataError, RewardError
+from gspo_megatron.errors import DataError, RewardError, RolloutError, UserError
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rewards.scoring import FailedCalls
+from gspo_megatron.rl import loop as loop_module
 from gspo_megatron.rl.loop import NOISE_WARNING, ReinforcementLoop
 from gspo_megatron.rollout.episodes import GroupScorer
 from gspo_megatron.rollout.megatron import rollouts
@@ -116,6 +119,46 @@ def test_a_store_that_cannot_be_written_ends_a_run_that_is_saved(ahead: int) -> 
     with pytest.raises(HasEndedError):
         loop._end_step(100, {"loss": 1.0}, None)
     assert told[1:] == [(100, before, Unwritable.error, {"loss": 1.0})]
+
+
+class Timer:
+    """A timer that measures nothing."""
+
+    def __init__(self, _: Any) -> None: ...
+
+    def __call__(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def step_metrics(self, *_: Any) -> dict[str, float]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    "error", [DataError("weights: No space left on device"), RolloutError("no server is left")]
+)
+def test_an_update_whose_weights_do_not_reach_the_servers_is_saved(
+    error: UserError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def after_failure(step: int, trainer: Any, loader: Any, *what: Any) -> None:
+        assert (step, *what) == (3, error, {"reward/mean": 0.5, "loss": 0.25})
+        raise HasEndedError
+
+    monkeypatch.setattr(loop_module, "PhaseTimer", Timer)
+    monkeypatch.setattr(loop_module, "update_policy", lambda *_: {"loss": 0.25})
+    for name in ("gather_index", "plan_step", "redistribute", "micro_batch_multiple"):
+        monkeypatch.setattr(loop_module, name, MagicMock())
+    monkeypatch.setattr(loop_module, "parallel_state", MagicMock())
+    experience = MagicMock(metrics={"reward/mean": 0.5})
+    loop = a_loop(config_of(), roll_out=lambda _: experience)
+    for name in ("device", "data_group", "token_budget", "trainer", "loader", "has_servers"):
+        setattr(loop, name, None)
+    for name in ("policy", "kept_steps", "updater", "collector"):
+        setattr(loop, name, MagicMock())
+    loop.run_components.checkpoints.after_failure = after_failure
+    loop.updater.objective.advantages.of_step.return_value = None, None
+    loop.collector.source.take_weights.side_effect = error
+    with pytest.raises(HasEndedError):
+        loop.step(3)
 
 
 # The warning about noise

@@ -190,3 +190,17 @@ def test_a_run_that_is_resumed_at_a_border_is_in_the_right_phase(
     assert done and after is (following if "unevaluated" in state else None)
     assert [each.rollout.max_response_tokens for each in found] == [length]
     assert checkpoints.reward_moments == moments
+
+
+@pytest.mark.parametrize("unevaluated", [None, {}])
+def test_the_metrics_of_a_step_that_is_evaluated_again_are_written_again(
+    unevaluated: dict[str, float] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = MagicMock(side_effect=UserError("far enough"))
+    monkeypatch.setattr(start_module, "RunLogger", logger)
+    for name in ("start_processes", "resolve_parallel", "set_up_model_parallel", "build_policy"):
+        monkeypatch.setattr(start_module, name, MagicMock())
+    state: Any = SimpleNamespace(phase="rl", step=2, unevaluated=unevaluated)
+    with pytest.raises(UserError, match="far enough"):
+        start_module.start_model(tiny_config(), 48, Start(Path("c"), state))
+    assert logger.call_args.kwargs["is_unlogged"] == (unevaluated is not None)

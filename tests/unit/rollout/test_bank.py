@@ -219,6 +219,32 @@ def test_a_group_without_a_column_is_drawn_again(
     assert_holds_columns(read_groups(path, {0, 1})[0], a_group(0))
 
 
+@pytest.mark.parametrize("lost", [("shaped", "rewards"), ("model_scores",)])
+def test_a_group_whose_calls_failed_is_drawn_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lost: tuple[str, ...]
+) -> None:
+    """A judge that did not answer may answer now. Otherwise the run could never continue if all
+    groups of a step had failed. A call that failed and was repeated has a reward."""
+    path = tmp_path / "a.groups"
+    columns = {"failed_calls": np.array([2, 0, 0]), "model_scores": np.zeros(3)}
+    repeated = replace(a_group(0), **columns)
+    columns |= dict.fromkeys(lost, np.array([0.5, np.nan, 0.0]))
+    failed = replace(a_group(1), **columns)
+    for _ in range(2):
+        file = RequestFile(path, REQUEST)
+        for group in (repeated, failed, a_group(2)):
+            if group.number not in file.finished:
+                file.append(group)
+        file.close()
+        assert read_groups(path).keys() == {0, 1, 2}  # the run leaves out group 1
+    file = RequestFile(path, REQUEST)
+    assert file.finished == {0, 2} and capsys.readouterr().out == ""
+    file.append(a_group(1))
+    file.close()
+    assert RequestFile(path, REQUEST).finished == {0, 1, 2}
+    assert_holds_columns(read_groups(path, {1})[1], a_group(1))
+
+
 def test_only_needed_draws_are_kept(tmp_path: Path) -> None:
     for name in ("step_00000001_0", "step_00000002_0"):
         written(tmp_path / f"{name}.groups", 0)

@@ -189,6 +189,28 @@ def test_groups_are_used_again_unless_the_reward_has_changed(
     assert drawn("reward.scale=2.0")[0] == 6
 
 
+def test_groups_are_scored_again_when_a_reward_that_failed_works_again(
+    configured: Callable[..., Config], tmp_path: Path
+) -> None:
+    """The code of the reward and all settings stay the same."""
+    (tmp_path / "away_reward.py").write_text(
+        "from pathlib import Path\n"
+        "def reward(sample):\n"
+        "    return float(Path(__file__).with_name('answer').read_text())\n"
+    )
+    config = configured(
+        "reward.import_path=away_reward:reward",
+        "reward.retries=0",
+        "reward.on_failure=drop_group",
+    )
+    count, groups = draw(config, tmp_path / "run")
+    assert count == 6 and all(np.isnan(each.shaped).all() for each in groups.values())
+    (tmp_path / "answer").write_text("0.5")
+    for drawn in (6, 0):
+        count, groups = draw(config, tmp_path / "run")
+        assert count == drawn and {float(x) for g in groups.values() for x in g.shaped} == {0.5}
+
+
 def test_a_reward_that_ends_the_program_is_a_mistake_of_the_reward(
     configured: Callable[..., Config],
 ) -> None:
@@ -196,6 +218,19 @@ def test_a_reward_that_ends_the_program_is_a_mistake_of_the_reward(
     scorers = Scorers(config, read_inputs(config))
     with pytest.raises(RewardError, match=r"the reward function ended with SystemExit\(3\)"):
         beside(scorers, scorers.in_main(lambda: sys.exit(3)))
+
+
+@pytest.mark.parametrize("error", ["UserError('no key')", "ConfigError(['no key'])"])
+def test_any_error_of_this_package_in_a_reward_is_one_of_the_reward(
+    configured: Callable[..., Config], tmp_path: Path, error: str
+) -> None:
+    """A run is saved after errors of rewards, and not after any UserError."""
+    name = f"strict_{error.partition('(')[0]}"  # Python imports a module once
+    (tmp_path / f"{name}.py").write_text(
+        f"from gspo_megatron.errors import *\ndef reward(sample):\n    raise {error}\n"
+    )
+    with pytest.raises(RewardError, match="^no key$"):
+        draw(configured(f"reward.import_path={name}:reward"), tmp_path / "run")
 
 
 def test_an_environment_that_cancels_itself_ends_the_draw_with_an_error(

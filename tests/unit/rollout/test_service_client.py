@@ -311,6 +311,22 @@ def test_a_service_that_ends_within_a_draw_says_nothing_of_it(
     assert lines[1:] == 4 * ["an episode has begun"]
 
 
+def test_a_restarted_service_gets_only_the_requests_that_are_not_done(tmp_path: Path) -> None:
+    """It would generate failed groups of a step again that is trained already."""
+    waiting = {"import_path": f"{__name__}:Waiting"}
+    empty, open_one = (
+        RolloutRequest(
+            f"step_{step:08d}_0", "data.prompts", rows, 0, 2, Sampling(4), seed=1, version=0
+        )
+        for step, rows in ((1, []), (2, [0]))
+    )
+    with closing(ServiceClient(settings(tmp_path, environment=waiting), restarts=0)) as client:
+        for request in (empty, open_one):
+            client.begin_request(request)
+        assert wait_until(lambda: client.request_status(empty.name)["done"], client._process)
+        assert [*client._requests] == [open_one.name]
+
+
 def begin_phase(client: ServiceClient, folder: Path, **sections: Any) -> bool:
     """Tell the service that a phase begins. The sections have new values in that phase."""
     given = settings(folder, **sections)
