@@ -118,8 +118,9 @@ def other_hosts(environ: Mapping[str, str] = os.environ) -> list[str]:
 def takes_proxy(url: str) -> bool:
     """Return whether a request to a server may go through a proxy of the environment: not if the
     server is on this machine, even if no_proxy does not name it."""
-    host = urlsplit(url).hostname or ""
-    with contextlib.suppress(ValueError):
+    host = ""
+    with contextlib.suppress(ValueError):  # a name; or no URL, as the request will tell
+        host = urlsplit(url).hostname or ""
         return not ipaddress.ip_address(host).is_loopback
     return host != "localhost"
 

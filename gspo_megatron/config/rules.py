@@ -369,8 +369,10 @@ def preferences_are_sound(plan: Plan) -> Problems:
     data, preference = plan.config.data, plan.config.preference
     regression = preference.loss == "regression"
     of_ratings, of_pairs = ("response_field", "rating_field"), ("chosen_field", "rejected_field")
-    idle = (*of_pairs, "margin_field") if regression else of_ratings
+    idle = of_pairs if regression else of_ratings
     reason = f"nothing reads it with preference.loss = {preference.loss}"
+    if regression:
+        yield from unread(plan, "data", ("margin_field",), reason)
     if data.format is not None:
         idle = (*of_ratings, *of_pairs, "prompt_field")
         reason = f"data.format = {data.format} names the fields"

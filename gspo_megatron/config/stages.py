@@ -163,8 +163,11 @@ class ExamplesConfig(StageConfig):
 
     def with_steps(self, size: int) -> Any:
         """Return the configuration with training.steps computed from the number of examples."""
-        steps = -(-self.num_examples(size) // self.training.batch_size)
-        training = self.training.model_copy(update={"steps": steps})
+        training = self.training
+        update = {"steps": -(-self.num_examples(size) // training.batch_size)}
+        if training.steps is None:  # otherwise a second pass would fill up the last step
+            update["epochs"] = training.epochs or 1
+        training = training.model_copy(update=update)
         return self.model_copy(update={"training": training})
 
 

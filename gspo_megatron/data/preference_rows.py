@@ -205,6 +205,11 @@ def _whole(
             )
         messages = [{"role": ASSISTANT, "content": text}]
     if not messages:
+        if data.system_prompt is not None:
+            raise ValueError(
+                f"field {name!r} is a string: data.system_prompt needs messages, or "
+                "data.chat_template = true for strings"
+            )
         return Texts(before if isinstance(before, str) else "", text)
     if isinstance(before, str):
         before = [{"role": USER, "content": before}]

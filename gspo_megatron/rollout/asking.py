@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gspo_megatron.addresses import read_answer
+from gspo_megatron.addresses import read_answer, takes_proxy
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.errors import RewardError, printable
 from gspo_megatron.process.heartbeat import heartbeat
@@ -29,11 +29,15 @@ PROBE = "Ünïcode, 12 + 34 = 46;\n\tthe end, 終わり. {}[]"
 
 
 @asynccontextmanager
-async def keyed_session(key_variable: str, seconds: float) -> AsyncGenerator[ClientSession]:
-    """Yield a session whose requests have the API key in an environment variable, if it is set.
+async def keyed_session(
+    url: str, key_variable: str, seconds: float
+) -> AsyncGenerator[ClientSession]:
+    """Yield a session for one server, whose requests have the API key in an environment variable,
+    if it is set.
 
-    seconds: the time limit of a request. The session has no limit on connections, because `Asker`
-    limits the requests, and a request that waits for a connection would use up its time.
+    url: of the server; no proxy is used for this machine. seconds: the time limit of a request. The
+    session has no limit on connections, because `Asker` limits the requests, and a request that
+    waits for a connection would use up its time.
     """
     import aiohttp  # not at the top: most runs have no such server
 
@@ -42,7 +46,7 @@ async def keyed_session(key_variable: str, seconds: float) -> AsyncGenerator[Cli
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=seconds),
         headers={"Authorization": f"Bearer {key}"} if key else {},
-        trust_env=True,
+        trust_env=takes_proxy(url),
     ) as session:
         yield session
 

@@ -142,7 +142,8 @@ class ModelServer(Asker):
         RewardError for a call that fails after all repetitions.
         """
         with self._busy.running():
-            async with keyed_session(KEY_VARIABLE, self.reward.timeout_seconds) as session:
+            seconds = self.reward.timeout_seconds
+            async with keyed_session(self.url, KEY_VARIABLE, seconds) as session:
                 failures = await self.introduce(session)
                 # done in a thread, so that a rollout service can do other work at the same time
                 given = await asyncio.to_thread(self.texts.conversations, samples)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -140,12 +141,15 @@ class Teachers:
         servers = [
             self.servers.get(0 if numbers is None else int(numbers[row])) for row, *_ in branches
         ]
-        async with keyed_session(KEY_VARIABLE, self._timeout_seconds) as session:
-            asked = [server for server in self.servers.values() if server in servers]
-            failures = sum([await server.introduce(session) for server in asked])
+        async with AsyncExitStack() as opened:
+            sessions, failures = {}, 0
+            for server in (each for each in self.servers.values() if each in servers):
+                session = keyed_session(server.url, KEY_VARIABLE, self._timeout_seconds)
+                sessions[server] = await opened.enter_async_context(session)
+                failures += await server.introduce(sessions[server])
             answers = iter(
                 await gathered(
-                    server.of_branch(session, ids, is_response)
+                    server.of_branch(sessions[server], ids, is_response)
                     for server, (_, ids, is_response) in zip(servers, branches, strict=True)
                     if server is not None
                 )

@@ -8,7 +8,12 @@ import pytest
 
 from gspo_megatron.config import parse_config
 from gspo_megatron.config.rules import check_config, sample_multiple
-from gspo_megatron.config.stages import FineTuningConfig, PretrainingConfig, StageConfig
+from gspo_megatron.config.stages import (
+    FineTuningConfig,
+    PreferenceConfig,
+    PretrainingConfig,
+    StageConfig,
+)
 from gspo_megatron.errors import ConfigError
 from tests.unit.hf.published import write_model
 
@@ -25,6 +30,11 @@ def sft(*overrides: str) -> FineTuningConfig:
 
 def pretrain(*overrides: str) -> PretrainingConfig:
     return parse_config(PRETRAIN, overrides, "x", PretrainingConfig)
+
+
+def ratings(*overrides: str) -> PreferenceConfig:
+    values = {"data": {"tokenizer": "t", "preferences": "p"}, "preference": {"loss": "regression"}}
+    return parse_config(values, overrides, "x", PreferenceConfig)
 
 
 def refusal(config: StageConfig) -> str:
@@ -70,6 +80,10 @@ WHAT_IS_WRONG = [
     (pretrain("data.evaluation=[c]", "data.evaluation_share=0.1"), "data.evaluation_share = 0.1"),
     (pretrain("optimizer.decay=wsd", "optimizer.wsd_steps=9", "training.steps=8"),
      "optimizer.wsd_steps = 9: warmup_steps = 0 and this are together more than"),
+    (ratings("data.margin_field=m"),
+     "data.margin_field = 'm': nothing reads it with preference.loss = regression; allowed: null"),
+    (ratings("data.margin_field=m", "data.format=helpsteer"),
+     "data.margin_field = 'm': nothing reads it with preference.loss = regression; allowed: null"),
 ]  # fmt: skip
 
 
@@ -116,8 +130,8 @@ def test_steps_and_epochs(steps: int | None, epochs: int | None, examples: int) 
     assert config.num_examples(100) == examples
     known = config.with_steps(100)
     assert known.training.steps == -(-examples // 8)
-    if epochs is not None:  # written and read again, the result is the same
-        assert known.with_steps(100) == known and known.num_examples(100) == examples
+    # written and read again, the result is the same
+    assert known.with_steps(100) == known and known.num_examples(100) == examples
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,16 @@ def test_prompt_and_messages_are_one_conversation(tmp_path: Path, tokenizer: Tok
     ]
 
 
+def test_a_system_message_needs_messages(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    row, keys = {"prompt": "ka", "chosen": "lo", "rejected": "mi"}, {"prompt_field": "prompt"}
+    assert faults(tmp_path, tokenizer, [row], system_prompt="ster", **keys) == [
+        "/rows.jsonl:1: field 'chosen' is a string: data.system_prompt needs messages, or "
+        "data.chat_template = true for strings"
+    ]
+    data = load(tmp_path, tokenizer, [row], system_prompt="ster", chat_template=True, **keys)
+    assert sequences(data)[1] == chat(tokenizer, "ka", "mi", system="ster")
+
+
 def test_several_rejected_responses_with_margins(tmp_path: Path, tokenizer: Tokenizer) -> None:
     row = {"prompt": "ka", "chosen": "lo", "rejected": ["mi", "ster", "lo"], "m": [1, 0.5, 2]}
     data = load(tmp_path, tokenizer, [row], prompt_field="prompt", margin_field="m")

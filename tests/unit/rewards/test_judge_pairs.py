@@ -188,6 +188,16 @@ def test_an_answer_without_a_verdict_is_half_a_win(judges: Any) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("said", "ties"), [("My verdict: a tie.", 1.0), ("Verdict: A\n\nTie-breaker: none", 0.0)]
+)
+def test_the_article_of_a_tie_is_no_verdict(judges: Any, said: str, ties: float) -> None:
+    found, _ = score(judges(said), group("a", "b"))
+    assert rates(found) == [0.5, 0.5]
+    assert found[0] is not None
+    assert found[0].figures == {"consistent": ties, "ties": ties, "unreadable": 0.0}
+
+
 def test_a_response_cannot_give_the_verdict(judges: Any) -> None:
     """A response cannot end the judge's prompt either. As in the mode `score`, control tokens in a
     response are split into ordinary tokens."""

@@ -168,6 +168,17 @@ def test_the_key_is_sent_to_no_server_but_this_one(
     assert {*keys} == {"Bearer secret"}
 
 
+def test_no_proxy_stands_before_a_server_on_this_machine(
+    chat: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")  # nobody listens there
+    found = ask(right, chat)
+    assert found.failures == 0 and np.isfinite(found.scores).all()
+
+
 def without(change: Callable[[list[dict[str, Any]]], Any]) -> Answer:
     def answer(given: dict[str, Any]) -> Any:
         found = right(given)

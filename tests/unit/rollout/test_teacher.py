@@ -322,6 +322,22 @@ def test_a_url_that_is_none_of_a_server(unused_tcp_port: int) -> None:
         judge(Teachers(section, RewardSection(retries=0), tokenizer), group_of())
 
 
+def test_a_url_that_is_no_url_is_one_line() -> None:
+    tokenizer: Any = SimpleNamespace(encode=lambda text: [1, 2])
+    section = DistillationSection(url="http://[::1/v1")
+    with pytest.raises(RewardError, match=r"^objective\.distillation\.url = http://\[::1/v1: "):
+        judge(Teachers(section, RewardSection(retries=0), tokenizer), group_of())
+
+
+def test_no_proxy_stands_before_a_teacher_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")  # nobody listens there
+    judged = ask(right)
+    assert judged.failures == 0 and np.isfinite(judged.teacher_logprobs).all()
+
+
 @pytest.fixture
 def unused_tcp_port() -> Generator[int]:
     import socket

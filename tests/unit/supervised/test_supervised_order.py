@@ -68,6 +68,13 @@ def test_every_example_is_learned_once_an_epoch(policy: Policy, size: int, epoch
     assert found[:size] != sorted(found[:size])
 
 
+@pytest.mark.parametrize("size", [20, 4])
+def test_without_epochs_and_steps_every_example_is_learned_once(policy: Policy, size: int) -> None:
+    batches = fine_tuning(policy, size)
+    found = learned(batches, -(-size // 6))
+    assert Counter(found) == dict.fromkeys(range(size), 1)
+
+
 @pytest.mark.parametrize("stop", [1, 3, 5, 6])
 def test_a_resumed_run_learns_what_is_left(policy: Policy, stop: int) -> None:
     whole = learned(fine_tuning(policy, 17, epochs=2), 6)
