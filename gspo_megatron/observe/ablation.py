@@ -21,7 +21,6 @@ from gspo_megatron.observe.metrics_files import METRICS_FILE, Run, read_metrics,
 from gspo_megatron.observe.plots import ABLATION, plot_comparison
 from gspo_megatron.observe.progress import MISSING, duration, fixed, number, percent, points
 from gspo_megatron.observe.report import (
-    SMALLEST_WINDOW,
     Picture,
     ReportSection,
     Table,
@@ -29,9 +28,8 @@ from gspo_megatron.observe.report import (
     mean_and_spread,
     render_html,
     warning_section,
-    window,
-    window_means,
 )
+from gspo_megatron.observe.windows import SMALLEST_WINDOW, window, window_means
 
 COLLAPSED_BELOW = 0.5  # times the mean reward of the best window
 LEAST_SEEDS = 3  # with fewer seeds no difference counts as significant

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-import numpy as np
 from jinja2 import Environment, PackageLoader
 from rich import box
 from rich import table as rich_table
@@ -39,10 +38,10 @@ from gspo_megatron.observe.metrics_files import (
 from gspo_megatron.observe.progress import MISSING, console_for, duration, fixed, number, percent
 from gspo_megatron.observe.suite_table import only_suites, print_suites
 from gspo_megatron.observe.trackers import flattened
+from gspo_megatron.observe.windows import SMALLEST_WINDOW, window, window_means
 
 _logger = logging.getLogger(__name__)
 
-SMALLEST_WINDOW = 5  # average at least this many steps: rewards are noisy
 _LONG_RUN = 2 * SMALLEST_WINDOW  # steps; the values of a shorter run are not averaged
 _MEANS = (
     f"In runs of {_LONG_RUN} or more steps, figures of a step are shown as means over a tenth of "
@@ -181,26 +180,6 @@ def _summarize(records: Sequence[Record], metric: _Metric, phase: str) -> Summar
         best = finite[best_step]
     first, last = (values[0], values[-1]) if values else (None, None)
     return Summary(metric, first, last, best, best_step, not_finite, averaged, count)
-
-
-def window(steps: int) -> int:
-    """Return how many steps are averaged in a run of `steps`: a tenth of all, but at least 5."""
-    return max(SMALLEST_WINDOW, math.ceil(steps / 10))
-
-
-def window_means(values: Sequence[float], size: int) -> list[float]:
-    """Return the mean of the finite values in each window of `size` values; NaN for a window
-    without finite values. With `size` 1, return the values unchanged."""
-    if size == 1:
-        return list(values)
-    array = np.array(values, dtype=float)
-    is_finite = np.isfinite(array)
-    totals, counts = (
-        np.concatenate([[0.0], np.cumsum(each)])
-        for each in (np.where(is_finite, array, 0.0), is_finite)
-    )
-    totals, counts = totals[size:] - totals[:-size], counts[size:] - counts[:-size]
-    return np.where(counts > 0, totals / np.maximum(counts, 1), math.nan).tolist()
 
 
 def wall_seconds(records: Sequence[Record]) -> float | None:

@@ -24,6 +24,7 @@ from gspo_megatron.observe.metrics_files import (
     sample_row,
 )
 from gspo_megatron.observe.report import finish_run, summarize, wall_seconds, write_report
+from gspo_megatron.observe.windows import window_means
 from gspo_megatron.types import Sample
 from tests.unit.observe.conftest import RunMaker
 
@@ -315,8 +316,14 @@ def test_means_of_windows_are_those_of_a_plain_loop() -> None:
         if size == 1:  # a window of one value changes nothing
             expected = values
         # The order of the sums differs, over 40 numbers near 1.
-        found = report.window_means(values, size)
+        found = window_means(values, size)
         assert found == pytest.approx(expected, abs=1e-12, nan_ok=True)
+
+
+def test_a_spike_changes_only_the_means_of_its_windows() -> None:
+    values = [0.5] * 20
+    values[3] = 1e20
+    assert window_means(values, 5)[4:] == [0.5] * 12
 
 
 def test_means_leave_out_what_is_not_finite_and_say_so(tmp_path: Path) -> None:
