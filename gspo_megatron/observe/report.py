@@ -28,6 +28,7 @@ from gspo_megatron.observe.metrics_files import (
     STAGES,
     Record,
     Run,
+    changed_configs,
     groups,
     load_runs,
     phase_of,
@@ -470,7 +471,12 @@ def _warnings(runs: Sequence[Run]) -> list[tuple[str, Finding]]:
     return [
         (run.name, finding)
         for run in runs
-        for finding in advise(run.records, _config_of(run.path), main_phase(run.records))
+        for finding in advise(
+            run.records,
+            _config_of(run.path),
+            main_phase(run.records),
+            {first: _read_config(path) for first, path in changed_configs(run.path).items()},
+        )
     ]
 
 
@@ -488,8 +494,11 @@ def _config_of(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the sections of a run's configuration; empty if the folder has no such file. Raises
     DataError if the file is not a configuration."""
     path = folder / _CONFIG_FILE
-    if not path.is_file():
-        return {}
+    return _read_config(path) if path.is_file() else {}
+
+
+def _read_config(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the sections of a configuration. Raises DataError."""
     try:
         found = parse_yaml(path.read_text(encoding="utf-8", errors="replace"), str(path)) or {}
     except ConfigError as error:

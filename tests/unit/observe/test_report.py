@@ -228,6 +228,18 @@ def test_warnings_name_the_run_the_metric_and_the_steps(make_run: RunMaker, tmp_
         assert row[:3] == ["bad", "grad_norm", "step 7"] and "optimizer.clip_grad" in row[4]
 
 
+def test_a_warning_knows_the_values_of_each_phase(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(1, 21):
+            writer.write({"step": step, "response/length_mean": 20.0 if step <= 10 else 90.0})
+    limit = "rollout: {{max_response_tokens: {}}}\n".format
+    (tmp_path / "config.resolved.yaml").write_text(limit(100))
+    assert "warning" in printed_at_the_end(tmp_path)
+    (tmp_path / "config.from_step_00000001.yaml").write_text(limit(100))
+    (tmp_path / "config.from_step_00000011.yaml").write_text(limit(200))
+    assert "warning" not in printed_at_the_end(tmp_path)
+
+
 def test_a_configuration_is_read_as_a_run_reads_it(make_run: RunMaker) -> None:
     """A reader of YAML 1.1 would read 1e-5 as text, and would use the second of two equal keys."""
     run_dir = make_run("run")
