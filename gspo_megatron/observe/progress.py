@@ -121,8 +121,9 @@ class SafeStream:
 def console_for(stream: TextIO | None = None) -> Console:
     """Return a console that prints to `stream`, or to stdout."""
     safe = SafeStream(sys.stdout if stream is None else stream)
-    # Markup is turned off, because a run may be called "a[red]".
-    options: dict[str, Any] = {"force_terminal": safe.isatty(), "highlight": False, "markup": False}
+    # A run may be called "a[red]" or "a:x:b", which must not become a colour or an emoji.
+    plain = {"highlight": False, "markup": False, "emoji": False}
+    options: dict[str, Any] = {"force_terminal": safe.isatty(), **plain}
     return Console(file=safe.as_file(), **options)
 
 

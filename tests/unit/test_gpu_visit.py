@@ -81,7 +81,8 @@ def test_nothing_of_a_step_is_left_after_ctrl_c(
     steps: ModuleType, run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step has its own session, so the terminal's Ctrl-C reaches only the runner."""
-    began, left = tmp_path / "began", []
+    began = tmp_path / "began"
+    left: list[psutil.Process] = []
 
     def interrupted(process: subprocess.Popen[str], timeout: float) -> None:
         left.append(psutil.Process(process.pid))

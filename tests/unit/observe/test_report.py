@@ -375,16 +375,17 @@ def printed_comparison(runs: list[Path], monkeypatch: pytest.MonkeyPatch, column
 def test_the_results_of_several_runs_are_printed(
     make_run: RunMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = [make_run("a[red]"), make_run("b", bonus=0.3), tmp_path / "sft"]
+    runs = [make_run("a[red]"), make_run("b:x:y", bonus=0.3), tmp_path / "sft"]
     make_stage_run(runs[2], "sft", [3.0, 2.0])
     lines = printed_comparison(runs, monkeypatch, 100).splitlines()
     rows = [line.split() for line in lines]
     assert ["a[red]", "6", "0.600", "0.600", "55.0%", "55.0%", "12", "s"] in rows
-    assert ["b", "6", "0.900", "0.900", "85.0%", "85.0%", "12", "s"] in rows
+    assert ["b:x:y", "6", "0.900", "0.900", "85.0%", "85.0%", "12", "s"] in rows
     assert ["sft", "2", "2.50", "2.50", "2.00", "4.00", "3.00", "s"] in rows
     one = io.StringIO()
     report.print_results(runs[:1], one)
     assert one.getvalue().splitlines()[0].rstrip() == "a[red]: 6 steps"
+    assert printed_at_the_end(runs[1]).startswith("b:x:y: 6 steps")
 
 
 def test_settings_that_differ_are_whole_words_one_key_each(
