@@ -148,9 +148,7 @@ def test_each_of_many_runs_has_a_line_of_its_own(
     assert len(found) == len(set(found.values())) == 10
 
 
-def test_names_of_runs_are_no_formulas(
-    make_run: RunMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_of_runs_are_no_formulas(make_run: RunMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [make_run(name) for name in (r"$\wrong$", "c_seed1", "c_seed2")]
     assert plotted(runs[0])
     assert list(legend_of(runs, monkeypatch)) == [r"\$\wrong\$", "c (mean of 2)"]
