@@ -328,10 +328,11 @@ def _said_of_differences(variants: Sequence[VariantRuns]) -> list[str]:
 def _table(variants: Sequence[VariantRuns], measures: Sequence[Measure]) -> Table:
     """Return a table with a row for each variant; measures that no run has are left out."""
     shown = [measure for measure in measures if any(map(measure.of, variants))]
-    rows = [
-        [v.name, *(mean_and_spread(list(m.of(v).values()), m.write) for m in shown)]
-        for v in variants
-    ]
+    rows = []
+    for variant in variants:
+        found = ((measure, measure.of(variant)) for measure in shown)
+        cells = (mean_and_spread([*map(of.get, variant.runs)], m.write) for m, of in found)
+        rows.append([variant.name, *cells])
     return Table(["variant", *(measure.name for measure in shown)], rows)
 
 

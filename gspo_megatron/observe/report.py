@@ -545,7 +545,8 @@ def _sample_table(samples: Sequence[Record]) -> Table:
     for sample in shown:
         truncated = " [truncated]" if sample.get("truncated") else ""
         names = ("step", "prompt", "response", "answer")
-        step, prompt, response, answer = (str(sample.get(name, "")) for name in names)
+        given = ("" if (found := sample.get(name)) is None else str(found) for name in names)
+        step, prompt, response, answer = given
         if sample.get("turns"):
             response = conversation(sample)
         reward = fixed(sample.get("reward"))

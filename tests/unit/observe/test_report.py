@@ -108,6 +108,13 @@ def test_an_episode_is_shown_as_a_conversation(make_run: RunMaker) -> None:
     assert "failed: no tool; f:1" in page
 
 
+def test_a_sample_of_a_row_without_an_answer_has_an_empty_cell(make_run: RunMaker) -> None:
+    run_dir = make_run("run", steps=1)
+    with JsonLinesWriter(run_dir / SAMPLES_FILE) as writer:
+        writer.append({"step": 2, **sample_row(Sample("ask", None, "told", False), 0.5)})
+    assert cells(write_report([run_dir], run_dir))[-5:] == ["2", "ask", "told", "", "0.500"]
+
+
 def test_seeds_are_shown_as_mean_and_spread(make_run: RunMaker, tmp_path: Path) -> None:
     bonuses = (0.0, 0.03, 0.09)
     runs = [make_run(f"gspo_seed{seed}", bonus=bonus) for seed, bonus in enumerate(bonuses)]
