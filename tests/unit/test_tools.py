@@ -17,7 +17,7 @@ def test_help_is_printed(script: Path) -> None:
     assert "--help" in run_program(sys.executable, script, "--help").stdout
 
 
-@pytest.mark.parametrize("lengths", ["2000", "6000,2000", "0,5", "a,b"])
+@pytest.mark.parametrize("lengths", ["2000", "6000,2000"])
 def test_wrong_lengths_of_simulated_responses_are_refused(lengths: str) -> None:
     script = ROOT / "tools" / "bench" / "service.py"
     done = run_program(sys.executable, script, "--lengths", lengths, expect=2, timeout=60)
