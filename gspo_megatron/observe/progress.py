@@ -134,8 +134,8 @@ _SHOWN: tuple[tuple[str, Callable[[float | None], str], tuple[str, ...]], ...] =
     ("accuracy", fixed, ("evaluation/accuracy",)),
     ("loss", number, ("loss",)),
     ("grad norm", number, ("grad_norm",)),
-    # The objective clips sequences or tokens and logs one of the two.
-    ("clipped", percent, ("clip/sequence/binding", "clip/token/binding")),
+    # The share of tokens. A sequence of which one token is clipped also counts as clipped.
+    ("clipped", percent, ("clip/token/binding", "clip/sequence/binding")),
 )
 
 

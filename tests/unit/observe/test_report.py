@@ -296,6 +296,12 @@ def test_first_last_and_best_of_what_has_a_best(make_run: RunMaker) -> None:
     assert rows["clip fraction"].best is None and rows["clip fraction"].last == 0.1
 
 
+def test_the_clip_fraction_is_that_of_tokens() -> None:
+    clips = {"clip/sequence/binding": 0.99, "clip/token/binding": 0.002}
+    rows = {row.metric.name: row for row in summarize([{"step": 1, **clips}])}
+    assert rows["clip fraction"].last == 0.002
+
+
 def test_a_long_run_is_told_by_means_and_not_by_its_first_and_last_step(tmp_path: Path) -> None:
     """The reward rises, but happens to be low at the last step."""
     rewards = [0.9] + [0.2] * 4 + [0.5] * 10 + [0.8] * 4 + [0.1]
