@@ -241,10 +241,10 @@ def test_a_warning_knows_the_values_of_each_phase(tmp_path: Path) -> None:
             writer.write({"step": step, "response/length_mean": 20.0 if step <= 10 else 90.0})
     limit = "rollout: {{max_response_tokens: {}}}\n".format
     (tmp_path / "config.resolved.yaml").write_text(limit(100))
-    assert "warning" in printed_at_the_end(tmp_path)
+    assert "warning: " in printed_at_the_end(tmp_path)
     (tmp_path / "config.from_step_00000001.yaml").write_text(limit(100))
     (tmp_path / "config.from_step_00000011.yaml").write_text(limit(200))
-    assert "warning" not in printed_at_the_end(tmp_path)
+    assert "warning: " not in printed_at_the_end(tmp_path)
 
 
 def test_a_configuration_is_read_as_a_run_reads_it(make_run: RunMaker) -> None:
