@@ -479,9 +479,10 @@ def panel_grid(count: int, title: str, columns: int = 3) -> tuple[Figure, list[A
 
 
 def as_label(name: str) -> str:
-    """Return a name of a run for a title or a legend: matplotlib would read a text between two
-    dollar signs as a formula."""
-    return name.replace("$", r"\$")
+    """Return a name of a run for a title or a legend. Matplotlib would read a text between two
+    dollar signs as a formula, and cannot draw the bytes of a file name that are no UTF-8."""
+    drawn = name.encode("utf-8", errors="replace").decode()
+    return drawn.replace("$", r"\$")
 
 
 def finish_axes(axes: Axes, title: str, ylabel: str, xlabel: str = "step") -> None:

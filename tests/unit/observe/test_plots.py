@@ -151,6 +151,7 @@ def test_each_of_many_runs_has_a_line_of_its_own(
 def test_names_of_runs_are_no_formulas(make_run: RunMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [make_run(name) for name in (r"$\wrong$", "c_seed1", "c_seed2")]
     assert plotted(runs[0])
+    assert plotted(make_run("a\udcff"))  # a byte that is no UTF-8
     assert list(legend_of(runs, monkeypatch)) == [r"\$\wrong\$", "c (mean of 2)"]
     monkeypatch.undo()
     picture = plot_comparison(load_runs(runs), runs[0].parent / "c.png", COMPARISONS["rl"])
