@@ -43,6 +43,7 @@ _RED = "#b3261e"
 
 _PANEL_WIDTH = 4.2  # in inches
 _PANEL_HEIGHT = 2.75
+_LETTER_WIDTH = 0.08  # in inches; of a letter of a comparison's legend
 _DPI = 140
 _SMOOTH_FROM = 40  # curves of fewer points are not smoothed
 
@@ -342,7 +343,9 @@ def plot_comparison(runs: Sequence[Run], path: Path, page: Page) -> Path | None:
         for axes in all_axes:
             handles, labels = axes.get_legend_handles_labels()
             entries = dict(zip(labels, handles)) | entries
-        columns = min(len(entries), 4)
+        longest = max(map(len, entries), default=0) + 6  # with the line before the name
+        fitting = int(figure.get_figwidth() / (longest * _LETTER_WIDTH))
+        columns = max(1, min(len(entries), 4, fitting))
         figure.legend(
             entries.values(), entries, loc="outside lower left", ncols=columns, fontsize=9
         )

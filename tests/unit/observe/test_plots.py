@@ -148,6 +148,22 @@ def test_each_of_many_runs_has_a_line_of_its_own(
     assert len(found) == len(set(found.values())) == 10
 
 
+def test_the_legend_of_long_names_is_not_wider_than_the_picture(
+    make_run: RunMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: drawn.append(figure) or path)
+    name = "tiny_cpu-name=grpo-clip_low=0.2-clip_high=0.27-{}".format
+    for names in ([name(n) for n in "abcd"], ["x" * 120, "y"], list("abcd")):
+        plot_comparison(load_runs([make_run(n) for n in names]), Path("c"), COMPARISONS["rl"])
+        figure = drawn.pop()
+        figure.draw_without_rendering()
+        [legend] = figure.legends
+        assert legend.get_window_extent().width <= figure.bbox.width
+        if len(names[0]) == 1:  # short names are side by side
+            assert legend._ncols == 4
+
+
 def test_names_of_runs_are_no_formulas(make_run: RunMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [make_run(name) for name in (r"$\wrong$", "c_seed1", "c_seed2")]
     assert plotted(runs[0])
