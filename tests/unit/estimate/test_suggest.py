@@ -30,7 +30,7 @@ def test_a_layout_fits_in_every_phase_of_a_run(make_config: ConfigMaker) -> None
     phases = {"steps": 10, "phases": [{"until_step": 8}, longer]}
     short = make_config("tiny", "tp=1", **sections)
     both = make_config("tiny", "tp=1", **sections, training=phases)
-    arguments = (2, 80, (10**6, 10**6))
+    arguments = (1, 80, (10**6, 10**6))
     alone = suggest(short, *arguments, 80e9, count=40)
     every = suggest(both, *arguments, 80e9, count=40)
     assert {each.overrides for each in every.found} == {each.overrides for each in alone.found}
