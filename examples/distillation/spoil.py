@@ -22,10 +22,16 @@ from gspo_megatron.process.failures import exit_code_of
 
 
 def spoil(teacher: Path, student: Path, noise: float, seed: int) -> None:
-    """Write the student. Raises DataError if the student's folder exists already."""
+    """Write the student. Raises DataError if its folder exists already, or if the teacher has no
+    experts in a file model.safetensors."""
     if student.exists():
         raise DataError(f"{student}: is there already; give a new folder")
-    tensors = load_file(teacher / "model.safetensors")
+    weights = teacher / "model.safetensors"
+    if not weights.is_file():
+        raise DataError(f"{weights}: no such file; give the Hugging Face folder of a small model")
+    tensors = load_file(weights)
+    if not any(".experts." in name for name in tensors):
+        raise DataError(f"{weights}: has no experts to add noise to; give a Mixture of Experts")
     generator = torch.Generator().manual_seed(seed)
     for name in sorted(tensors):
         if ".experts." in name:

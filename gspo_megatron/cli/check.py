@@ -223,12 +223,15 @@ def _search(
     """Print the best layouts for this number of ranks."""
     from gspo_megatron.cli import check_tables
     from gspo_megatron.config import Config
+    from gspo_megatron.config.phases import phases_of
     from gspo_megatron.estimate.cost import LEFT_OUT
     from gspo_megatron.estimate.suggest import suggest
 
     counts = check_tables.count_parameters(config.resolved_model(), vocab_size)
     if counts is None:
         raise UserError("--suggest: the parameters of a model with these fields cannot be counted")
+    if phases_of(config):  # each phase may have other prompts
+        longest = None
     given: Any = {"longest": longest, "evaluated": evaluated}
     found = suggest(config, world_size, vocab_size, counts, gpu_gb * 1e9, **given)
     has_rollouts = isinstance(config, Config)

@@ -316,7 +316,8 @@ def console() -> Console:
     """Return a console with the terminal's width and colours. If there is no terminal, the console
     writes wide plain text."""
     width = None if sys.stdout.isatty() else _PLAIN_WIDTH
-    return Console(highlight=False, markup=False, width=width)  # a path may have brackets
+    # a path may have brackets, or colons around the name of an emoji
+    return Console(highlight=False, markup=False, emoji=False, width=width)
 
 
 def new_table(title: str | None, *columns: str) -> Table:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.cli.arguments import Commands, new_parser, number, positive
-from gspo_megatron.errors import DataError
+from gspo_megatron.errors import DataError, printable
 from gspo_megatron.files import write_atomically
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _print_lists(figures: dict[str, PromptFigures], names: dict[str, str], top: 
             reward, length = each.reward / each.responses, each.length / each.draws
             print(
                 f"{each.draws:7,} {rate:10.1%} {each.last_rate:6.0%} {reward:7.3f} {length:7.1f} "
-                f"{each.last_step:10,}  {name}"
+                f"{each.last_step:10,}  {printable(name)}"
             )
 
 

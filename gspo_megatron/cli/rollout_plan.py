@@ -54,6 +54,8 @@ _OPTIONS: dict[str, tuple[str, Callable[[str], Any], str]] = {
         "values of rollout.max_staleness to compare (default: 0,1,2,3,4)",
     ),
 }
+# Options of `check` that ask for a dry run.
+_OF_DRY_RUN = ("memory", "world_size", "gpu_memory", "suggest")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,11 +75,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_options(arguments: argparse.Namespace) -> None:
     """Raise SystemExit if options of the plan are missing, do not fit each other, or are given
-    without --rollout-plan."""
+    without --rollout-plan, or if options of a dry run are given with it."""
     given = [name for name in _OPTIONS if getattr(arguments, name) is not None]
+    unread = [name for name in _OF_DRY_RUN if getattr(arguments, name)]
     missing = [name for name in _OPTIONS if name not in given and name != "staleness"]
     if not arguments.rollout_plan:
         names, problem = given, "only with --rollout-plan"
+    elif unread:
+        names, problem = unread, "not with --rollout-plan, which makes no dry run"
     elif missing:
         names, problem = missing, "missing; --rollout-plan needs it"
     else:

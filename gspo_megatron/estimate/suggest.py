@@ -3,7 +3,7 @@ and the fastest comes first."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +16,11 @@ from gspo_megatron.config.model_rules import (
     WRITTEN_OUT,
     uneven_stages,
 )
+from gspo_megatron.config.phases import phase_configs, phase_end
 from gspo_megatron.config.rules import check_config
 from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import ConfigError, UserError
+from gspo_megatron.estimate.activations import ChunkPass
 from gspo_megatron.estimate.cost import GPUS_PER_NODE, Cost, step_cost
 from gspo_megatron.estimate.layout import (
     HEADROOM,
@@ -42,10 +44,10 @@ _BYTES = {"fp32": 4, "fp64": 8}
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A layout that fits."""
+    """A layout that fits. For a run with phases it fits in every phase."""
 
-    estimate: LayoutEstimate
-    cost: Cost
+    estimate: LayoutEstimate  # of the phase that needs the most memory
+    cost: Cost  # of a step; the mean of all steps
     overrides: str  # overrides to add to the command line
 
 
@@ -61,12 +63,17 @@ class Search:
 
 @dataclass(frozen=True)
 class _Candidate:
-    config: AnyConfig
+    phases: Sequence[AnyConfig]  # the configuration of each phase
     parallel: ResolvedParallel
     work: Workload
     dense: float  # non-expert parameters of an average rank
     experts: float  # expert parameters of an average rank
     cost: float = 0.0
+
+    @property
+    def config(self) -> AnyConfig:
+        """The configuration of the first phase."""
+        return self.phases[0]
 
 
 def suggest(
@@ -87,26 +94,50 @@ def suggest(
     order of the result.
     """
     room = gpu_bytes * (1 - HEADROOM)
-    kept, output = _kept_activations(config, vocab_size, longest)
-    every = list(_candidates(config, world_size, counts, longest))
+    phases = phase_configs(config)
+    kept, output = _kept_activations(phases[0], vocab_size, longest)
+    every = list(_candidates(phases, world_size, counts, longest))
     likely = [each for each in every if _may_fit(each, kept, output, room)]
     found: list[Suggestion] = []
     built = 0
-    options: dict[str, Any] = {"limit": room, "runs": {}, "evaluated": evaluated}
+    options: dict[str, Any] = {"limit": room, "evaluated": evaluated}
+    runs: list[dict[tuple, list[ChunkPass]]] = [{} for _ in phases]
     for candidate in sorted(likely, key=lambda candidate: candidate.cost)[:MOST_BUILT]:
         if len(found) == count:
             break
         built += 1
         try:
-            estimate = estimate_layout(candidate.config, world_size, vocab_size, longest, **options)
+            estimates = [
+                estimate_layout(phase, world_size, vocab_size, longest, runs=cache, **options)
+                for phase, cache in zip(candidate.phases, runs, strict=True)
+            ]
         except UserError:
             continue  # Megatron-Core refuses the layout although our rules accept it
-        if estimate.fits(gpu_bytes):
-            sent = estimate.most_traffic()
-            cost = step_cost(candidate.config, candidate.parallel, candidate.work, counts[1], sent)
-            found.append(Suggestion(estimate, cost, overrides(candidate.config, config)))
+        if all(each.fits(gpu_bytes) for each in estimates):
+            worst = max(estimates, key=lambda each: each.worst.total)
+            cost = _mean_cost(estimates, counts[1])
+            found.append(Suggestion(worst, cost, overrides(candidate.config, config)))
     found.sort(key=lambda suggestion: suggestion.cost.total)
     return Search(found, len(every), len(likely), built)
+
+
+def _mean_cost(phases: Sequence[LayoutEstimate], active_parameters: int) -> Cost:
+    """Return the cost of a step: the mean of all steps of the phases."""
+    costs = [
+        step_cost(each.config, each.parallel, each.work, active_parameters, each.most_traffic())
+        for each in phases
+    ]
+    if len(costs) == 1:
+        return costs[0]
+    ends = [0]
+    for each in phases:
+        ends.append(phase_end(each.config, ends[-1] + 1))
+    shares = [(end - before) / ends[-1] for before, end in zip(ends, ends[1:])]
+
+    def mean(part: str) -> float:
+        return sum(share * getattr(cost, part) for share, cost in zip(shares, costs, strict=True))
+
+    return Cost(mean("compute"), mean("exchange"), mean("bubble"), mean("update"))
 
 
 def overrides(config: AnyConfig, original: AnyConfig) -> str:
@@ -122,25 +153,32 @@ def overrides(config: AnyConfig, original: AnyConfig) -> str:
 
 
 def _candidates(
-    config: AnyConfig, world_size: int, counts: tuple[int, int], longest: int | None
+    phases: Sequence[AnyConfig],
+    world_size: int,
+    counts: tuple[int, int],
+    longest: int | None,
 ) -> Iterator[_Candidate]:
-    for layout, placed in _layouts(config, world_size):
-        laid_out = apply_layout(config, layout)
+    """Yield the layouts that pass the rules in every phase. Work and cost are those of the first
+    phase."""
+    first, *_ = phases
+    for layout, placed in _layouts(first, world_size):
+        laid_out = [apply_layout(phase, layout) for phase in phases]
         if placed:
-            fields = config.model.megatron | placed
-            laid_out = with_values(laid_out, "model", megatron=fields)
+            megatron = first.model.megatron | placed
+            laid_out = [with_values(phase, "model", megatron=megatron) for phase in laid_out]
         try:
-            check_config(laid_out, world_size)
+            for phase in laid_out:
+                check_config(phase, world_size)
         except ConfigError:
             continue
-        parallel = resolve_parallel(laid_out, world_size)
-        work = workload(laid_out, parallel, longest)
-        plain = _Candidate(laid_out, parallel, work, *_rank_parameters(config, parallel, counts[0]))
+        parallel = resolve_parallel(laid_out[0], world_size)
+        work = workload(laid_out[0], parallel, longest)
+        plain = _Candidate(laid_out, parallel, work, *_rank_parameters(first, parallel, counts[0]))
         traffic = _traffic(plain)
         for mode in RECOMPUTE:
-            changed = with_values(laid_out, "training", recompute=mode)
-            cost = step_cost(changed, parallel, work, counts[1], traffic).total
-            yield replace(plain, config=changed, cost=cost)
+            changed = [with_values(phase, "training", recompute=mode) for phase in laid_out]
+            cost = step_cost(changed[0], parallel, work, counts[1], traffic).total
+            yield replace(plain, phases=changed, cost=cost)
 
 
 def _layouts(config: AnyConfig, world_size: int) -> Iterator[tuple[Layout, dict[str, Any]]]:

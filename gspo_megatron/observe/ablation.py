@@ -21,7 +21,6 @@ from gspo_megatron.observe.metrics_files import METRICS_FILE, Run, read_metrics,
 from gspo_megatron.observe.plots import ABLATION, plot_comparison
 from gspo_megatron.observe.progress import MISSING, duration, fixed, number, percent, points
 from gspo_megatron.observe.report import (
-    SMALLEST_WINDOW,
     Picture,
     ReportSection,
     Table,
@@ -29,9 +28,8 @@ from gspo_megatron.observe.report import (
     mean_and_spread,
     render_html,
     warning_section,
-    window,
-    window_means,
 )
+from gspo_megatron.observe.windows import SMALLEST_WINDOW, window, window_means
 
 COLLAPSED_BELOW = 0.5  # times the mean reward of the best window
 LEAST_SEEDS = 3  # with fewer seeds no difference counts as significant
@@ -330,10 +328,11 @@ def _said_of_differences(variants: Sequence[VariantRuns]) -> list[str]:
 def _table(variants: Sequence[VariantRuns], measures: Sequence[Measure]) -> Table:
     """Return a table with a row for each variant; measures that no run has are left out."""
     shown = [measure for measure in measures if any(map(measure.of, variants))]
-    rows = [
-        [v.name, *(mean_and_spread(list(m.of(v).values()), m.write) for m in shown)]
-        for v in variants
-    ]
+    rows = []
+    for variant in variants:
+        found = ((measure, measure.of(variant)) for measure in shown)
+        cells = (mean_and_spread([*map(of.get, variant.runs)], m.write) for m, of in found)
+        rows.append([variant.name, *cells])
     return Table(["variant", *(measure.name for measure in shown)], rows)
 
 

@@ -64,13 +64,17 @@ class Finding(NamedTuple):
 
 
 def advise(
-    records: Sequence[Record], config: Config | None = None, phase: str = RL
+    records: Sequence[Record],
+    config: Config | None = None,
+    phase: str = RL,
+    changed: Mapping[int, Config] | None = None,
 ) -> list[Finding]:
     """Return the warnings about a run. records, config: from metrics.jsonl and config.resolved.yaml
-    of the run folder.
+    of the run folder. changed: for each step from which a run has other values, its configuration
+    from then on.
 
     A rule is silent if the metrics or configuration keys that it needs are missing."""
-    curves = _Curves(records, config or {}, phase)
+    curves = _Curves(records, config or {}, phase, changed or {})
     return [finding for rule in _RULES for finding in rule(curves)]
 
 
@@ -89,8 +93,11 @@ def write_steps(steps: Sequence[int]) -> str:
 class _Curves:
     """The metrics of a run's steps."""
 
-    def __init__(self, records: Sequence[Record], config: Config, phase: str) -> None:
-        self._records, self._config, self._phase = records, config, phase
+    def __init__(
+        self, records: Sequence[Record], config: Config, phase: str, changed: Mapping[int, Config]
+    ) -> None:
+        self._records, self._phase = records, phase
+        self._configs = {0: config, **dict(sorted(changed.items()))}
 
     def of(self, key: str) -> dict[int, float]:
         """Return the finite values of a metric, by step."""
@@ -104,15 +111,27 @@ class _Curves:
         ends = range(WINDOW, len(steps) + 1)
         return {steps[end - 1]: statistics.fmean(values[end - WINDOW : end]) for end in ends}
 
-    def section(self, name: str) -> Mapping[str, Any]:
-        """Return a section of the configuration."""
-        return self._config.get(name) or {}
+    def section(self, name: str, step: int) -> Mapping[str, Any]:
+        """Return a section of the configuration that the run has at a step."""
+        first = max(first for first in self._configs if first <= step)
+        return self._configs[first].get(name) or {}
+
+    def sections(self, name: str) -> list[Mapping[str, Any]]:
+        """Return the different values of a section, in the order of the steps."""
+        found: list[Mapping[str, Any]] = []
+        for config in self._configs.values():
+            if (section := config.get(name) or {}) not in found:
+                found.append(section)
+        return found
 
     def unsolved(self, steps: Iterable[int]) -> list[int]:
         """Return the `steps` at which the task is not solved yet."""
-        enough = SOLVED * self.section("evaluation").get("correct_at", 1.0)
         rewards = self.windows("reward/mean")
-        return [step for step in steps if rewards.get(step, -math.inf) < enough]
+
+        def enough(step: int) -> float:
+            return SOLVED * self.section("evaluation", step).get("correct_at", 1.0)
+
+        return [step for step in steps if rewards.get(step, -math.inf) < enough(step)]
 
 
 def _gradient_spikes(curves: _Curves) -> Iterator[Finding]:
@@ -165,22 +184,30 @@ def _collapse(curves: _Curves) -> Iterator[Finding]:
 
 
 def _length_explosion(curves: _Curves) -> Iterator[Finding]:
-    cap = curves.section("rollout").get("max_response_tokens", math.inf)
+    def allowed(step: int) -> float:
+        """Return the longest response that is allowed in the window that ends with a step."""
+        rollouts = [curves.section("rollout", max(at, 0)) for at in (step - WINDOW + 1, step)]
+        return max(rollout.get("max_response_tokens", math.inf) for rollout in rollouts)
+
+    def long(step: int) -> float:
+        return LENGTH_OF_CAP * allowed(step)
+
     advice = (
         "Raise rollout.max_response_tokens if right answers need it; otherwise set "
         "reward.overlong_buffer, which penalizes long answers."
     )
-    tokens, shares = f"mean length of {{}} tokens, with {cap} allowed", "share cut off of {}"
+    tokens, shares = "mean length of {} tokens, with {} allowed", "share cut off of {}"
     for key, least, growth, text, write in (
-        ("response/length_mean", LENGTH_OF_CAP * cap, LENGTH_GROWTH, tokens, number),
-        ("response/truncated", TRUNCATED, TRUNCATED_GROWTH, shares, percent),
+        ("response/length_mean", long, LENGTH_GROWTH, tokens, number),
+        ("response/truncated", lambda _: TRUNCATED, TRUNCATED_GROWTH, shares, percent),
     ):
         means = curves.windows(key)
         start = next(iter(means.values()), 0.0)
-        high = [s for s, mean in means.items() if mean >= least and mean >= growth * start]
+        high = [s for s, mean in means.items() if mean >= least(s) and mean >= growth * start]
         if high:
             grown = f"{write(start)} at the start and {write(means[high[-1]])} then"
-            yield Finding(key, tuple(high), f"length explosion, {text.format(grown)}", advice)
+            told = text.format(grown, allowed(high[-1]))
+            yield Finding(key, tuple(high), f"length explosion, {told}", advice)
 
 
 def _gamed_model(curves: _Curves) -> Iterator[Finding]:
@@ -226,17 +253,27 @@ def _equal_rewards(curves: _Curves) -> Iterator[Finding]:
 
 
 def _mismatch(curves: _Curves) -> Iterator[Finding]:
+    for given in curves.sections("objective"):
+        yield from _mismatch_under(given, curves)
+
+
+def _mismatch_under(given: Mapping[str, Any], curves: _Curves) -> Iterator[Finding]:
+    """Yield the warning about the steps that have this objective."""
     try:
-        section = ObjectiveSection(**curves.section("objective"))
+        section = ObjectiveSection(**given)
     except ValueError:  # another release wrote the configuration
         return
-    if section.import_path is not None or not curves.section("objective"):
+    if section.import_path is not None or not given:
         return
     recipe = resolve_objective(section)
     bounds = [recipe.parameters[k] for k in ("clip_low", "clip_high") if k in recipe.parameters]
     key = "ratio/noise_floor" if recipe.clips_sequences else "mismatch/abs_mean"
     stale = curves.of("staleness/max")  # older weights explain the mismatch of stale responses
-    floors = {step: floor for step, floor in curves.of(key).items() if not stale.get(step)}
+    floors = {
+        step: floor
+        for step, floor in curves.of(key).items()
+        if not stale.get(step) and curves.section("objective", step) == given
+    }
     above = [step for step, floor in floors.items() if bounds and floor > min(bounds)]
     if above and len(above) >= NOISY_STEPS * len(floors):
         text = (

@@ -36,12 +36,14 @@ from gspo_megatron.observe.metrics_files import (
 
 # Colours that stay distinct with common colour vision deficiencies and in grey print.
 PALETTE = ("#2563a8", "#e07b28", "#2a9d77", "#c2415c", "#7a5bb0", "#5f6b7a", "#b8922a", "#3aa6c4")
+_STYLES = ("-", "--", ":", "-.")  # of the lines, if there are more runs than colours
 INK = "#22303c"
 MUTED = "#66727f"
 _RED = "#b3261e"
 
 _PANEL_WIDTH = 4.2  # in inches
 _PANEL_HEIGHT = 2.75
+_LETTER_WIDTH = 0.08  # in inches; of a letter of a comparison's legend
 _DPI = 140
 _SMOOTH_FROM = 40  # curves of fewer points are not smoothed
 
@@ -308,7 +310,8 @@ def plot_run(run: Run, out: Path) -> list[Path]:
             if not panels or (page.needs and not run.series(page.needs, page.phase)[0]):
                 continue
             columns = 2 if len(panels) in (2, 4) else 3
-            figure, all_axes = panel_grid(len(panels), f"{page.title}: {run.name}", columns)
+            title = f"{page.title}: {as_label(run.name)}"
+            figure, all_axes = panel_grid(len(panels), title, columns)
             for axes, panel in zip(all_axes, panels):
                 draw = {"lines": _draw_lines, "fan": _draw_fan, "stack": _draw_stack}[panel.kind]
                 finish_axes(axes, panel.title, draw(axes, run, panel, page.phase))
@@ -340,7 +343,9 @@ def plot_comparison(runs: Sequence[Run], path: Path, page: Page) -> Path | None:
         for axes in all_axes:
             handles, labels = axes.get_legend_handles_labels()
             entries = dict(zip(labels, handles)) | entries
-        columns = min(len(entries), 4)
+        longest = max(map(len, entries), default=0) + 6  # with the line before the name
+        fitting = int(figure.get_figwidth() / (longest * _LETTER_WIDTH))
+        columns = max(1, min(len(entries), 4, fitting))
         figure.legend(
             entries.values(), entries, loc="outside lower left", ncols=columns, fontsize=9
         )
@@ -431,7 +436,7 @@ def _draw_runs(axes: Axes, runs: Sequence[Run], panel: Panel, phase: str) -> Non
     shown: list[float] = []
     title = panel.title
     for index, (name, members) in enumerate(groups(runs).items()):
-        color = PALETTE[index % len(PALETTE)]
+        color, style = PALETTE[index % len(PALETTE)], _STYLES[index // len(PALETTE) % len(_STYLES)]
         curves = []
         for run in members:
             for key in _present_keys(run, panel, phase)[:1]:
@@ -440,13 +445,14 @@ def _draw_runs(axes: Axes, runs: Sequence[Run], panel: Panel, phase: str) -> Non
                 if len(panel.keys) > 1 and _label(key) not in title.lower():
                     title = f"{panel.title}: {_label(key)}"
         if len(curves) == 1:
-            _draw_curve(axes, *curves[0], color, name)
+            _draw_curve(axes, *curves[0], color, as_label(name), style=style)
         elif curves:
             for steps, values in curves:
-                axes.plot(steps, smoothed(values), color=color, linewidth=0.9, alpha=0.35)
+                axes.plot(steps, smoothed(values), color=color, linewidth=0.9, alpha=0.35, ls=style)
             steps, values = _aligned(curves)
-            label = f"{name} (mean of {len(curves)})"
-            axes.plot(steps, smoothed(values.mean(axis=0)), color=color, label=label, linewidth=2.1)
+            label = f"{as_label(name)} (mean of {len(curves)})"
+            mean = smoothed(values.mean(axis=0))
+            axes.plot(steps, mean, color=color, label=label, linewidth=2.1, ls=style)
         shown.extend(value for _, values in curves for value in values)
     _set_scale(axes, panel, shown)
     finish_axes(axes, title, panel.ylabel)
@@ -473,6 +479,13 @@ def panel_grid(count: int, title: str, columns: int = 3) -> tuple[Figure, list[A
     figure = Figure(figsize=(width, rows * _PANEL_HEIGHT + 0.45), layout=layout)
     figure.suptitle(title, x=0.012, ha="left", fontsize=12.5, fontweight="bold", color=INK)
     return figure, [figure.add_subplot(rows, columns, index + 1) for index in range(count)]
+
+
+def as_label(name: str) -> str:
+    """Return a name of a run for a title or a legend. Matplotlib would read a text between two
+    dollar signs as a formula, and cannot draw the bytes of a file name that are no UTF-8."""
+    drawn = name.encode("utf-8", errors="replace").decode()
+    return drawn.replace("$", r"\$")
 
 
 def finish_axes(axes: Axes, title: str, ylabel: str, xlabel: str = "step") -> None:
@@ -550,6 +563,7 @@ def _draw_curve(
     color: str,
     label: str,
     noisy: bool = True,
+    style: str = "-",
 ) -> None:
     """Draw a line. A long noisy curve is drawn faint, with its moving average on top.
 
@@ -557,10 +571,10 @@ def _draw_curve(
     """
     if noisy and len(values) >= _SMOOTH_FROM:
         axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.3)
-        axes.plot(steps, smoothed(values), color=color, label=label)
+        axes.plot(steps, smoothed(values), color=color, label=label, ls=style)
     else:
         marker = "o" if len(steps) <= 20 else None
-        axes.plot(steps, values, color=color, label=label, marker=marker, markersize=3.5)
+        axes.plot(steps, values, color=color, label=label, marker=marker, markersize=3.5, ls=style)
     broken = [step for step, value in zip(steps, values) if not math.isfinite(value)]
     if broken:
         bottom = axes.get_xaxis_transform()

@@ -121,8 +121,9 @@ class SafeStream:
 def console_for(stream: TextIO | None = None) -> Console:
     """Return a console that prints to `stream`, or to stdout."""
     safe = SafeStream(sys.stdout if stream is None else stream)
-    # Markup is turned off, because a run may be called "a[red]".
-    options: dict[str, Any] = {"force_terminal": safe.isatty(), "highlight": False, "markup": False}
+    # A run may be called "a[red]" or "a:x:b", which must not become a colour or an emoji.
+    plain = {"highlight": False, "markup": False, "emoji": False}
+    options: dict[str, Any] = {"force_terminal": safe.isatty(), **plain}
     return Console(file=safe.as_file(), **options)
 
 
@@ -133,8 +134,8 @@ _SHOWN: tuple[tuple[str, Callable[[float | None], str], tuple[str, ...]], ...] =
     ("accuracy", fixed, ("evaluation/accuracy",)),
     ("loss", number, ("loss",)),
     ("grad norm", number, ("grad_norm",)),
-    # The objective clips sequences or tokens and logs one of the two.
-    ("clipped", percent, ("clip/sequence/binding", "clip/token/binding")),
+    # The share of tokens. A sequence of which one token is clipped also counts as clipped.
+    ("clipped", percent, ("clip/token/binding", "clip/sequence/binding")),
 )
 
 

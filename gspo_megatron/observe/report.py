@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-import numpy as np
 from jinja2 import Environment, PackageLoader
 from rich import box
 from rich import table as rich_table
@@ -29,6 +28,7 @@ from gspo_megatron.observe.metrics_files import (
     STAGES,
     Record,
     Run,
+    changed_configs,
     groups,
     load_runs,
     phase_of,
@@ -39,10 +39,10 @@ from gspo_megatron.observe.metrics_files import (
 from gspo_megatron.observe.progress import MISSING, console_for, duration, fixed, number, percent
 from gspo_megatron.observe.suite_table import only_suites, print_suites
 from gspo_megatron.observe.trackers import flattened
+from gspo_megatron.observe.windows import SMALLEST_WINDOW, window, window_means
 
 _logger = logging.getLogger(__name__)
 
-SMALLEST_WINDOW = 5  # average at least this many steps: rewards are noisy
 _LONG_RUN = 2 * SMALLEST_WINDOW  # steps; the values of a shorter run are not averaged
 _MEANS = (
     f"In runs of {_LONG_RUN} or more steps, figures of a step are shown as means over a tenth of "
@@ -111,7 +111,7 @@ _HELD_OUT_REWARD = _Metric("held-out reward", ("evaluation/reward",), max, fixed
 _ACCURACY = _Metric("held-out accuracy", ("evaluation/accuracy",), max, percent, False)
 _IN_ORDER = _Metric("pairs in the right order", ("evaluation/accuracy",), max, percent, False)
 _HELD_OUT_LOSS = _Metric("held-out loss", ("evaluation/loss",), min, number, False)
-_CLIPPED = _Metric("clip fraction", ("clip/sequence/binding", "clip/token/binding"), None, percent)
+_CLIPPED = _Metric("clip fraction", ("clip/token/binding", "clip/sequence/binding"), None, percent)
 _LOSS = _Metric("loss", ("loss",), None, number)
 _GRAD_NORM = _Metric("gradient norm", ("grad_norm",), None, number)
 _THROUGHPUT = _Metric("tokens/s", ("perf/tokens_per_second",), max, number)
@@ -181,26 +181,6 @@ def _summarize(records: Sequence[Record], metric: _Metric, phase: str) -> Summar
         best = finite[best_step]
     first, last = (values[0], values[-1]) if values else (None, None)
     return Summary(metric, first, last, best, best_step, not_finite, averaged, count)
-
-
-def window(steps: int) -> int:
-    """Return how many steps are averaged in a run of `steps`: a tenth of all, but at least 5."""
-    return max(SMALLEST_WINDOW, math.ceil(steps / 10))
-
-
-def window_means(values: Sequence[float], size: int) -> list[float]:
-    """Return the mean of the finite values in each window of `size` values; NaN for a window
-    without finite values. With `size` 1, return the values unchanged."""
-    if size == 1:
-        return list(values)
-    array = np.array(values, dtype=float)
-    is_finite = np.isfinite(array)
-    totals, counts = (
-        np.concatenate([[0.0], np.cumsum(each)])
-        for each in (np.where(is_finite, array, 0.0), is_finite)
-    )
-    totals, counts = totals[size:] - totals[:-size], counts[size:] - counts[:-size]
-    return np.where(counts > 0, totals / np.maximum(counts, 1), math.nan).tolist()
 
 
 def wall_seconds(records: Sequence[Record]) -> float | None:
@@ -491,7 +471,12 @@ def _warnings(runs: Sequence[Run]) -> list[tuple[str, Finding]]:
     return [
         (run.name, finding)
         for run in runs
-        for finding in advise(run.records, _config_of(run.path), main_phase(run.records))
+        for finding in advise(
+            run.records,
+            _config_of(run.path),
+            main_phase(run.records),
+            {first: _read_config(path) for first, path in changed_configs(run.path).items()},
+        )
     ]
 
 
@@ -509,8 +494,11 @@ def _config_of(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the sections of a run's configuration; empty if the folder has no such file. Raises
     DataError if the file is not a configuration."""
     path = folder / _CONFIG_FILE
-    if not path.is_file():
-        return {}
+    return _read_config(path) if path.is_file() else {}
+
+
+def _read_config(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the sections of a configuration. Raises DataError."""
     try:
         found = parse_yaml(path.read_text(encoding="utf-8", errors="replace"), str(path)) or {}
     except ConfigError as error:
@@ -557,7 +545,8 @@ def _sample_table(samples: Sequence[Record]) -> Table:
     for sample in shown:
         truncated = " [truncated]" if sample.get("truncated") else ""
         names = ("step", "prompt", "response", "answer")
-        step, prompt, response, answer = (str(sample.get(name, "")) for name in names)
+        given = ("" if (found := sample.get(name)) is None else str(found) for name in names)
+        step, prompt, response, answer = given
         if sample.get("turns"):
             response = conversation(sample)
         reward = fixed(sample.get("reward"))

@@ -16,6 +16,7 @@ from gspo_megatron.observe.plots import (
     MUTED,
     PALETTE,
     STYLE,
+    as_label,
     finish_axes,
     save_figure,
 )
@@ -94,7 +95,7 @@ def plot_timeline(run: Run, path: Path) -> Path | None:
     rows = {"trainer": 1, "servers": 0}
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(12.6, 2.7), layout="constrained")
-        title = f"Who worked when, by the last {len(starts)} steps: {run.name}"
+        title = f"Who worked when, by the last {len(starts)} steps: {as_label(run.name)}"
         figure.suptitle(title, x=0.012, ha="left", fontsize=12.5, fontweight="bold", color=INK)
         axes = figure.add_subplot()
         for who, what, start, end in spans:

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 
 from gspo_megatron.data.toy import write_toy_dataset
 from tests.e2e.resuming import all_records
@@ -32,6 +33,14 @@ def test_no_noun_of_the_held_out_sentences_is_in_the_training_prompts(tmp_path: 
     assert len(nouns["test"]) == 10
     assert len(nouns["train"]) == 30
     assert not nouns["train"] & nouns["test"]
+
+
+def test_a_teacher_without_experts_is_refused(tmp_path: Path) -> None:
+    program = (sys.executable, FOLDER / "spoil.py", tmp_path, tmp_path / "student")
+    assert "model.safetensors: no such file" in run_program(*program, expect=2).stderr
+    save_file({"model.norm.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert "has no experts" in run_program(*program, expect=2).stderr
+    assert not (tmp_path / "student").exists()
 
 
 def test_the_commands_of_the_page(tmp_path: Path) -> None:

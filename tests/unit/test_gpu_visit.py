@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import struct
+import subprocess
 import sys
 import time
 import zipfile
@@ -74,6 +75,27 @@ def test_the_others_go_on_after_a_failure_a_hang_and_a_missing_package(
     found = psutil.process_iter(["cmdline"])
     left = [process for process in found if mark in (process.info["cmdline"] or [])]
     assert not left
+
+
+def test_nothing_of_a_step_is_left_after_ctrl_c(
+    steps: ModuleType, run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step has its own session, so the terminal's Ctrl-C reaches only the runner."""
+    began = tmp_path / "began"
+    left: list[psutil.Process] = []
+
+    def interrupted(process: subprocess.Popen[str], timeout: float) -> None:
+        left.append(psutil.Process(process.pid))
+        while not began.exists():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
+    code = f"import pathlib, time; pathlib.Path({str(began)!r}).touch(); time.sleep(99)"
+    with pytest.raises(KeyboardInterrupt):
+        run.run_step(python(steps, "runs", code), 20.0, tmp_path / "logs.txt")
+    _, alive = psutil.wait_procs(left, timeout=10)
+    assert left and not alive
 
 
 def test_what_was_seen_is_kept_when_the_time_is_over(

@@ -96,6 +96,17 @@ def body(lengths: int, rng: np.random.Generator | None) -> bytes:
     return json.dumps(answer, separators=(",", ":")).encode()
 
 
+def median_and_ninetieth(text: str) -> tuple[float, float]:
+    """Read the value of --lengths. Raises argparse's error."""
+    try:
+        median, ninetieth = map(float, text.split(","))
+    except ValueError:
+        median = ninetieth = 0.0
+    if not 0 < median <= ninetieth < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not MEDIAN,P90 with 0 < MEDIAN <= P90")
+    return median, ninetieth
+
+
 def simulated(bodies: list[bytes], lengths: list[int], probe: bytes, speed: float) -> Any:
     """Return an ASGI application that answers like a vLLM server. The weight check gets `probe`."""
     paths = (GENERATE, "/server_info", "/collective_rpc", "/update_weight_version")
@@ -136,7 +147,7 @@ def serve(arguments: argparse.Namespace, told: Connection) -> None:
     """Run all servers until the process is ended. Sends their ports and the mean length to
     `told`."""
     rng = np.random.default_rng(0)
-    median, ninetieth = map(float, arguments.lengths.split(","))
+    median, ninetieth = arguments.lengths
     deviation = np.log(ninetieth / median) / _NINETIETH
     lengths = np.exp(rng.normal(np.log(median), deviation, _BODIES))
     lengths = np.clip(lengths, 1, _LONGEST).astype(int).tolist()
@@ -255,7 +266,12 @@ def main() -> None:
     parser.add_argument("--servers", type=int, default=64)
     parser.add_argument("--groups", type=int, default=256, help=f"of {_PER_PROMPT} responses")
     parser.add_argument("--draws", type=int, default=4, help="one after the other")
-    parser.add_argument("--lengths", default="2000,6000", help="median,90th percentile")
+    parser.add_argument(
+        "--lengths",
+        type=median_and_ninetieth,
+        default="2000,6000",
+        help="median,90th percentile",
+    )
     parser.add_argument("--speed", type=float, default=0.0, help="tokens/s of a response")
     parser.add_argument("--json", action="store_true", help="servers without our middleware")
     arguments = parser.parse_args()
@@ -264,6 +280,7 @@ def main() -> None:
         target=serve, args=(arguments, theirs), daemon=True
     )
     process.start()
+    theirs.close()  # so that the next line ends if the servers' process has died
     ports, mean = ours.recv()
     collect_garbage_less_often()
     used = resource.getrusage(resource.RUSAGE_SELF)

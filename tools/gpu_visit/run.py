@@ -60,8 +60,9 @@ def run_step(step: Step, seconds: float, log: Path) -> dict[str, Any]:
         status = {0: "ok", NOT_HERE: "not here"}.get(process.returncode, "FAILED")
     except subprocess.TimeoutExpired:
         status = "TIME OUT"
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)  # what is left of the step
+    finally:  # also after Ctrl-C, which does not reach the step in its own session
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # what is left of the step
     if status == "TIME OUT":
         with contextlib.suppress(subprocess.TimeoutExpired):
             output, _ = process.communicate(timeout=5)  # the output before the step was ended

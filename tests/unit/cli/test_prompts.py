@@ -76,6 +76,14 @@ def test_what_is_told(gspo: Command, run: Path) -> None:
     assert "prompts.jsonl:4" not in out
 
 
+def test_an_id_cannot_change_what_the_terminal_shows(gspo: Command, run: Path) -> None:
+    records = [json.loads(line) for line in (run / "draws.jsonl").read_text().splitlines()]
+    records[0]["row_id"] = records[4]["row_id"] = "\x1b[2Ja"
+    (run / "draws.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    _, out, _ = gspo("prompts", run)
+    assert "\x1b" not in out and "  \\x1b[2Ja\n" in out
+
+
 def test_how_many_responses_are_saved(gspo: Command, run: Path) -> None:
     """A group has a spread if its rewards differ. Two of the ten groups that were drawn uniformly
     have a spread. All groups that the selection chose have a spread."""

@@ -17,3 +17,29 @@ def test_layers_that_no_number_of_stages_divides(make_config: ConfigMaker) -> No
     last = "parallel.layout=pp=2 model.megatron.num_layers_in_last_pipeline_stage=2"
     assert last in {each.overrides for each in staged}
     assert all([rank.layers for rank in each.estimate.ranks] == [3, 2] for each in staged)
+
+
+def test_a_layout_fits_in_every_phase_of_a_run(make_config: ConfigMaker) -> None:
+    """In the second phase the responses are longer, and more of them are decoded together."""
+    sections = {
+        "model": {"vocab_size": 80},
+        "rollout": {"prompts_per_step": 4, "group_size": 2, "max_response_tokens": 8},
+        "checkpoint": {"interval": 1},
+    }
+    longer = {"rollout": {"prompts_per_step": 16384, "max_response_tokens": 100}}
+    phases = {"steps": 10, "phases": [{"until_step": 8}, longer]}
+    short = make_config("tiny", "tp=1", **sections)
+    both = make_config("tiny", "tp=1", **sections, training=phases)
+    arguments = (1, 80, (10**6, 10**6))
+    alone = suggest(short, *arguments, 80e9, count=40)
+    every = suggest(both, *arguments, 80e9, count=40)
+    assert {each.overrides for each in every.found} == {each.overrides for each in alone.found}
+    of_short = {each.overrides: each for each in alone.found}
+    for each in every.found:
+        estimate = each.estimate
+        assert getattr(estimate.config, "rollout").max_response_tokens == 100  # noqa: B009
+        assert estimate.worst.total > of_short[each.overrides].estimate.worst.total
+        assert each.cost.total > of_short[each.overrides].cost.total
+    least = min(each.estimate.worst.total for each in every.found)
+    assert suggest(short, *arguments, least, count=40).found
+    assert not suggest(both, *arguments, least, count=40).found  # leaves no headroom

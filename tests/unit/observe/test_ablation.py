@@ -344,6 +344,16 @@ def test_the_page_has_findings_picture_rules_and_tables_with_means_and_spreads(
     assert grpo[head.index("volatility")] == "4.0% ± 0.0%"
 
 
+def test_a_metric_that_only_some_seeds_have_is_not_averaged(tmp_path: Path) -> None:
+    variants = [written(tmp_path, name, [0.5, 0.6], **{"replay/bytes": 1e3}) for name in ("a", "b")]
+    write_run(tmp_path / "b" / "seed_3", 20, 0.7)  # for example by an earlier version
+    folders = {**variants[1].folders, 3: tmp_path / "b" / "seed_3"}
+    variants[1] = VariantRuns("b", [], 20, folders)
+    head, one, other = rows(report_of(variants, tmp_path)[0], "Metrics")
+    column = head.index("routes of a step, bytes")
+    assert (one[column], other[column]) == ("1,000 ± 0", "not in all runs")
+
+
 def test_warnings_name_variant_and_seed(tmp_path: Path) -> None:
     variants = [written(tmp_path, name, [0.5, 0.6]) for name in ("grpo", "gspo")]
     with MetricsWriter(variants[1].folders[2]) as metrics:

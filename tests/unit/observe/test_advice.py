@@ -130,6 +130,32 @@ def test_length_explosion(metric: str, values: list[float], steps: tuple[int, ..
         assert "max_response_tokens" in found[0].advice
 
 
+def test_a_length_is_compared_with_the_limit_of_its_phase() -> None:
+    lengths = records({"response/length_mean": [20.0] * 10 + [90.0] * 6 + [195.0] * 6})
+    phases = {1: CONFIG, 11: {"rollout": {"max_response_tokens": 200}}}
+    [found] = advise(lengths, CONFIG, changed=phases)
+    assert found.steps == (20, 21, 22)
+    assert "195 then tokens, with 200 allowed" in found.text
+    # A window in which the limit falls may still have the longer responses.
+    lengths = records({"response/length_mean": [20.0] * 8 + [150.0] * 5 + [60.0] * 6})
+    assert advise(lengths, phases[11], changed={14: CONFIG}) == []
+
+
+def test_a_mismatch_is_compared_with_the_clip_range_of_its_phase() -> None:
+    noise = records({"ratio/noise_floor": [1e-3] * 6})
+    clips = ({"name": "gspo", "clip_low": clip, "clip_high": clip} for clip in (0.04, 1e-4))
+    wide, narrow = ({"objective": clip} for clip in clips)
+    [found] = advise(noise, wide, changed={1: wide, 4: narrow})
+    assert found.steps == (4, 5, 6) and "more than the clip range 0.0001" in found.text
+
+
+def test_what_counts_as_solved_may_change_with_the_phase() -> None:
+    poor = [record | {"reward/mean": 0.3} for record in healthy(1)]
+    harder = {250: {"evaluation": {"correct_at": 1.0}}}
+    found = advise(poor, {"evaluation": {"correct_at": 0.3}}, changed=harder)
+    assert only(found, "policy/entropy") == (250,)
+
+
 @pytest.mark.parametrize(
     ("metric", "values", "warned"),
     [

@@ -129,6 +129,51 @@ def test_runs_of_different_lengths_and_figures_are_compared(make_run: RunMaker) 
     assert picture is not None and picture.read_bytes().startswith(PNG)
 
 
+def legend_of(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> dict[str, tuple[object, object]]:
+    """The entries of the legend of a comparison: colour and style of the line of each name."""
+    drawn: list[Figure] = []
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: drawn.append(figure) or path)
+    plot_comparison(load_runs(folders), Path("c.png"), COMPARISONS["rl"])
+    [legend] = drawn[0].legends
+    lines = zip(legend.get_texts(), legend.get_lines(), strict=True)
+    return {text.get_text(): (line.get_color(), line.get_linestyle()) for text, line in lines}
+
+
+def test_each_of_many_runs_has_a_line_of_its_own(
+    make_run: RunMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = legend_of([make_run(f"run_{name}") for name in "abcdefghij"], monkeypatch)
+    assert len(found) == len(set(found.values())) == 10
+
+
+def test_the_legend_of_long_names_is_not_wider_than_the_picture(
+    make_run: RunMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: drawn.append(figure) or path)
+    name = "tiny_cpu-name=grpo-clip_low=0.2-clip_high=0.27-{}".format
+    for names in ([name(n) for n in "abcd"], ["x" * 120, "y"], list("abcd")):
+        plot_comparison(load_runs([make_run(n) for n in names]), Path("c"), COMPARISONS["rl"])
+        figure = drawn.pop()
+        figure.draw_without_rendering()
+        [legend] = figure.legends
+        assert legend.get_window_extent().width <= figure.bbox.width
+        if len(names[0]) == 1:  # short names are side by side
+            assert legend._ncols == 4
+
+
+def test_names_of_runs_are_no_formulas(make_run: RunMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [make_run(name) for name in (r"$\wrong$", "c_seed1", "c_seed2")]
+    assert plotted(runs[0])
+    assert plotted(make_run("a\udcff"))  # a byte that is no UTF-8
+    assert list(legend_of(runs, monkeypatch)) == [r"\$\wrong\$", "c (mean of 2)"]
+    monkeypatch.undo()
+    picture = plot_comparison(load_runs(runs), runs[0].parent / "c.png", COMPARISONS["rl"])
+    assert picture is not None and picture.read_bytes().startswith(PNG)
+
+
 def test_runs_with_nothing_in_common_to_show_have_no_comparison(tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:

@@ -67,6 +67,12 @@ def test_slow_steps_each_get_a_line_with_all_figures() -> None:
     )
 
 
+def test_clipped_tokens_are_shown_and_not_the_sequences_that_have_any() -> None:
+    """Of long responses nearly all have a clipped token, if tokens are clipped."""
+    [line] = lines(1, (3, {"clip/sequence/binding": 0.99, "clip/token/binding": 0.002}))
+    assert "clipped 0.2%" in line
+
+
 def test_fast_steps_are_throttled_to_a_line_in_two_seconds_and_the_last() -> None:
     shown = [int(line.split("/")[0].split()[1]) for line in lines(100, *[(0.125, {})] * 100)]
     assert shown == [1, 17, 33, 49, 65, 81, 97, 100]

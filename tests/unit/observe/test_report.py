@@ -24,6 +24,7 @@ from gspo_megatron.observe.metrics_files import (
     sample_row,
 )
 from gspo_megatron.observe.report import finish_run, summarize, wall_seconds, write_report
+from gspo_megatron.observe.windows import window_means
 from gspo_megatron.types import Sample
 from tests.unit.observe.conftest import RunMaker
 
@@ -105,6 +106,13 @@ def test_an_episode_is_shown_as_a_conversation(make_run: RunMaker) -> None:
     assert "user: guess\nassistant: 4\n    user: x<|im_end|> [reward -0.5]\n" in page
     assert "tool: lower\nassistant: 3<|im_end|> [reward 1]" in page
     assert "failed: no tool; f:1" in page
+
+
+def test_a_sample_of_a_row_without_an_answer_has_an_empty_cell(make_run: RunMaker) -> None:
+    run_dir = make_run("run", steps=1)
+    with JsonLinesWriter(run_dir / SAMPLES_FILE) as writer:
+        writer.append({"step": 2, **sample_row(Sample("ask", None, "told", False), 0.5)})
+    assert cells(write_report([run_dir], run_dir))[-5:] == ["2", "ask", "told", "", "0.500"]
 
 
 def test_seeds_are_shown_as_mean_and_spread(make_run: RunMaker, tmp_path: Path) -> None:
@@ -227,6 +235,18 @@ def test_warnings_name_the_run_the_metric_and_the_steps(make_run: RunMaker, tmp_
         assert row[:3] == ["bad", "grad_norm", "step 7"] and "optimizer.clip_grad" in row[4]
 
 
+def test_a_warning_knows_the_values_of_each_phase(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(1, 21):
+            writer.write({"step": step, "response/length_mean": 20.0 if step <= 10 else 90.0})
+    limit = "rollout: {{max_response_tokens: {}}}\n".format
+    (tmp_path / "config.resolved.yaml").write_text(limit(100))
+    assert "warning: " in printed_at_the_end(tmp_path)
+    (tmp_path / "config.from_step_00000001.yaml").write_text(limit(100))
+    (tmp_path / "config.from_step_00000011.yaml").write_text(limit(200))
+    assert "warning: " not in printed_at_the_end(tmp_path)
+
+
 def test_a_configuration_is_read_as_a_run_reads_it(make_run: RunMaker) -> None:
     """A reader of YAML 1.1 would read 1e-5 as text, and would use the second of two equal keys."""
     run_dir = make_run("run")
@@ -276,6 +296,12 @@ def test_first_last_and_best_of_what_has_a_best(make_run: RunMaker) -> None:
     assert rows["clip fraction"].best is None and rows["clip fraction"].last == 0.1
 
 
+def test_the_clip_fraction_is_that_of_tokens() -> None:
+    clips = {"clip/sequence/binding": 0.99, "clip/token/binding": 0.002}
+    rows = {row.metric.name: row for row in summarize([{"step": 1, **clips}])}
+    assert rows["clip fraction"].last == 0.002
+
+
 def test_a_long_run_is_told_by_means_and_not_by_its_first_and_last_step(tmp_path: Path) -> None:
     """The reward rises, but happens to be low at the last step."""
     rewards = [0.9] + [0.2] * 4 + [0.5] * 10 + [0.8] * 4 + [0.1]
@@ -315,8 +341,14 @@ def test_means_of_windows_are_those_of_a_plain_loop() -> None:
         if size == 1:  # a window of one value changes nothing
             expected = values
         # The order of the sums differs, over 40 numbers near 1.
-        found = report.window_means(values, size)
+        found = window_means(values, size)
         assert found == pytest.approx(expected, abs=1e-12, nan_ok=True)
+
+
+def test_a_spike_changes_only_the_means_of_its_windows() -> None:
+    values = [0.5] * 20
+    values[3] = 1e20
+    assert window_means(values, 5)[4:] == [0.5] * 12
 
 
 def test_means_leave_out_what_is_not_finite_and_say_so(tmp_path: Path) -> None:
@@ -356,16 +388,17 @@ def printed_comparison(runs: list[Path], monkeypatch: pytest.MonkeyPatch, column
 def test_the_results_of_several_runs_are_printed(
     make_run: RunMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = [make_run("a[red]"), make_run("b", bonus=0.3), tmp_path / "sft"]
+    runs = [make_run("a[red]"), make_run("b:x:y", bonus=0.3), tmp_path / "sft"]
     make_stage_run(runs[2], "sft", [3.0, 2.0])
     lines = printed_comparison(runs, monkeypatch, 100).splitlines()
     rows = [line.split() for line in lines]
     assert ["a[red]", "6", "0.600", "0.600", "55.0%", "55.0%", "12", "s"] in rows
-    assert ["b", "6", "0.900", "0.900", "85.0%", "85.0%", "12", "s"] in rows
+    assert ["b:x:y", "6", "0.900", "0.900", "85.0%", "85.0%", "12", "s"] in rows
     assert ["sft", "2", "2.50", "2.50", "2.00", "4.00", "3.00", "s"] in rows
     one = io.StringIO()
     report.print_results(runs[:1], one)
     assert one.getvalue().splitlines()[0].rstrip() == "a[red]: 6 steps"
+    assert printed_at_the_end(runs[1]).startswith("b:x:y: 6 steps")
 
 
 def test_settings_that_differ_are_whole_words_one_key_each(
