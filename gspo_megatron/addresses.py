@@ -124,6 +124,26 @@ def takes_proxy(url: str) -> bool:
     return host != "localhost"
 
 
+def keyed_session(
+    key_variable: str, seconds: float, *, proxies: bool = True, **connector: Any
+) -> Any:
+    """Return a session of aiohttp whose requests have the API key in an environment variable, if it
+    is set. seconds: the time limit of a request; proxies: see `takes_proxy`.
+
+    The session has no limit on connections, because its callers limit their requests, and a request
+    that waits for a connection would use up its time.
+    """
+    import aiohttp  # not at the top: most processes have no such session
+
+    key = os.environ.get(key_variable)
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, **connector),
+        timeout=aiohttp.ClientTimeout(total=seconds),
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+        trust_env=proxies,
+    )
+
+
 async def read_answer(response: Any, most: int = 1 << 26) -> bytes:
     """Return the body of an answer of aiohttp. Raises ConnectionError if it has more than `most`
     bytes, which a broken server may send without an end."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from gspo_megatron.addresses import read_answer, takes_proxy
+from gspo_megatron.addresses import keyed_session, read_answer, takes_proxy
 from gspo_megatron.config.load import dump_yaml, parse_suites
 from gspo_megatron.config.schema import SuiteSection, suite_key
 from gspo_megatron.data.formats import field_map
@@ -270,13 +269,8 @@ def _text(content: Any) -> str:
 
 
 def _session(url: str) -> aiohttp.ClientSession:
-    key = os.environ.get(KEY_VARIABLE)
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, force_close=True),
-        headers={"Authorization": f"Bearer {key}"} if key else {},
-        timeout=aiohttp.ClientTimeout(total=_RESPONSE_SECONDS),
-        trust_env=takes_proxy(url),
-    )
+    proxies = takes_proxy(url)
+    return keyed_session(KEY_VARIABLE, _RESPONSE_SECONDS, proxies=proxies, force_close=True)
 
 
 async def _call(session: aiohttp.ClientSession, url: str, given: Any) -> Any:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from gspo_megatron.addresses import keyed_session
 from gspo_megatron.config.reward_model import PART, RewardModelSection
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.data.chat import ASSISTANT, USER
@@ -26,7 +27,7 @@ from gspo_megatron.errors import DataError, RewardError
 from gspo_megatron.hub import tokenizer_in
 from gspo_megatron.process.coroutines import BusySeconds, gathered
 from gspo_megatron.rewards.values import Score, shorten
-from gspo_megatron.rollout.asking import Asker, keyed_session
+from gspo_megatron.rollout.asking import Asker
 from gspo_megatron.types import Sample
 
 if TYPE_CHECKING:
