@@ -112,6 +112,15 @@ def named(path: Path) -> Path:
     return path if path.name not in ("", "..") else path.resolve()
 
 
+def unused_name(path: Path, mark: str, number: int) -> Path:
+    """Return a path beside `path` that does not exist yet: its name with a mark and a number, which
+    is at least `number`."""
+    path = named(path)
+    while (free := path.with_name(f"{path.name}{mark}{number}")).exists():
+        number += 1
+    return free
+
+
 def sync(path: Path) -> None:
     """Wait until a file's contents, or the names in a folder, are on disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
