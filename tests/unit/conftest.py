@@ -1,8 +1,10 @@
-"""A single process with Megatron's process groups, which the tests of a module share."""
+"""Fixtures that the tests of a module share: a single process with Megatron's process groups, and
+a process that computes with transformers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
@@ -13,3 +15,12 @@ def one_rank() -> Iterator[None]:
 
     with one_rank_groups():
         yield
+
+
+@pytest.fixture(scope="module")
+def transformers_side() -> Iterator[ProcessPoolExecutor]:
+    pytest.importorskip("transformers")
+    from tests.unit.hf.transformers_side import transformers_process
+
+    with transformers_process() as process:
+        yield process
