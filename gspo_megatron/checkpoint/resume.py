@@ -294,10 +294,10 @@ def weights_fit(checkpoint: Path, config: AnyConfig, vocab_size: int | None = No
         )
 
 
-def refuse_damage(checkpoint: Path, damage: Sequence[str]) -> None:
-    """Raise DataError if a checkpoint is damaged."""
+def refuse_damage(folder: Path, damage: Sequence[str], *advice: str) -> None:
+    """Raise DataError if a checkpoint, or a saved step, is damaged. advice: further lines."""
     if damage:
-        raise DataError("\n".join(f"{checkpoint}: {line}" for line in some_of(damage)))
+        raise DataError("\n".join(f"{folder}: {line}" for line in (*some_of(damage), *advice)))
 
 
 def is_of_model(name: str) -> bool:
