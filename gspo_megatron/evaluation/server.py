@@ -29,6 +29,7 @@ from gspo_megatron.observe.metrics_files import (
 )
 from gspo_megatron.observe.progress import Progress
 from gspo_megatron.observe.suite_table import print_suites
+from gspo_megatron.process.coroutines import gathered
 from gspo_megatron.rewards.registry import Reward, check_answers, check_section, suite_rewards
 from gspo_megatron.rewards.scoring import Scorer
 from gspo_megatron.rewards.values import Score
@@ -151,12 +152,7 @@ class ServerEvaluation:
                     done += 1
                     progress.update(done, {})
 
-                tasks = [asyncio.create_task(draw(place)) for place in range(len(drawn))]
-                try:
-                    await asyncio.gather(*tasks)
-                finally:
-                    for task in tasks:
-                        task.cancel()
+                await gathered(draw(place) for place in range(len(drawn)))
 
     async def _response(
         self,
