@@ -32,6 +32,7 @@ from gspo_megatron.checkpoint.resume import conclude, refuse_damage
 from gspo_megatron.checkpoint.run_lock import LOCK_FILE, RunLock
 from gspo_megatron.checkpoint.run_state import read_config
 from gspo_megatron.config import to_yaml
+from gspo_megatron.config.hub import folder_in
 from gspo_megatron.config.load import apply_overrides, parse_config
 from gspo_megatron.config.phases import hidden_overrides
 from gspo_megatron.errors import ConfigError, UserError, problem
@@ -59,7 +60,8 @@ def begin_branch(run: Path, step: int, overrides: Sequence[str]) -> Path:
     change more than a phase may change.
     """
     default = str(named(run).with_name(f"{run.resolve().name}-from-{step}"))
-    folder = _folder(default, overrides)
+    given, _ = apply_overrides({"logging": {"dir": default}}, overrides)
+    folder = folder_in(given, default)
     branch = read_branch(folder)
     if branch is None:
         _refuse_other_files(folder)
@@ -89,14 +91,6 @@ def begin_branch(run: Path, step: int, overrides: Sequence[str]) -> Path:
     path = folder / BRANCH_CONFIG
     write_atomically(path, to_yaml(config).encode())
     return path
-
-
-def _folder(default: str, overrides: Sequence[str]) -> Path:
-    """Return the folder of the branch."""
-    values, _ = apply_overrides({"logging": {"dir": default}}, overrides)
-    section = values["logging"]
-    given = section.get("dir") if isinstance(section, dict) else None
-    return Path(given if isinstance(given, str) and given else default)
 
 
 def _refuse_other_files(folder: Path) -> None:

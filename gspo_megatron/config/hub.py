@@ -52,7 +52,7 @@ def with_folders(values: Mapping[str, Any], name: str) -> tuple[dict[str, Any], 
     if not given:
         return dict(values), []
     found = copy.deepcopy(dict(values))
-    folder = _run_folder(found, name)
+    folder = folder_in(found, f"runs/{name}")
     commits, problems = read_commits(folder), list[str]()
     rank = os.environ.get("RANK")
     asked = {each.asked for _, each in given if each.commit is None}
@@ -78,10 +78,11 @@ def with_folders(values: Mapping[str, Any], name: str) -> tuple[dict[str, Any], 
     return found, problems
 
 
-def _run_folder(values: Mapping[str, Any], name: str) -> Path:
+def folder_in(values: Mapping[str, Any], default: str) -> Path:
+    """Return the run folder that the values of a configuration name, or else the default."""
     section = values.get("logging")
     given = section.get("dir") if isinstance(section, Mapping) else None
-    return Path(given if isinstance(given, str) and given else f"runs/{name}")
+    return Path(given if isinstance(given, str) and given else default)
 
 
 def fetch_weights(config: Any) -> None:
