@@ -247,6 +247,16 @@ def parse_json(
     raise ValueError(f"nested more than {_MOST_NESTED} levels deep")
 
 
+def object_in(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Returns {} if the file is missing or damaged: this function
+    is for readers of a file whose faults other code reports."""
+    try:
+        found = parse_json(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def read_record(path: Path, kind: Callable[..., T], what: str) -> T | None:
     """Return the JSON object in a file as `kind`, a data class; None if there is no such file.
 

@@ -19,7 +19,7 @@ from typing import Any
 from gspo_megatron import hub
 from gspo_megatron.config.beside import places
 from gspo_megatron.errors import DataError, gathered_in, problem
-from gspo_megatron.files import WRONG_VALUES, parse_json, write_atomically
+from gspo_megatron.files import object_in, write_atomically
 
 HUB_FILE = "hub.json"
 RANK_SECONDS = 300.0  # time for rank 0 to write hub.json, which all nodes of a run can read
@@ -108,11 +108,8 @@ def hold_commits(config: Any) -> None:
 
 def read_commits(folder: Path) -> dict[str, str]:
     """Return the commits in the hub.json of a run folder, by `HubName.asked`."""
-    try:
-        found = parse_json((folder / HUB_FILE).read_bytes())
-        return {str(key): value for key, value in found.items() if isinstance(value, str)}
-    except (OSError, *WRONG_VALUES):
-        return {}
+    found = object_in(folder / HUB_FILE)
+    return {key: value for key, value in found.items() if isinstance(value, str)}
 
 
 def write_commits(folder: Path) -> None:
