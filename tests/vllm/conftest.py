@@ -11,7 +11,6 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from gspo_megatron.data.toy import write_toy_dataset
-from tests.vllm.environment import find_vllm_python
 from tests.vllm.servers import Server, run_options, serve
 
 
@@ -22,12 +21,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "vllm_server" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("vllm_server"))
-
-
-@pytest.fixture(scope="session")
-def vllm_python() -> Path:
-    """The interpreter of an environment with vLLM for CPUs. It is made if it is missing."""
-    return find_vllm_python()
 
 
 @pytest.fixture(scope="session")
