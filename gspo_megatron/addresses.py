@@ -125,6 +125,25 @@ def takes_proxy(url: str) -> bool:
     return host != "localhost"
 
 
+def keyed_session(url: str, key_variable: str, seconds: float, **connector: Any) -> Any:
+    """Return a session of aiohttp for one server, whose requests have the API key in an environment
+    variable, if it is set.
+
+    url: of the server; no proxy is used for this machine. seconds: the time limit of a request. The
+    session has no limit on connections, because its callers limit their requests, and a request
+    that waits for a connection would use up its time.
+    """
+    import aiohttp  # not at the top: most processes have no such session
+
+    key = os.environ.get(key_variable)
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, **connector),
+        timeout=aiohttp.ClientTimeout(total=seconds),
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+        trust_env=takes_proxy(url),
+    )
+
+
 async def read_answer(response: Any, most: int = 1 << 26) -> bytes:
     """Return the body of an answer of aiohttp. Raises ConnectionError if it has more than `most`
     bytes, which a broken server may send without an end."""

@@ -118,6 +118,15 @@ def named(path: Path) -> Path:
     return path if path.name not in ("", "..") else path.resolve()
 
 
+def unused_name(path: Path, mark: str, number: int) -> Path:
+    """Return a path beside `path` that does not exist yet: its name with a mark and a number, which
+    is at least `number`."""
+    path = named(path)
+    while (free := path.with_name(f"{path.name}{mark}{number}")).exists():
+        number += 1
+    return free
+
+
 def sync(path: Path) -> None:
     """Wait until a file's contents, or the names in a folder, are on disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -242,6 +251,16 @@ def parse_json(
     except RecursionError:
         pass
     raise ValueError(f"nested more than {_MOST_NESTED} levels deep")
+
+
+def object_in(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Returns {} if the file is missing or damaged: this function
+    is for readers of a file whose faults other code reports."""
+    try:
+        found = parse_json(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def read_record(path: Path, kind: Callable[..., T], what: str) -> T | None:

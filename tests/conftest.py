@@ -89,3 +89,11 @@ def shares_with_its_file(item: pytest.Item) -> bool:
     assert isinstance(item, pytest.Function)
     fixtures = item._fixtureinfo.name2fixturedefs.values()
     return any(definition.scope == "module" for *_, definition in fixtures)
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> Path:
+    """The interpreter of an environment with vLLM for CPUs. It is made if it is missing."""
+    from tests.vllm.environment import find_vllm_python
+
+    return find_vllm_python()

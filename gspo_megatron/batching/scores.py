@@ -22,6 +22,7 @@ from gspo_megatron.batching.packing import BatchShape, last_token_rows
 from gspo_megatron.batching.plan import level, split_by_budget, split_in_order, split_padded
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.score_head import ScoreInputs
+from gspo_megatron.platform.collectives import maxima
 
 
 def score_micro_batch(
@@ -94,7 +95,8 @@ def sequence_scores(
     shapes = [builder.spec.smallest_shape([lengths[n] for n in own]) for own in bins]
     shapes.append(builder.spec.smallest_shape([]))
     largest = [len(bins), max(s.rows for s in shapes), max(s.tokens for s in shapes)]
-    most = _maximum(largest, device)  # experts of all ranks take part in each micro-batch
+    # experts of all ranks take part in each micro-batch
+    most = maxima(largest, parallel_state.get_data_parallel_group())
     count = -(-max(most[0], 1) // multiple) * multiple
     shape = None if builder.shapes_vary else BatchShape(most[1], most[2])
     bins = level(list(lengths), bins, count)
@@ -113,12 +115,3 @@ def sequence_scores(
         last = parallel_state.get_pipeline_model_parallel_last_rank()
         dist.broadcast(scores, src=last, group=stages)
     return scores
-
-
-def _maximum(values: Sequence[int], device: torch.device) -> list[int]:
-    """Return the maximum of each value over the data-parallel ranks."""
-    group = parallel_state.get_data_parallel_group()
-    found = torch.tensor(values, device=device)
-    if group.size() > 1:
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    return found.tolist()

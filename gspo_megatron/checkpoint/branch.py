@@ -30,11 +30,12 @@ from gspo_megatron.checkpoint.lineage import RunBranch, read_branch
 from gspo_megatron.checkpoint.manifest import find_damage, read_manifest
 from gspo_megatron.checkpoint.resume import conclude, refuse_damage
 from gspo_megatron.checkpoint.run_lock import LOCK_FILE, RunLock
-from gspo_megatron.checkpoint.run_state import CONFIG_FILE
+from gspo_megatron.checkpoint.run_state import read_config
 from gspo_megatron.config import to_yaml
-from gspo_megatron.config.load import apply_overrides, parse_config, parse_yaml
+from gspo_megatron.config.hub import folder_in
+from gspo_megatron.config.load import apply_overrides, parse_config
 from gspo_megatron.config.phases import hidden_overrides
-from gspo_megatron.errors import ConfigError, DataError, UserError, problem
+from gspo_megatron.errors import ConfigError, UserError, problem
 from gspo_megatron.files import PARTIAL, make_folder, named, sync, write_atomically
 from gspo_megatron.observe.history import BRANCH_FILE
 from gspo_megatron.observe.metrics_files import (
@@ -59,7 +60,8 @@ def begin_branch(run: Path, step: int, overrides: Sequence[str]) -> Path:
     change more than a phase may change.
     """
     default = str(named(run).with_name(f"{run.resolve().name}-from-{step}"))
-    folder = _folder(default, overrides)
+    given, _ = apply_overrides({"logging": {"dir": default}}, overrides)
+    folder = folder_in(given, default)
     branch = read_branch(folder)
     if branch is None:
         _refuse_other_files(folder)
@@ -91,14 +93,6 @@ def begin_branch(run: Path, step: int, overrides: Sequence[str]) -> Path:
     return path
 
 
-def _folder(default: str, overrides: Sequence[str]) -> Path:
-    """Return the folder of the branch."""
-    values, _ = apply_overrides({"logging": {"dir": default}}, overrides)
-    section = values["logging"]
-    given = section.get("dir") if isinstance(section, dict) else None
-    return Path(given if isinstance(given, str) and given else default)
-
-
 def _refuse_other_files(folder: Path) -> None:
     """Raise UserError if the folder of a new branch is not empty."""
     entries = folder.iterdir() if folder.is_dir() else [folder] if folder.exists() else []
@@ -118,13 +112,7 @@ def _branch_of(run: Path, step: int) -> RunBranch:
         kept = ", ".join(map(str, reversed(steps)))
         raise UserError(f"--from-step {step}: {run} has no checkpoint of it; allowed: {kept}")
     position = Position(PHASES[-1], step)
-    path = found[position] / CONFIG_FILE
-    try:
-        config = parse_yaml(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError, ConfigError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise DataError(f"{path}: not the configuration of a run")
+    config = read_config(found[position])
     above = read_branch(run)
     lineage = [] if above is None else [{"run": above.run, "step": above.step}, *above.lineage]
     return RunBranch(str(run.resolve()), step, position.name, config, lineage)

@@ -36,13 +36,13 @@ from gspo_megatron.checkpoint.run_state import (
     RunState,
     describe_model,
     fingerprints,
+    read_config,
     versions,
 )
 from gspo_megatron.checkpoint.start import damage_of, load_reference
 from gspo_megatron.checkpoint.tensors import load_model, load_optimizer
 from gspo_megatron.checkpoint.writer import CheckpointWriter
 from gspo_megatron.config import to_yaml
-from gspo_megatron.config.load import parse_yaml
 from gspo_megatron.config.phases import reference_step
 from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import (
@@ -156,8 +156,7 @@ class Checkpoints:
     def _has_other_prompts(self, state: RunState) -> bool:
         """Whether the prompts or their order have changed since the checkpoint was made."""
         assert self.start.checkpoint is not None
-        path, data = self.start.checkpoint / CONFIG_FILE, self.config.model_dump()["data"]
-        before = parse_yaml(path.read_text(encoding="utf-8"), str(path))["data"]
+        data, before = self.config.model_dump()["data"], read_config(self.start.checkpoint)["data"]
         # a checkpoint of an earlier version may lack a key
         if any(before[key] != data[key] for key in _PROMPT_KEYS if key in before):
             return True

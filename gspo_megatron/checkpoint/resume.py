@@ -19,17 +19,17 @@ from gspo_megatron.checkpoint.manifest import MANIFEST, damage_notes, find_damag
 from gspo_megatron.checkpoint.run_lock import LOCK_FILE, RunLock
 from gspo_megatron.checkpoint.run_state import (
     BESIDE_TOKENIZER,
-    CONFIG_FILE,
     MODEL_FILE,
     TOKENIZER,
     RunState,
     fingerprints,
     lora_of,
+    read_config,
     read_model,
     versions,
 )
 from gspo_megatron.config.hub import HUB_FILE
-from gspo_megatron.config.load import override, parse_yaml
+from gspo_megatron.config.load import override
 from gspo_megatron.config.lora import LoraSection
 from gspo_megatron.config.phases import at_step, is_border, may_change
 from gspo_megatron.config.resume import find_changes
@@ -37,7 +37,7 @@ from gspo_megatron.config.stages import AnyConfig, StageConfig
 from gspo_megatron.errors import ConfigError, DataError, UserError, format_value, problem, some_of
 from gspo_megatron.families import differences
 from gspo_megatron.families.model_shape import WHOLE_MODEL_KEYS, checkpoint_preset, no_checkpoint
-from gspo_megatron.files import folder_lacks, named
+from gspo_megatron.files import folder_lacks, unused_name
 from gspo_megatron.observe.metrics_files import RL
 
 # Fields of TransformerConfig that decide which tokens are dropped. A run may set them differently
@@ -186,7 +186,7 @@ def _new_run(config: AnyConfig, checkpoint: Path | None) -> dict[str, Any]:
     """Return the overrides that make a new run of a configuration. The new run starts from the
     weights of `checkpoint`. If this is None, it starts from the weights that the configuration
     names."""
-    values: dict[str, Any] = {"logging.dir": str(_unused(run_folder(config)))}
+    values: dict[str, Any] = {"logging.dir": str(unused_name(run_folder(config), "-", 2))}
     if checkpoint is not None and config.model.lora.rank:
         values["model.lora.checkpoint"] = str(checkpoint)
     elif checkpoint is not None:
@@ -200,15 +200,7 @@ def _new_export(config: AnyConfig) -> dict[str, Any]:
     given = config.export.hf_path if isinstance(config, StageConfig) else None
     if given is None or not Path(given).exists():
         return {}
-    return {"export.hf_path": str(_unused(Path(given)))}
-
-
-def _unused(folder: Path) -> Path:
-    """Return a path beside `folder` that does not exist yet."""
-    folder, number = named(folder), 2
-    while (free := folder.with_name(f"{folder.name}-{number}")).exists():
-        number += 1
-    return free
+    return {"export.hf_path": str(unused_name(Path(given), "-", 2))}
 
 
 def check_given(config: AnyConfig, vocab_size: int) -> None:
@@ -302,10 +294,10 @@ def weights_fit(checkpoint: Path, config: AnyConfig, vocab_size: int | None = No
         )
 
 
-def refuse_damage(checkpoint: Path, damage: Sequence[str]) -> None:
-    """Raise DataError if a checkpoint is damaged."""
+def refuse_damage(folder: Path, damage: Sequence[str], *advice: str) -> None:
+    """Raise DataError if a checkpoint, or a saved step, is damaged. advice: further lines."""
     if damage:
-        raise DataError("\n".join(f"{checkpoint}: {line}" for line in some_of(damage)))
+        raise DataError("\n".join(f"{folder}: {line}" for line in (*some_of(damage), *advice)))
 
 
 def is_of_model(name: str) -> bool:
@@ -332,13 +324,7 @@ def _changes(
     """Return notes on allowed changes of keys and versions, and the changes that `change` allows.
     Raises ConfigError with all changes that are refused."""
     config.require_whole()
-    path, now = checkpoint / CONFIG_FILE, fingerprints(config)
-    try:
-        before = parse_yaml(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError, ConfigError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
-    if not (isinstance(before, dict) and all(isinstance(each, dict) for each in before.values())):
-        raise DataError(f"{path}: not the configuration of a run")
+    now, before = fingerprints(config), read_config(checkpoint)
     same = {key: now[key] == known for key, known in state.fingerprints.items() if key in now}
     if not same.pop(BESIDE_TOKENIZER, True):
         same[TOKENIZER] = False

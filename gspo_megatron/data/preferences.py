@@ -19,11 +19,7 @@ from gspo_megatron.data.preference_rows import (
     fields_of,
     read_preference,
 )
-from gspo_megatron.data.prompts import (
-    IDLE_OPTIONS,
-    OddTexts,
-    encode_text,
-)
+from gspo_megatron.data.prompts import IDLE_OPTIONS, OddTexts, encode_whole
 from gspo_megatron.data.rows import Problems, read_rows
 from gspo_megatron.data.tokenizers import Tokenizer
 from gspo_megatron.errors import DataError
@@ -183,9 +179,8 @@ class _Reader:
     def _encode(self, where: str, whole: Whole) -> np.ndarray:
         """Return the token ids of a prompt with a response."""
         if isinstance(whole, Texts):
-            ids = encode_text(whole.prompt or whole.response, self.tokenizer)
-            ids += self.tokenizer.encode(whole.response) if whole.prompt else []
-            ids, text = [*ids, self.tokenizer.eos_id], whole.prompt + whole.response
+            ids = encode_whole(whole.prompt, whole.response, self.tokenizer)
+            text = whole.prompt + whole.response
         else:
             self._check_template()
             rendered = self.tokenizer.render(whole)

@@ -243,6 +243,16 @@ def encode_text(text: str, tokenizer: Tokenizer) -> list[int]:
     return [tokenizer.bos_id, *tokenizer.encode(text.removeprefix(tokenizer.bos_text))]
 
 
+def encode_whole(prompt: str, response: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the token ids of a prompt and a response without messages, and the end-of-sequence
+    token, as a reward model gets them. prompt: empty if the response is the whole text."""
+    return [
+        *encode_text(prompt or response, tokenizer),
+        *(tokenizer.encode(response) if prompt else ()),
+        tokenizer.eos_id,
+    ]
+
+
 @dataclass
 class Found:
     """The texts of a file with something of one kind."""

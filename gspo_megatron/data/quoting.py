@@ -157,9 +157,6 @@ def trace(
     texts = [*_strings(messages, words), *_strings(tools, words)]
     exchange = _Exchange(set(text).union(*texts))
 
-    def shade_all(part: str) -> str:
-        return exchange.strange(part)
-
     def shade_quotations(part: str) -> str:
         spans = controls.quotations(part)
         return _mixed(part, exchange.strange(part), spans) if spans else part
@@ -179,7 +176,7 @@ def trace(
         return Rendered(exchange.plain(written), spans, quoted)
 
     safe: Rendered | None = None
-    for shade in (shade_all, shade_most):
+    for shade in (exchange.strange, shade_most):
         with contextlib.suppress(DataError):  # the template refuses the replaced text
             safe = traced_with(shade)
             if (safe.text, safe.answers) == (text, answers):

@@ -20,7 +20,7 @@ from gspo_megatron.data.chat import (
 )
 from gspo_megatron.data.quoting import Controls, Span, touches
 from gspo_megatron.errors import DataError
-from gspo_megatron.files import parse_json, write_atomically
+from gspo_megatron.files import object_in, parse_json, write_atomically
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
@@ -458,11 +458,8 @@ def _load_hugging_face(path: Path) -> Any:
 
 def _is_code(folder: Path) -> bool:
     """Whether tokenizer_config.json names Python code as the tokenizer."""
-    try:
-        named = parse_json((folder / "tokenizer_config.json").read_bytes())
-    except (OSError, ValueError):
-        return False
-    return isinstance(named, dict) and "AutoTokenizer" in (named.get("auto_map") or ())
+    named = object_in(folder / "tokenizer_config.json")
+    return "AutoTokenizer" in (named.get("auto_map") or ())
 
 
 def _names_no_family(path: Path) -> bool:
@@ -471,11 +468,8 @@ def _names_no_family(path: Path) -> bool:
     If so, AutoTokenizer is not needed. Its import is slow, because it imports torch."""
     if (path / "config.json").exists():  # AutoTokenizer would also use its model_type
         return False
-    try:
-        named = parse_json((path / "tokenizer_config.json").read_bytes())
-    except (OSError, ValueError):
-        return False  # AutoTokenizer will report the error
-    return isinstance(named, dict) and named.get("tokenizer_class") == "PreTrainedTokenizerFast"
+    named = object_in(path / "tokenizer_config.json")
+    return named.get("tokenizer_class") == "PreTrainedTokenizerFast"
 
 
 def train_sentencepiece(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from gspo_megatron.addresses import read_answer, takes_proxy
+from gspo_megatron.addresses import keyed_session, read_answer
 from gspo_megatron.config.load import dump_yaml, parse_suites
 from gspo_megatron.config.schema import SuiteSection, suite_key
 from gspo_megatron.data.formats import field_map
@@ -30,6 +29,7 @@ from gspo_megatron.observe.metrics_files import (
 )
 from gspo_megatron.observe.progress import Progress
 from gspo_megatron.observe.suite_table import print_suites
+from gspo_megatron.process.coroutines import gathered
 from gspo_megatron.rewards.registry import Reward, check_answers, check_section, suite_rewards
 from gspo_megatron.rewards.scoring import Scorer
 from gspo_megatron.rewards.values import Score
@@ -152,12 +152,7 @@ class ServerEvaluation:
                     done += 1
                     progress.update(done, {})
 
-                tasks = [asyncio.create_task(draw(place)) for place in range(len(drawn))]
-                try:
-                    await asyncio.gather(*tasks)
-                finally:
-                    for task in tasks:
-                        task.cancel()
+                await gathered(draw(place) for place in range(len(drawn)))
 
     async def _response(
         self,
@@ -270,13 +265,7 @@ def _text(content: Any) -> str:
 
 
 def _session(url: str) -> aiohttp.ClientSession:
-    key = os.environ.get(KEY_VARIABLE)
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, force_close=True),
-        headers={"Authorization": f"Bearer {key}"} if key else {},
-        timeout=aiohttp.ClientTimeout(total=_RESPONSE_SECONDS),
-        trust_env=takes_proxy(url),
-    )
+    return keyed_session(url, KEY_VARIABLE, _RESPONSE_SECONDS, force_close=True)
 
 
 async def _call(session: aiohttp.ClientSession, url: str, given: Any) -> Any:

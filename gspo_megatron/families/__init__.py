@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from gspo_megatron.families.model_shape import (
     no_folder,
     read_model,
 )
-from gspo_megatron.files import WRONG_VALUES, parse_json
+from gspo_megatron.files import WRONG_VALUES, object_in
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
@@ -135,12 +134,11 @@ def preset_of_folder(path: str) -> ModelPreset:
 def differs_in_folder(path: str) -> str | None:
     """Return in words what a Hugging Face folder holds, if its model differs from the model that we
     train in more than the dtype; else None."""
-    with contextlib.suppress(OSError, ValueError):  # other code reports a missing or wrong file
-        config = parse_json((Path(path) / "config.json").read_bytes())
-        if language_model(config) is not config:
-            return "a vision-language model"
-        if isinstance(given := config.get("quantization_config"), Mapping):
-            return f"weights in {given.get('quant_method')}"
+    config = object_in(Path(path) / "config.json")
+    if language_model(config) is not config:
+        return "a vision-language model"
+    if isinstance(given := config.get("quantization_config"), Mapping):
+        return f"weights in {given.get('quant_method')}"
     return None
 
 

@@ -37,7 +37,7 @@ from gspo_megatron.hf.writer import MAX_SHARD_BYTES, HfWriter
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.lora import Lora
 from gspo_megatron.models.shards import Shard
-from gspo_megatron.platform.collectives import raised_everywhere
+from gspo_megatron.platform.collectives import all_gather_objects, raised_everywhere
 
 MAIN_RANK = 0  # its model-parallel group holds one whole model
 
@@ -222,11 +222,8 @@ class _ModelCopy:
             if (".experts." in shard.name) == are_experts
         ]
         ranks = dist.get_process_group_ranks(group)
-        everyone: list[Any] = [mine] * len(ranks)
-        if len(ranks) > 1:
-            dist.all_gather_object(everyone, mine, group=group)
         taken = set()
-        for rank, shards in zip(ranks, everyone, strict=True):
+        for rank, shards in zip(ranks, all_gather_objects(mine, group), strict=True):
             for number, name, offset, shape in shards:
                 if (name, offset, shape) in taken:
                     continue

@@ -68,11 +68,7 @@ def with_padding(config: Mapping[str, Any], files: Sequence[Path]) -> dict[str, 
     configs are returned unchanged. Raises DataError if the files cannot be read."""
     if not is_score_model(config) or config.get("pad_token_id") is not None:
         return dict(config)
-    try:
-        found = _token_ids({file.name: file for file in files})
-    except Exception as error:  # tokenizers raises plain Exception
-        raise DataError(f"{files[0].parent}: no tokenizer that can be read: {error}") from error
-    known = found.get("pad_token_id")
+    known = _token_ids(files).get("pad_token_id")
     return dict(config) if known is None else {**config, "pad_token_id": known}
 
 
@@ -117,18 +113,23 @@ def generation_files(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
     file is among `files`, or if `files` name no such token. Raises DataError if a file cannot be
     read.
     """
-    by_name = {file.name: file for file in files}
-    if GENERATION in by_name:
+    if any(file.name == GENERATION for file in files):
         return {}
-    try:
-        found = _token_ids(by_name)
-    except Exception as error:  # tokenizers raises plain Exception
-        raise DataError(f"{files[0].parent}: no tokenizer that can be read: {error}") from error
-    known = {name: token_id for name, token_id in found.items() if token_id is not None}
+    found = _token_ids(files).items()
+    known = {name: token_id for name, token_id in found if token_id is not None}
     return {GENERATION: known} if "eos_token_id" in known else {}
 
 
-def _token_ids(by_name: dict[str, Path]) -> dict[str, int | None]:
+def _token_ids(files: Sequence[Path]) -> dict[str, int | None]:
+    """Return the ids of the tokens that end a response and pad one, as a tokenizer's files name
+    them. Raises DataError if a file cannot be read."""
+    try:
+        return _named_ids({file.name: file for file in files})
+    except Exception as error:  # tokenizers raises plain Exception
+        raise DataError(f"{files[0].parent}: no tokenizer that can be read: {error}") from error
+
+
+def _named_ids(by_name: dict[str, Path]) -> dict[str, int | None]:
     settings, vocabulary = by_name.get("tokenizer_config.json"), by_name.get("tokenizer.json")
     if settings is not None and vocabulary is not None:
         named, tokenizer = parse_json(settings.read_bytes()), _tokenizers(vocabulary)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.files import WRONG_VALUES, parse_json
+from gspo_megatron.files import object_in
 from gspo_megatron.observe.metrics_files import METRICS_FILE
 
 BRANCH_FILE = "branch.json"  # in the folder of a branch; written by checkpoint.lineage
@@ -20,7 +20,7 @@ def kept_metrics(number: int) -> str:
 
 def history(run: Path) -> list[str]:
     """Return the run's history, one sentence for each event; empty for a run without events."""
-    branch, record = _read(run / BRANCH_FILE), _read(run / ROLLBACKS_FILE)
+    branch, record = object_in(run / BRANCH_FILE), object_in(run / ROLLBACKS_FILE)
     told = [_of_branch(branch)] if branch else []
     rollbacks = record.get("rollbacks", [])
     return told + [_of_rollback(each) for each in rollbacks]
@@ -40,13 +40,3 @@ def _of_rollback(told: Mapping[str, Any]) -> str:
         f"collapse ({told.get('text')}). {kept_metrics(int(number or 0))} has the metrics until "
         "then."
     )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file. If the file is missing or damaged, return {}, because the
-    code that writes the file reports this."""
-    try:
-        found = parse_json(path.read_bytes())
-    except (OSError, *WRONG_VALUES):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_megatron.errors import DataError, UserError, problem
-from gspo_megatron.files import make_folder, os_errors
+from gspo_megatron.files import make_folder, os_errors, write_durably
 from gspo_megatron.types import Sample
 
 METRICS_FILE = "metrics.jsonl"
@@ -226,12 +226,7 @@ class JsonLinesWriter(AbstractContextManager):
         self._file.close()
         with self._refusals():
             if len(kept) < len(records):
-                partial = self.path.with_name(self.path.name + ".partial")
-                with partial.open("wb") as file:
-                    file.writelines(map(_encode, kept))
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(partial, self.path)
+                write_durably(self.path, b"".join(map(_encode, kept)))
             self._open()
 
     def close(self) -> None:

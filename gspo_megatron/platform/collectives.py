@@ -36,21 +36,26 @@ def on_main(work: Callable[[], T]) -> T:
                 raise
             error = UserError(f"{caught.filename}: {caught.strerror}")
     failure = None if error is None else (type(error).__name__, str(error))
-    told: list[Any] = [result, failure]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(told, src=0)
-    result, failure = told
+    result, failure = from_rank((result, failure), 0)
     if failure is not None:
         raise error or error_of(*failure)
     return result
 
 
-def all_gather_objects(value: T) -> list[T]:
-    """Return the values of all ranks, by rank."""
-    if dist.get_world_size() == 1:
-        return [value]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
+def from_rank(value: T, source: int, group: dist.ProcessGroup | None = None) -> T:
+    """Return, on all ranks of a group (None: on all ranks), the value of the rank `source`."""
+    told = [value]
+    if dist.get_world_size(group) > 1:
+        dist.broadcast_object_list(told, src=source, group=group)
+    return told[0]
+
+
+def all_gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the values of all ranks of a group (None: of all ranks), by rank."""
+    size = dist.get_world_size(group)
+    gathered = [value] * size
+    if size > 1:
+        dist.all_gather_object(gathered, value, group=group)
     return gathered
 
 
@@ -74,14 +79,18 @@ def all_gather_numbers(numbers: Sequence[float]) -> Tensor:
     return gathered
 
 
+def maxima(values: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
+    """Return the maximum of each value over the ranks of a group; None: over all ranks."""
+    if dist.get_world_size(group) == 1:
+        return list(values)
+    found = torch.tensor(values, device=torch.device(torch.cuda.current_device()))
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return found.tolist()
+
+
 def any_rank(flags: Sequence[bool]) -> list[bool]:
     """Return for each flag whether it is true on at least one rank."""
-    if dist.get_world_size() == 1:
-        return list(flags)
-    device = torch.device(torch.cuda.current_device())
-    values = torch.tensor([int(flag) for flag in flags], device=device)
-    dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return [bool(value) for value in values.tolist()]
+    return [bool(value) for value in maxima([int(flag) for flag in flags])]
 
 
 def all_reduce_by_name(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gspo_megatron.errors import UserError
-from gspo_megatron.platform.collectives import all_gather_columns, all_reduce_by_name
+from gspo_megatron.platform.collectives import all_gather_columns, all_reduce_by_name, from_rank
 from gspo_megatron.platform.devices import count_values
 
 QUANTILES = {"min": 0.0, "p01": 0.01, "p50": 0.5, "p99": 0.99, "max": 1.0}
@@ -190,11 +190,6 @@ def share_with_all_stages(
     metrics: dict[str, float] | None, group: dist.ProcessGroup
 ) -> dict[str, float]:
     """Send the last pipeline stage's metrics to every stage, in one message a step."""
-    if group.size() == 1:
-        assert metrics is not None
-        return metrics
-    box = [metrics]
-    last = dist.get_process_group_ranks(group)[-1]
-    dist.broadcast_object_list(box, src=last, group=group)
-    assert box[0] is not None
-    return box[0]
+    found = from_rank(metrics, dist.get_process_group_ranks(group)[-1], group)
+    assert found is not None
+    return found

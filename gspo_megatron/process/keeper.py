@@ -20,6 +20,7 @@ SIGNALLED = 128  # if signal n ended the child, the keeper's exit code is this p
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _OWNER_DIED = signal.SIGRTMIN
+_libc = ctypes.CDLL(None)  # not in `_prctl`: a process that was just forked must not load it
 
 
 def kept(lifeline: int, command: Sequence[str]) -> list[str]:
@@ -98,4 +99,4 @@ def _end_descendants() -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    _libc.prctl(option, value, 0, 0, 0)

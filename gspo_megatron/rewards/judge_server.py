@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import os
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gspo_megatron.addresses import read_answer, takes_proxy
+from gspo_megatron.addresses import keyed_session, read_answer
 from gspo_megatron.errors import RewardError
 from gspo_megatron.files import write_atomically
 from gspo_megatron.types import Sample
@@ -82,16 +81,9 @@ class JudgeServer:
         Raises RewardError for mistakes of the user (wrong URL, model or key), and ConnectionError
         or other errors if asking again may help.
         """
-        import aiohttp  # imported here, because other rewards do not need it
-
         url = f"{self.url.rstrip('/')}/chat/completions"
-        key = os.environ.get(self.key_variable)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        limit = aiohttp.ClientTimeout(total=self.seconds)
         async with (
-            aiohttp.ClientSession(
-                timeout=limit, headers=headers, trust_env=takes_proxy(url)
-            ) as session,
+            keyed_session(url, self.key_variable, self.seconds) as session,
             session.post(url, json=question.request) as response,
         ):
             text = (await read_answer(response)).decode(errors="replace")

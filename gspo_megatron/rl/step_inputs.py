@@ -38,13 +38,14 @@ from gspo_megatron.checkpoint.manifest import (
     Files,
     files_below,
     find_damage,
+    first_whole,
     record_of,
 )
-from gspo_megatron.checkpoint.resume import run_folder
+from gspo_megatron.checkpoint.resume import refuse_damage, run_folder
 from gspo_megatron.checkpoint.run_state import STATE_FILE, RunState
 from gspo_megatron.config import Config
 from gspo_megatron.config.phases import reference_step
-from gspo_megatron.errors import DataError, problem, some_of
+from gspo_megatron.errors import DataError, problem
 from gspo_megatron.files import WRONG_VALUES, make_folder, parse_json
 from gspo_megatron.models.build import Policy
 from gspo_megatron.objectives import build_objective
@@ -241,7 +242,7 @@ class StepInputs:
                 f"{folder}: no such folder: the inputs of step {step} were not kept; the run has "
                 f"kept those of the steps: {steps} (training.keep_step_inputs)"
             )
-        _check_whole(folder, contents=contents)
+        refuse_damage(folder, find_damage(folder, contents=contents))
         try:
             return cls(run, **parse_json((folder / STEP_FILE).read_bytes()))
         except (OSError, *WRONG_VALUES):
@@ -293,22 +294,18 @@ def find_weights(step: StepInputs, config: Config, given: str | None) -> StepWei
     weights with which the run began. If the objective needs a reference policy, its checkpoint is
     checked, too. Raises DataError.
     """
-    notes = []
+    checkpoint, notes = None, []
     if given is not None:
         checkpoint = Path(given)
-        _check_whole(checkpoint)
+        refuse_damage(checkpoint, find_damage(checkpoint))
     else:
         # The latest position that can be used: the previous step is finished, and the responses of
         # this step are already generated.
-        start = Position(RL, step.step - 1, True)
-        for position, checkpoint in checkpoints_in(step.run / CHECKPOINTS).items():
-            if position.order > start.order:
-                continue
-            damage = find_damage(checkpoint)
-            if not damage:
-                break
-            notes.append(f"{checkpoint} is damaged and not used: {damage[0]}")
-        else:
+        last, found = Position(RL, step.step - 1, True), checkpoints_in(step.run / CHECKPOINTS)
+        usable = (path for position, path in found.items() if position.order <= last.order)
+        checkpoint, damage = first_whole(usable, find_damage)
+        notes = [f"{path} is damaged and not used: {lines[0]}" for path, lines in damage.items()]
+        if checkpoint is None:
             return StepWeights(None, step.step == 1, False, tuple(notes))
     objective = build_objective(config.objective, config.rollout.max_response_tokens)
     if (
@@ -320,7 +317,7 @@ def find_weights(step: StepInputs, config: Config, given: str | None) -> StepWei
         way = "replace it by an undamaged copy"
         if reference.name == reference_name(0):
             way += ", or move it away: the first weights are the same"
-        _check_whole(reference, f"damaged, and needed; {way}")
+        refuse_damage(reference, find_damage(reference), f"damaged, and needed; {way}")
     if not (checkpoint / STATE_FILE).is_file():  # a checkpoint of weights alone
         return StepWeights(checkpoint, False, False, tuple(notes))
     state = RunState.read(checkpoint)
@@ -333,13 +330,6 @@ def reference_of(checkpoint: Path, config: Config, step: int) -> Path | None:
     `step`. Returns None if there is no such folder."""
     reference = checkpoint.parent / reference_name(reference_step(config, step))
     return reference if (reference / MANIFEST).is_file() else None
-
-
-def _check_whole(folder: Path, *advice: str, contents: bool = True) -> None:
-    """Raise DataError if a folder is damaged. The error lists the damage, then `advice`."""
-    damage = find_damage(folder, contents=contents)
-    if damage:
-        raise DataError("\n".join(f"{folder}: {line}" for line in (*some_of(damage), *advice)))
 
 
 def _name(step: int) -> str:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gspo_megatron.addresses import read_answer, takes_proxy
+from gspo_megatron.addresses import read_answer
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.errors import RewardError, printable
 from gspo_megatron.process.heartbeat import heartbeat
@@ -26,29 +24,6 @@ _T = TypeVar("_T")
 _USERS_MISTAKES = (401, 403, 404, 405)
 # If two tokenizers make the same tokens of this text, they almost surely belong to the same model.
 PROBE = "Ünïcode, 12 + 34 = 46;\n\tthe end, 終わり. {}[]"
-
-
-@asynccontextmanager
-async def keyed_session(
-    url: str, key_variable: str, seconds: float
-) -> AsyncGenerator[ClientSession]:
-    """Yield a session for one server, whose requests have the API key in an environment variable,
-    if it is set.
-
-    url: of the server; no proxy is used for this machine. seconds: the time limit of a request. The
-    session has no limit on connections, because `Asker` limits the requests, and a request that
-    waits for a connection would use up its time.
-    """
-    import aiohttp  # not at the top: most runs have no such server
-
-    key = os.environ.get(key_variable)
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
-        timeout=aiohttp.ClientTimeout(total=seconds),
-        headers={"Authorization": f"Bearer {key}"} if key else {},
-        trust_env=takes_proxy(url),
-    ) as session:
-        yield session
 
 
 class Asker(ABC):

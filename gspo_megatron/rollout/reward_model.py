@@ -17,16 +17,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from gspo_megatron.addresses import keyed_session
 from gspo_megatron.config.reward_model import PART, RewardModelSection
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.data.chat import ASSISTANT, USER
-from gspo_megatron.data.prompts import encode_text
+from gspo_megatron.data.prompts import encode_whole
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.errors import DataError, RewardError
 from gspo_megatron.hub import tokenizer_in
 from gspo_megatron.process.coroutines import BusySeconds, gathered
 from gspo_megatron.rewards.values import Score, shorten
-from gspo_megatron.rollout.asking import Asker, keyed_session
+from gspo_megatron.rollout.asking import Asker
 from gspo_megatron.types import Sample
 
 if TYPE_CHECKING:
@@ -100,12 +101,7 @@ class ModelTexts:
                 f"a prompt has {len(sample.messages)} messages ({sample.row_id}), and without a "
                 "chat template the model reads one text; give a tokenizer with a template"
             )
-        ids = encode_text(sample.prompt or sample.response, tokenizer)
-        return [
-            *ids,
-            *(tokenizer.encode(sample.response) if sample.prompt else ()),
-            tokenizer.eos_id,
-        ]
+        return encode_whole(sample.prompt, sample.response, tokenizer)
 
 
 def tokenizer_of(section: RewardModelSection) -> Tokenizer:

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gspo_megatron.addresses import keyed_session
 from gspo_megatron.config.distillation import DistillationSection
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.errors import DataError, RewardError, some_of
 from gspo_megatron.process.coroutines import BusySeconds, gathered
 from gspo_megatron.rewards.values import shorten
-from gspo_megatron.rollout.asking import Asker, keyed_session
+from gspo_megatron.rollout.asking import Asker
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.types import Prompt
 

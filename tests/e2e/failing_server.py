@@ -7,26 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
-
 from tests.e2e.resuming import assert_same_run, records
-from tests.unit.rollout.model_server import Answer
+from tests.unit.rollout.model_server import Answer, gone, killed, slow
 
 STEPS, GOOD_STEPS = 4, 2  # all steps of the run; those before the failure
-
-
-def slow(_: dict[str, Any]) -> Any:
-    raise TimeoutError
-
-
-def gone(_: dict[str, Any]) -> Any:
-    raise web.HTTPServiceUnavailable(text="shutting down")
-
-
-def killed(_: dict[str, Any]) -> Any:
-    raise ConnectionAbortedError
-
-
 # for each fault: the server's answer, and what the run says of it
 SILENT: dict[str, tuple[Answer, str]] = {
     "slow": (slow, "TimeoutError"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,23 @@ def make_small(config_file: Path, **sections: dict[str, Any]) -> Path:
         config[section] = {**config.get(section, {}), **values}
     config_file.write_text(yaml.safe_dump(config))
     return config_file
+
+
+def edit(config_file: Path, **sections: dict[str, Any]) -> Path:
+    """Set keys of a configuration file."""
+    config = yaml.safe_load(config_file.read_text())
+    for section, values in sections.items():
+        config[section] = {**config.get(section, {}), **values}
+    config_file.write_text(yaml.safe_dump(config))
+    return config_file
+
+
+def copy_run(folder: Path, to: Path) -> Path:
+    """Copy the folder of a configuration with its run. A test may damage the copy. Returns the
+    configuration of the copy."""
+    shutil.copytree(folder, to)
+    (to / "calls").unlink()
+    return edit(to / "config.yaml", logging={"dir": str(to / "run")})
 
 
 def environment(config_file: Path) -> dict[str, str]:

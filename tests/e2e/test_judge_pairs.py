@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.e2e.conftest import write_config
 from tests.e2e.resuming import make_small, records, train
@@ -45,15 +44,15 @@ def judging(answer: Answer) -> Iterator[Judge]:
 
 def config_in(toy: Path, folder: Path) -> Path:
     folder.mkdir()
-    path = make_small(write_config(toy, folder), checkpoint={"interval": 10})
-    config = yaml.safe_load(path.read_text())
-    config["training"]["steps"] = STEPS
-    config["data"].pop("eval_prompts")
     options = {"mode": "pairs", "url": "http://127.0.0.1:1/v1", "model": "judge", "seconds": 20.0}
     options |= {"template": "{prompt} <<{first}>> <<{second}>>", "comparisons": 4}
-    config["reward"] = {"name": "llm_judge", "options": options, "retries": 1}
-    path.write_text(yaml.safe_dump(config))
-    return path
+    return make_small(
+        write_config(toy, folder),
+        data={"eval_prompts": None},
+        reward={"import_path": None, "name": "llm_judge", "options": options, "retries": 1},
+        training={"steps": STEPS},
+        checkpoint={"interval": 10},
+    )
 
 
 @pytest.fixture(scope="module")

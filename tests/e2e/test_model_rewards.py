@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from gspo_megatron.config.reward_model import RewardModelSection
 from gspo_megatron.config.schema import RewardSection
@@ -23,7 +22,7 @@ from gspo_megatron.rollout.reward_model import ModelTexts
 from gspo_megatron.types import Sample
 from tests.e2e.conftest import write_config
 from tests.e2e.failing_server import SILENT, STEPS, assert_no_finished_step_is_lost
-from tests.e2e.resuming import all_records, assert_same_run, make_small, train
+from tests.e2e.resuming import all_records, assert_same_run, edit, make_small, train
 from tests.unit.hf.preference_folder import scores_by_transformers, write_score_model
 from tests.unit.hf.transformers_side import transformers_process
 from tests.unit.rollout.reward_server import right, served
@@ -54,18 +53,16 @@ FAULTS = {
 def config_in(toy: Path, folder: Path) -> Path:
     """A configuration with a reward function beside the reward model, and with running moments."""
     folder.mkdir()
-    path = make_small(write_config(toy, folder), checkpoint={"interval": 10})
-    config = yaml.safe_load(path.read_text())
-    config["training"]["steps"] = STEPS
     model = {"url": "http://127.0.0.1:1", "tokenizer": str(toy / "tokenizer.model")}
-    config["reward"] |= {
+    reward = {
         "retries": 1,
         "timeout_seconds": 5.0,
         "weights": {"model": 0.5},
         "model": {**model, "normalize": "running", "batch_size": 3},
     }
-    path.write_text(yaml.safe_dump(config))
-    return path
+    training, checkpoint = {"steps": STEPS}, {"interval": 10}
+    config = write_config(toy, folder)
+    return make_small(config, reward=reward, training=training, checkpoint=checkpoint)
 
 
 def train_with(
@@ -134,14 +131,15 @@ def test_a_folder_is_scored_on_the_ranks_and_a_stopped_run_goes_on_the_same(
     """The policy has experts and Routing Replay, which the reward model must not disturb."""
     scorer, runs = scorer_in(tmp_path / "scorer", toy), []
     for name in ("whole", "stopped"):
-        path = config_in(toy, tmp_path / name)
-        config = yaml.safe_load(path.read_text())
         model = {"folder": str(scorer), "normalize": "running"}
-        config["reward"] |= {"model": model, "weights": {"reward": 0.0}}
-        config |= {"routing": {"replay": "r2"}, "checkpoint": {"interval": 1}}
-        config["logging"]["samples_per_step"] = 16
-        config["training"]["steps"] = 2
-        path.write_text(yaml.safe_dump(config))
+        path = edit(
+            config_in(toy, tmp_path / name),
+            reward={"model": model, "weights": {"reward": 0.0}},
+            routing={"replay": "r2"},
+            checkpoint={"interval": 1},
+            logging={"samples_per_step": 16},
+            training={"steps": 2},
+        )
         if name == "stopped":  # during the rollout of step 2, after the evaluation and step 1
             (path.parent / "signal_at").write_text(str(8 + 16 + 3))
             train(path, expect=STOPPED)

@@ -18,7 +18,6 @@ from tests.e2e.resuming import TINY_MODEL, records
 from tests.pods import Pod, Pods, containers, network
 from tests.programs import ROOT, gspo, wait_until
 from tests.slurm.jobs import CALLS_PER_STEP, STEPS, Run, make_run
-from tests.vllm.environment import find_vllm_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -32,11 +31,6 @@ def manifest() -> dict[str, Any]:
 def program(words: list[str]) -> list[str]:
     assert words[0] == "gspo-megatron"
     return [sys.executable, "-m", "gspo_megatron", *words[1:]]
-
-
-@pytest.fixture
-def vllm_python() -> Path:
-    return find_vllm_python()
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from tests.e2e.conftest import write_config
 from tests.e2e.resuming import (
     assert_same_run,
     checkpoint_names,
+    copy_run,
     make_small,
     records,
     train,
@@ -65,14 +66,10 @@ def draws(run: Path) -> list[dict[str, Any]]:
 
 
 def copied(undisturbed: Path, folder: Path, *, with_run: bool = False) -> Path:
-    copy = shutil.copytree(undisturbed, folder / "copy")
+    config = copy_run(undisturbed, folder / "copy")
     if not with_run:
-        shutil.rmtree(copy / "run")
-    (copy / "calls").unlink()
-    values = yaml.safe_load((copy / "config.yaml").read_text())
-    values["logging"]["dir"] = str(copy / "run")
-    (copy / "config.yaml").write_text(yaml.safe_dump(values))
-    return copy / "config.yaml"
+        shutil.rmtree(config.parent / "run")
+    return config
 
 
 def assert_same_draws(run: Path, undisturbed: Path) -> None:

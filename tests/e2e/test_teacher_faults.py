@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.rollout.asking import PROBE
@@ -58,14 +57,14 @@ FAULTS = {
 
 def config_in(toy: Path, folder: Path) -> Path:
     folder.mkdir()
-    reward = {"retries": 1, "timeout_seconds": 5.0}
-    path = make_small(write_config(toy, folder), reward=reward, checkpoint={"interval": 10})
-    config = yaml.safe_load(path.read_text())
-    config["training"]["steps"] = STEPS
     distillation = {"url": "http://127.0.0.1:1/v1", "form": "reverse_kl_topk", "top_k": K}
-    config["objective"]["distillation"] = distillation
-    path.write_text(yaml.safe_dump(config))
-    return path
+    return make_small(
+        write_config(toy, folder),
+        reward={"retries": 1, "timeout_seconds": 5.0},
+        objective={"distillation": distillation},
+        training={"steps": STEPS},
+        checkpoint={"interval": 10},
+    )
 
 
 def train_with(

@@ -11,7 +11,6 @@ import pytest
 from tests.slurm.cluster import Cluster, why_not_isolated
 from tests.slurm.jobs import Run, make_run
 from tests.slurm.packages import Unavailable, slurm_prefix
-from tests.vllm.environment import find_vllm_python
 
 
 @pytest.hookimpl(tryfirst=True)  # before the function in tests/conftest.py
@@ -72,9 +71,3 @@ def undisturbed(shared_cluster: Cluster, tmp_path_factory: pytest.TempPathFactor
     assert job["JobState"] == "COMPLETED", shared_cluster.log(job)
     assert job["Restarts"] == "0"
     return run
-
-
-@pytest.fixture(scope="session")
-def vllm_python() -> Path:
-    """The interpreter of an environment with vLLM for CPUs."""
-    return find_vllm_python()

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from gspo_megatron import hub
 from gspo_megatron.errors import DataError
 from gspo_megatron.hub import HubName, parse_name
 from gspo_megatron.hub_splits import header_of, splits_of
-from tests.hub import TOKEN, SmallHub, small_hub, use_hub
+from tests.hub import TOKEN, SmallHub
 from tests.programs import ROOT, command_environment
 
 MODEL = "org/model"
@@ -36,14 +35,6 @@ FILES = {
     "README.md": b"# a model",
     "training_args.bin": b"a pickle",
 }
-
-
-@pytest.fixture(name="server")
-def server_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallHub]:
-    monkeypatch.chdir(tmp_path)
-    with small_hub() as found:
-        use_hub(found, tmp_path / "home", monkeypatch)
-        yield found
 
 
 def get(text: str, *, weights: bool = False, kind: hub.Kind = "model") -> Path:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from gspo_megatron.hf.files import HfFolder, checked_folder
 from tests.programs import ROOT, peak_memory, run_program
 from tests.unit.hf.preference_folder import write_score_model
 from tests.unit.hf.published import VOCABULARY, read_folder, write_model
-from tests.unit.hf.transformers_side import ask, transformers_process
+from tests.unit.hf.transformers_side import ask
 from tools.upcycle import MOE_OF, Plan, upcycle
 
 # The tolerance for fp32 logits of size 3 to 5 after four layers, because sums over experts have
@@ -42,13 +41,6 @@ VARIANTS: list[tuple[str, dict[str, Any], Plan]] = [
     ("qwen3_5_text", {}, WHOLE),
     ("qwen3_5_text", {}, Plan(experts=26, top_k=13, granularity=13)),
 ]
-
-
-@pytest.fixture(scope="module")
-def transformers_side() -> Iterator[ProcessPoolExecutor]:
-    pytest.importorskip("transformers")
-    with transformers_process() as process:
-        yield process
 
 
 @pytest.mark.parametrize(("family", "changes", "plan"), VARIANTS, ids=str)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tests.vllm.environment import find_vllm_python
+from gspo_megatron.data.toy import write_toy_dataset
 from tests.vllm.servers import Server, run_options, serve
 
 
@@ -24,9 +24,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def vllm_python() -> Path:
-    """The interpreter of an environment with vLLM for CPUs. It is made if it is missing."""
-    return find_vllm_python()
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with train.jsonl, test.jsonl and tokenizer.model."""
+    folder = tmp_path_factory.mktemp("toy")
+    write_toy_dataset(folder, "mixed", train=32, test=4, seed=1)
+    return folder
 
 
 @pytest.fixture(scope="session")

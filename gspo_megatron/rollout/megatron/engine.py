@@ -25,6 +25,7 @@ from gspo_megatron.models.attention import (
 )
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.decoding import decoding
+from gspo_megatron.platform.collectives import maxima
 from gspo_megatron.platform.groups import model_replica
 from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.megatron.rows import Responses, Rows, padded
@@ -137,11 +138,7 @@ class MegatronEngine:
     def _agreed_maxima(self, values: Sequence[int]) -> list[int]:
         """Return the maximum of each value over all ranks, if all ranks run the same number of
         passes. Otherwise return the values of this rank."""
-        if not self.lockstep:
-            return list(values)
-        agreed = torch.tensor(values, device=self.device)
-        dist.all_reduce(agreed, dist.ReduceOp.MAX)
-        return agreed.tolist()
+        return maxima(values) if self.lockstep else list(values)
 
     def _sample_tokens(
         self, hidden: Tensor | None, sampling: Sampling, uniform: Tensor

@@ -11,7 +11,6 @@ import asyncio
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ import torch.distributed as dist
 
 from gspo_megatron.environments.episode import Episode, EpisodeRunner
 from gspo_megatron.errors import EpisodeError, RewardError, UnplayableError, UserError, error_of
-from gspo_megatron.platform.collectives import all_gather_numbers, all_gather_objects
+from gspo_megatron.platform.collectives import all_gather_numbers, all_gather_objects, from_rank
 from gspo_megatron.platform.groups import model_replica
 from gspo_megatron.process.heartbeat import heard_by
 from gspo_megatron.rewards.scoring import FailedCalls, describe
@@ -40,8 +39,6 @@ from gspo_megatron.rollout.megatron.barrier import (
 )
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.types import Prompt, RolloutBatch
-
-T = TypeVar("T")
 
 
 def _seed_of_turn(seed: int, turn: int) -> int:
@@ -242,7 +239,7 @@ class MegatronRollouts:
         has_routes = bool(rounds) and rounds[0].routes is not None
         if self.replica.size() > 1:
             content = b"" if group is None else group.without_texts().save()
-            content, places = self._told((content, places))
+            content, places = from_rank((content, places), self.leader, self.replica)
             group = RolloutGroup.load(content) if group is None else group
         assert group is not None, "the leader has one"
         if not has_routes:
@@ -267,21 +264,13 @@ class MegatronRollouts:
         except UnplayableError as error:
             problem = str(error)
         if self.episodes is not None:
-            requests, problem = self._told((requests, problem))
+            requests, problem = from_rank((requests, problem), self.leader, self.replica)
         known = torch.tensor([len(requests.prompts), problem is not None], device=self.device)
         dist.all_reduce(known)
         count, problems = known.tolist()
         if problems:
             raise UnplayableError(next(filter(None, all_gather_objects(problem))))
         return requests if count else None
-
-    def _told(self, value: T) -> T:
-        """Return, on all ranks of the replica, the `value` of the leader."""
-        if self.replica.size() == 1:
-            return value
-        told = [value]
-        dist.broadcast_object_list(told, src=self.leader, group=self.replica)
-        return told[0]
 
 
 def _end(loop: asyncio.AbstractEventLoop) -> None:

@@ -238,13 +238,9 @@ class ServedRequests:
         running.file = await asyncio.to_thread(RequestFile, self.path(request.name), content)
         numbers = [request.first + n for n in range(len(request.rows))]
         missing = [number for number in numbers if number not in running.file.finished]
-        groups = [asyncio.create_task(self._group(running, number)) for number in missing]
         try:
-            await asyncio.gather(*groups)
+            await gathered(self._group(running, number) for number in missing)
         finally:
-            for group in groups:
-                group.cancel()
-            await asyncio.gather(*groups, return_exceptions=True)
             running.file.close()
 
     async def _group(self, running: RunningRequest, number: int) -> None:

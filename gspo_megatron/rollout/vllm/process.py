@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import os
 import re
@@ -23,6 +22,7 @@ from gspo_megatron.config.servers import served_rank
 from gspo_megatron.errors import RolloutError, problem
 from gspo_megatron.families.model_shape import ModelShape, delta_net_layers
 from gspo_megatron.files import make_folder
+from gspo_megatron.process import keeper
 from gspo_megatron.process.signals import signal_name
 from gspo_megatron.rollout.vllm.client import MODEL, TOKEN_VARIABLE
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_end import (
@@ -50,8 +50,6 @@ _PREFIX = re.compile(
 # The most characters in the path of a temporary folder. In a folder with a longer path, the paths
 # of sockets would be too long.
 _LONGEST = 40
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class ServerProcess:
@@ -371,5 +369,5 @@ def end_with_parent() -> None:
     it sends the signal to all processes of the job step.
     """
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    if _libc is not None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if sys.platform == "linux":
+        keeper.end_with_parent(signal.SIGTERM)

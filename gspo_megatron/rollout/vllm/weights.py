@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from gspo_megatron.errors import RolloutError, printable
+from gspo_megatron.process.coroutines import gathered
 from gspo_megatron.rollout.vllm.client import KEEP, RECOMPUTE, WAIT, ServerGone, ServerRefused
 from gspo_megatron.rollout.vllm.in_flight import split_at_update
 from gspo_megatron.rollout.vllm.server import FleetSettings, Server
@@ -57,10 +58,6 @@ class WeightChanges:
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         async with self._condition:
             await self._condition.wait_for(condition)
-
-
-async def _all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    return await asyncio.gather(*calls)
 
 
 class WeightLoader:
@@ -261,7 +258,7 @@ class WeightLoader:
             )
             for prompt, tokens in zip(check.prompts, check.tokens, strict=True)
         )
-        responses = await self._while_it_answers(server, _all_of(calls))
+        responses = await self._while_it_answers(server, gathered(calls))
         server.reports_versions = all(each.spans is not None for each in responses)
         problem = check.difference(responses)
         if server.abilities.is_extended:

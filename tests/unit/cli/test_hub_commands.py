@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +18,7 @@ from gspo_megatron.checkpoint import convert_adapters, convert_workers
 from gspo_megatron.checkpoint.convert import hf_to_megatron
 from gspo_megatron.checkpoint.run_state import CONFIG_FILE, STATE_FILE, RunState
 from gspo_megatron.data.character_tokenizer import write_character_tokenizer
-from tests.hub import TOKEN, SmallHub, files_of, small_hub, use_hub
+from tests.hub import TOKEN, SmallHub, files_of
 from tests.programs import ROOT, run_program
 from tests.unit.cli.conftest import Command
 from tests.unit.hf.published import write_model
@@ -29,14 +28,11 @@ EXPORT = ("convert", "megatron-to-hf")
 
 
 @pytest.fixture(name="server")
-def server_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallHub]:
+def server_fixture(server: SmallHub, tmp_path: Path) -> SmallHub:
     source = write_model(tmp_path / "source", "qwen3_moe", seed=4, vocab_size=300)
     write_character_tokenizer(source, ["abc"], 300)
-    monkeypatch.chdir(tmp_path)
-    with small_hub() as found:
-        use_hub(found, tmp_path / "home", monkeypatch)
-        found.add(BASE, files_of(source))
-        yield found
+    server.add(BASE, files_of(source))
+    return server
 
 
 def test_check_and_new_leave_the_weights_where_they_are(

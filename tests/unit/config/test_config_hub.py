@@ -7,7 +7,6 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from gspo_megatron.config.load import parse_config, parse_suites, to_yaml
 from gspo_megatron.config.phases import phase_configs
 from gspo_megatron.config.stages import PreferenceConfig
 from gspo_megatron.errors import ConfigError, DataError
-from tests.hub import SmallHub, small_hub, use_hub
+from tests.hub import SmallHub
 from tests.unit.hf.published import model_config
 
 MODEL, ROWS = "org/model", "org/rows"
@@ -30,15 +29,6 @@ FILES = {
     "tokenizer.model": b"pieces",
     "model.safetensors": b"weights",
 }
-
-
-@pytest.fixture(name="server")
-def server_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallHub]:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("RANK", raising=False)
-    with small_hub() as found:
-        use_hub(found, tmp_path / "home", monkeypatch)
-        yield found
 
 
 def values(**more: Any) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from tests.unit.hf.published import (
     variant_name,
     write_model,
 )
-from tests.unit.hf.transformers_side import ask, transformers_process
+from tests.unit.hf.transformers_side import ask
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -103,13 +102,6 @@ def test_there_and_back_is_bit_for_bit(tmp_path: Path, variant: Variant, dtype: 
     assert_same_bits(read_folder(tmp_path / "again"), read_folder(source))
     written = json.loads((tmp_path / "again/config.json").read_text())
     assert written == original | ADDED_KEYS.get(family, {})
-
-
-@pytest.fixture(scope="module")
-def transformers_side() -> Iterator[ProcessPoolExecutor]:
-    pytest.importorskip("transformers")
-    with transformers_process() as process:
-        yield process
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import yaml
 
 from gspo_megatron.errors import DataError
 from gspo_megatron.hf.hub import check_push, push, write_card
-from tests.hub import TOKEN, SmallHub, files_of, small_hub, use_hub
+from tests.hub import TOKEN, SmallHub, files_of
 
 CONFIG = {
     "model": {"hf_path": "org/base@v1"},
@@ -25,12 +24,9 @@ CONFIG = {
 
 
 @pytest.fixture(name="server")
-def server_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallHub]:
-    monkeypatch.chdir(tmp_path)
-    with small_hub() as found:
-        use_hub(found, tmp_path / "home", monkeypatch)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        yield found
+def server_fixture(server: SmallHub, monkeypatch: pytest.MonkeyPatch) -> SmallHub:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    return server
 
 
 @pytest.fixture(name="folder")

@@ -16,6 +16,18 @@ from gspo_megatron.rollout.asking import PROBE
 Answer = Callable[[dict[str, Any]], Any]
 
 
+def slow(_: dict[str, Any]) -> Any:
+    raise TimeoutError
+
+
+def gone(_: dict[str, Any]) -> Any:
+    raise web.HTTPServiceUnavailable(text="shutting down")
+
+
+def killed(_: dict[str, Any]) -> Any:
+    raise ConnectionAbortedError
+
+
 @contextmanager
 def model_server(
     model: dict[str, Any],

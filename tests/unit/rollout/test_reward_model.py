@@ -24,6 +24,7 @@ from gspo_megatron.rollout.reward_model import (
     ModelTexts,
 )
 from gspo_megatron.types import Sample
+from tests.unit.rollout.model_server import gone, killed, slow
 from tests.unit.rollout.reward_server import Answer, right, score_of, served
 
 TEMPLATE = (
@@ -186,18 +187,6 @@ def without(change: Callable[[list[dict[str, Any]]], Any]) -> Answer:
         return found
 
     return answer
-
-
-def gone(_: dict[str, Any]) -> Any:
-    raise web.HTTPServiceUnavailable(text="shutting down")
-
-
-def killed(_: dict[str, Any]) -> Any:
-    raise ConnectionAbortedError
-
-
-def slow(_: dict[str, Any]) -> Any:
-    raise TimeoutError
 
 
 def out_of_vocabulary(_: dict[str, Any]) -> Any:
