@@ -1,5 +1,6 @@
 """The numbers of a policy update that no gradient shows: rewards from which the divergence is
-subtracted, and metrics of a step with several updates. They are compared with loops over tokens."""
+subtracted, metrics of a step with several updates, and what the objective is given. They are
+compared with loops over tokens, and with the log-probs of the policies in question."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from gspo_megatron.batching.micro_batches import response_logprobs
 from gspo_megatron.batching.plan import MiniBatch
+from gspo_megatron.objectives import Objective
+from gspo_megatron.types import LossInputs, LossOutputs
 from tests.unit.routing.steps import LENGTHS, Step, a_step, moe_policy, updater_for
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -130,3 +133,53 @@ def test_what_is_measured_of_the_policy_that_sampled_is_of_the_first_update(
     # the engine computes in fp32
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5)
     assert len(norms) == 2 and max(norms) > 1.01 * min(norms)
+
+
+@pytest.mark.parametrize("old_logprobs", ["recompute", "rollout"])
+def test_an_update_learns_from_the_log_probs_of_each_policy(
+    monkeypatch: pytest.MonkeyPatch, old_logprobs: str
+) -> None:
+    """In a run of two steps: the old policy is that of the step's beginning or of the rollout, and
+    the reference is always the policy before the first step."""
+    objective = {"name": "dapo", "kl": "k2", "kl_coefficient": 0.3, "old_logprobs": old_logprobs}
+    updater, mask = updater_for(moe_policy(), {}, objective), random_mask()
+    seen: list[LossInputs] = []
+    native, advantages = type(updater.objective).__call__, torch.linspace(-1, 1, len(LENGTHS))
+
+    def watched(objective: Objective, inputs: LossInputs) -> LossOutputs:
+        seen.append(inputs)
+        return native(objective, inputs)
+
+    monkeypatch.setattr(type(updater.objective), "__call__", watched)
+    counts, starts = torch.tensor([int(own.sum()) for own in mask.split(RESPONSES)]), []
+    for _ in range(2):
+        step = step_of(mask)
+        mini_batches = updater.build_micro_batches(step.plans, step.sequences, step.index)
+        everything, rollout = [*chain(*mini_batches)], step.sequences.rollout_logprobs
+        starts.append([own for own, _ in response_logprobs(updater.policy, everything)])
+        updater.compute_old_logprobs(mini_batches)
+        for plan, batches in zip(step.plans, mini_batches, strict=True):
+            now = response_logprobs(updater.policy, batches)
+            updater.train(plan, batches, advantages)
+            for inputs, batch, (logprobs, entropies) in zip(seen, batches, now, strict=True):
+                number = next(n for n, each in enumerate(everything) if each is batch)
+                members, rows = torch.tensor(batch.packed.members), batch.packed.response_index
+                old = rollout[rows] if old_logprobs == "rollout" else starts[-1][number]
+                assert inputs.reference_logprobs is not None and inputs.entropy is not None
+                assert inputs.rollout_logprobs is not None
+                for found, expected in (
+                    (inputs.logprobs, logprobs),
+                    (inputs.entropy, entropies),
+                    (inputs.old_logprobs, old),
+                    (inputs.reference_logprobs, starts[0][number]),
+                    (inputs.rollout_logprobs, rollout[rows]),
+                    (inputs.mask, mask[rows]),
+                    (inputs.advantages, advantages[members]),
+                    (inputs.sequence_lengths, counts[members].float()),
+                ):
+                    torch.testing.assert_close(found.detach(), expected, rtol=0, atol=1e-5)
+                total = inputs.global_num_sequences, inputs.global_num_tokens
+                assert total == (plan.num_sequences, plan.num_response_tokens)
+            seen.clear()
+    for later, first in zip(starts[1], starts[0], strict=True):
+        assert float((later - first).abs().max()) > 1e-2
