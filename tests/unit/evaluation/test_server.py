@@ -104,6 +104,8 @@ def suite(tmp_path: Path) -> Path:
             "reward": {"name": "math"},
             "samples": 4,
             "max_response_tokens": 9,
+            "temperature": 0.6,
+            "top_p": 0.9,
         }
     }
     path.write_text(yaml.safe_dump(suites))
@@ -123,6 +125,7 @@ def test_a_server_is_evaluated(
     assert len(chat.requests) == 8
     for given in chat.requests:
         assert (given["model"], given["max_tokens"]) == ("tiny", 9)
+        assert (given["temperature"], given["top_p"]) == (0.6, 0.9)
         assert given["key"] == "Bearer secret" and "top_k" not in given
     texts = {given["messages"][0]["content"] for given in chat.requests}
     assert texts == {rf"What is {q}? Write \boxed{{}} and {{x}}." for q in ("6 * 7", "1 / 2")}

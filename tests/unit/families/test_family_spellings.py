@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING
 
 from gspo_megatron.errors import ConfigError
 from gspo_megatron.families import FAMILIES, describe
+from gspo_megatron.families.family import REQUIRED
 from gspo_megatron.families.model_shape import shape_of
 from tests.unit.hf.published import CONFIGS
 
@@ -147,3 +148,26 @@ def test_settings_with_two_values_are_refused_by_name(changes: dict[str, Any], n
     with pytest.raises(ConfigError) as error:
         describe(BARE["qwen3_moe"] | {"num_experts": 8, "num_key_value_heads": 2} | changes)
     assert any(named in line for line in error.value.problems)
+
+
+@pytest.mark.parametrize(("name", "prefix"), [("deepseek_v3", ""), ("gpt_oss", "yarn_")])
+def test_yarn_without_its_bounds_has_those_of_the_paper(name: str, prefix: str) -> None:
+    """In section 3.2 of arXiv 2309.00071, alpha is 1 and beta is 32. transformers takes them, too,
+    if config.json has neither."""
+    megatron = shape_of(describe(CONFIGS[name] | {"rope_scaling": YARN})).megatron
+    keys = ("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+    assert [megatron[prefix + key] for key in keys] == [4.0, 16, 32.0, 1.0]
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name in CONFIG_MAPPING])
+def test_keys_that_are_missing_have_the_values_of_transformers(name: str) -> None:
+    """The file that transformers writes for the family's usual model has all keys. Without those
+    that may be missing, it describes the same model."""
+    theirs = CONFIG_MAPPING[name]()
+    full = json.loads(json.dumps(theirs.to_dict()))
+    needed = [entry.hf for entry in FAMILIES[name].fields if entry.default is REQUIRED]
+    bare = {key: getattr(theirs, key) for key in ("model_type", "vocab_size", *needed)}
+    assert len(bare) < len(full) / 2
+    ours, expected = shape_of(describe(bare)), shape_of(describe(full))
+    assert dict(ours.megatron) == dict(expected.megatron)
+    assert ours == expected

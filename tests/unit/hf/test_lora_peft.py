@@ -205,7 +205,9 @@ def test_experts_in_one_tensor_leave_as_pefts_parameters(
     """The adapter is also merged in two ways: from the shards of the policy, and block by block
     from the files of the base."""
     base = write_model(tmp_path / "base", family, seed=3)
-    lora = LoraSection(rank=RANK, alpha=float(ALPHA), targets=["all"])
+    use_rslora = family == "gpt_oss"
+    alpha = ALPHA / RANK**0.5 if use_rslora else float(ALPHA)  # the same scale for both
+    lora = LoraSection(rank=RANK, alpha=alpha, use_rslora=use_rslora, targets=["all"])
     policy = policy_of(with_lora(config_of(base), **lora.model_dump()))
     before = logits_of(policy, IDS)
     with torch.no_grad():

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.batching.micro_batches import MicroBatchBuilder, run_chunk
-from gspo_megatron.models.build import Policy
+from gspo_megatron.config import resolve_parallel
+from gspo_megatron.models.build import Policy, build_policy
 from gspo_megatron.models.delta_net import CachedDeltaNet
 from gspo_megatron.models.delta_rule import CHUNK, delta_rule, delta_step, normalized
 from gspo_megatron.models.optimizer import Schedule, build_trainer
@@ -125,6 +126,16 @@ def test_decoding_continues_what_whole_sequences_give(folder: Path) -> None:
         logits = logits_of(policy, prompt + tokens)[len(prompt) - 1 : -1]
         expected = logits.log_softmax(-1)[range(8), tokens]
         torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_new_decays_are_logarithms_of_numbers_from_1_to_16(folder: Path) -> None:
+    config = config_of(folder)
+    policy = build_policy(config, resolve_parallel(config, 1), VOCABULARY)
+    nets = [m for m in policy.models[0].modules() if isinstance(m, CachedDeltaNet)]
+    numbers = torch.cat([net.A_log.detach() for net in nets]).exp()
+    assert numbers.min() > 1 and numbers.max() < 16 and len(numbers.unique()) == 3 * 6
+    # the mean of 18 uniform numbers has a standard error of 1.02
+    assert float(numbers.mean()) == pytest.approx(8.5, abs=4)
 
 
 def test_the_decay_is_fp32_in_a_bf16_model_and_trained_so(folder: Path) -> None:

@@ -145,3 +145,20 @@ def test_bf16_weights_are_the_fp32_ones_rounded() -> None:
     rounded = tiny_policy(training={"precision": "bf16"})
     for name, value in values_of(rounded).items():
         assert torch.equal(value, full[name].bfloat16().float()), name
+
+
+def test_adapters_begin_as_pefts_do() -> None:
+    """A is uniform between ±1 / sqrt(columns). B is zero, so the adapter changes nothing."""
+    values = values_of(tiny_policy(model={"lora": {"rank": 16}}))
+    adapters = {name: value for name, value in values.items() if ".lora." in name}
+    first = [value for name, value in adapters.items() if name.split("[")[0].endswith(".a")]
+    assert 0 < len(first) == len(adapters) / 2
+    for name, value in adapters.items():
+        if name.split("[")[0].endswith(".b"):
+            assert not value.any(), name
+            continue
+        bound, count = value.shape[1] ** -0.5, value.numel()
+        assert float(value.abs().max()) <= bound, name
+        # five standard errors
+        assert abs(float(value.mean())) < 5 * bound / math.sqrt(3 * count), name
+        assert float(value.std()) == pytest.approx(bound / math.sqrt(3), rel=5 / count**0.5), name

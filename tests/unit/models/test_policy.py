@@ -62,6 +62,29 @@ def test_packed_logprobs_are_those_of_each_sequence_alone(
     torch.testing.assert_close(entropies.double(), torch.cat(expected_entropies), **kind)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_candidates_are_the_most_probable_tokens_at_the_temperature(
+    policy: Policy, temperature: float
+) -> None:
+    """A teacher finds the candidates. The policy computes the log-probs of the same tokens."""
+    model, generator = policy.models[0], torch.Generator().manual_seed(4)
+    hidden, others = torch.randn(2, 11, 1, 64, generator=generator)
+    labels = HeadInputs(torch.arange(11), torch.arange(11) * 5 % VOCABULARY, temperature, top_k=3)
+    with torch.no_grad():
+        for states in (hidden, others):
+            _, _, is_greedy, *buckets = model.compute_language_model_loss(labels, states)
+            labels.top_k = 0  # the second pass gets the candidates of the first one
+            rows = (model.next_token_logits(states[:, 0]).double() / temperature).log_softmax(-1)
+            if states is hidden:
+                assert torch.equal(labels.candidates, rows.topk(3).indices)
+            best = labels.candidates
+            rest = rows.exp().scatter(1, best, 0.0).sum(1, keepdim=True).log()
+            expected = torch.cat([rows.gather(1, best), rest], 1)
+            found = torch.stack(buckets, 1).double()
+            torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+            assert torch.equal(is_greedy.bool(), rows.argmax(1) == best[:, 0])
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_logits_of_a_bf16_policy_are_not_rounded_to_bf16(tied: bool) -> None:
     low = tiny_policy(

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from gspo_megatron.data.selection import identity
 from gspo_megatron.environments.episode import EpisodeLimits, EpisodeRunner
 from gspo_megatron.rl.rollouts import DynamicSampling
 from gspo_megatron.rollout.engine import Requests, Sampling
@@ -23,6 +24,7 @@ from tests.unit.rl.test_rollouts import (
     Tokenizer,
     collector,
     drawn_by,
+    failing_for,
 )
 
 YES, NO = True, False
@@ -117,3 +119,30 @@ def test_a_request_whose_episodes_all_fail_is_made_up_for() -> None:
     experience = drawn_by(found, OfOneToken(*range(PROMPTS)))
     assert experience.batch.group_index.tolist() == [3, 3, 4, 4, 5, 5]
     assert experience.batch.routes is not None and experience.batch.routes.shape[1:] == (2, 1)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("sections", "solved"),
+    [
+        ({"evaluation": {"correct_at": 0.375}}, [0, 2, 0]),
+        ({"evaluation": {"correct_at": 0.38}}, [0, 1, 0]),
+        (
+            {
+                "evaluation": {"correct_at": 0.375},
+                "data": {"tokenizer": "t", "selection": {"correct_at": 0.25}},
+            },
+            [0, 2, 1],
+        ),
+    ],
+)
+def test_what_came_of_each_prompt(sections: dict[str, Any], solved: list[int]) -> None:
+    """The responses to a prompt have 1 and 2 tokens, 3 and 4, and 1 and 2. The reward is an eighth
+    of the length. It fails for the second response to the first prompt, which has a length, but no
+    part in the other figures."""
+    found = collector(failing_for(0, since=1), reward=DROPPING, **sections)
+    draws = drawn_by(found, Prompts()).draws
+    told = [(each["responses"], each["reward"], each["length"], each["spread"]) for each in draws]
+    assert told == [(1, 1 / 8, 1.5, False), (2, 3.5 / 8, 3.5, True), (2, 1.5 / 8, 1.5, True)]
+    assert [each["solved"] for each in draws] == solved
+    assert [each["prompt"] for each in draws] == [identity(Prompts()[n]) for n in range(PROMPTS)]

@@ -15,12 +15,15 @@ import pytest
 import torch
 
 from gspo_megatron.config import Config, parse_config
+from gspo_megatron.config.schema import suite_key
 from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.errors import DataError, RewardError, RolloutError, UserError
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rewards.scoring import FailedCalls
 from gspo_megatron.rl import loop as loop_module
-from gspo_megatron.rl.loop import NOISE_WARNING, ReinforcementLoop
+from gspo_megatron.rl.evaluation import Suites
+from gspo_megatron.rl.loop import NOISE_WARNING, PhaseTimer, ReinforcementLoop
+from gspo_megatron.rollout.engine import Sampling
 from gspo_megatron.rollout.episodes import GroupScorer
 from gspo_megatron.rollout.megatron import rollouts
 from gspo_megatron.rollout.megatron.rollouts import MegatronRollouts
@@ -59,6 +62,25 @@ def test_runs_of_neighbouring_seeds_share_no_draw() -> None:
 def test_a_draw_may_be_of_weights_as_old_as_is_configured(ahead: int, versions: list[int]) -> None:
     loop = a_loop(config_of(rollout={"max_staleness": ahead}))
     assert [loop._request(step).version for step in (1, 2, 3, 4)] == versions
+
+
+def test_a_step_and_a_suite_sample_as_each_of_them_is_configured() -> None:
+    common = {"max_tokens": 11, "stop": ("x",)}
+    of_step = {"temperature": 0.7, "top_p": 0.9, "top_k": 5}
+    of_suite = {"temperature": 0.4, "top_p": 0.8, "top_k": 3}
+    suite = {"prompts": "p", "samples": 6, **of_suite}
+    config = config_of(
+        rollout={"max_response_tokens": 11, "stop": ["x"], **of_step},
+        evaluation={"suites": {"s": suite, "long": suite | {"max_response_tokens": 12}}},
+    )
+    assert a_loop(config)._request(2).sampling == Sampling(**common, **of_step)
+    suites = object.__new__(Suites)
+    prompts = {suite_key(name): [None] * 4 for name in ("s", "long")}
+    vars(suites).update(config=config, collector=SimpleNamespace(prompts=prompts))
+    request = suites._request("s", 2)
+    assert request.sampling == Sampling(**common, **of_suite)
+    assert (request.rows, request.per_prompt, request.version) == ([0, 1, 2, 3], 6, 2)
+    assert suites._request("long", 2).sampling.max_tokens == 12
 
 
 # Failures between two steps
@@ -260,6 +282,33 @@ def test_a_step_that_is_evaluated_in_a_second_attempt_is_saved_again() -> None:
     assert ended(4, {"loss": 1.0}) == ([(4, True), (5, False)], None)
     assert ended(4, None) == ([(4, False), (5, False)], None)
     assert ended(8, None) == ([(8, False), (9, True)], None)
+
+
+# The speed of a step
+
+
+@pytest.mark.parametrize(
+    ("has_servers", "rollout", "idle"), [(True, 2.0, 0.25), (True, 20.0, 1.0), (False, 2.0, None)]
+)
+def test_the_speed_of_a_step_is_that_of_the_sampled_tokens(
+    monkeypatch: pytest.MonkeyPatch, has_servers: bool, rollout: float, idle: float | None
+) -> None:
+    clock = iter([100.0, 101.0, 104.0, 108.0])  # the start, the phase from 101 to 104, the end
+    monkeypatch.setattr(loop_module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    timer = PhaseTimer(torch.device("cpu"))
+    with timer("train"):
+        pass
+    experience: Any = SimpleNamespace(rollout_seconds=rollout, reward_seconds=0.5, num_tokens=400)
+    found = timer.step_metrics(experience, has_servers)
+    assert found.pop("perf/peak_memory_bytes") > 0
+    idles = {} if idle is None else {"perf/trainer_idle_share": idle}
+    assert found == idles | {
+        "perf/step_seconds": 8.0,
+        "perf/rollout_seconds": rollout,
+        "perf/reward_seconds": 0.5,
+        "perf/train_seconds": 3.0,
+        "perf/tokens_per_second": 400 / 8,
+    }
 
 
 # Scoring on several ranks

@@ -18,6 +18,7 @@ from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.errors import RewardError
 from gspo_megatron.rewards.moments import RunningMoments
 from gspo_megatron.rewards.registry import Reward
+from gspo_megatron.rl import reward_model
 from gspo_megatron.rl.rollouts import Experience
 from gspo_megatron.rollout.asking import PROBE
 from gspo_megatron.rollout.episodes import GroupScorer
@@ -62,15 +63,20 @@ def learnt(
     return drawn_by(found, Prompts())
 
 
-def raw(folder: Path, step: Experience) -> np.ndarray:
-    """The raw scores of the responses of a step, [num_sequences]."""
-    tokenizer, scores = load_tokenizer(folder), []
+def conversations(folder: Path, step: Experience) -> list[list[int]]:
+    """The tokens of each prompt with its response."""
+    tokenizer, found = load_tokenizer(folder), []
     for row, sample in enumerate(step.group.sample_index.tolist()):
         number = int(step.group.group_index[row])
         length = sample % 4 + 1 - (sample % 4 < 3)  # the tokens without the end-of-sequence token
         text = f"prompt {number}" + chr(65 + sample) * length
-        scores.append(score_of([*tokenizer.encode(text), tokenizer.eos_id]))
-    return np.array(scores)
+        found.append([*tokenizer.encode(text), tokenizer.eos_id])
+    return found
+
+
+def raw(folder: Path, step: Experience) -> np.ndarray:
+    """The raw scores of the responses of a step, [num_sequences]."""
+    return np.array([score_of(ids) for ids in conversations(folder, step)])
 
 
 def own(step: Experience) -> np.ndarray:
@@ -90,6 +96,35 @@ def test_the_reward_has_a_part_of_the_model_with_its_weight(folder: Path, url: s
     assert step.metrics["reward_model/mean"] == pytest.approx(scores.mean())
     assert step.metrics["reward_model/std"] == pytest.approx(scores.std())
     assert "reward/shaped_mean" not in step.metrics
+
+
+def test_a_long_conversation_loses_its_first_tokens_and_is_counted(folder: Path, url: str) -> None:
+    longest = 10
+    model = {"url": url, "tokenizer": str(folder), "max_tokens": longest}
+    step = learnt(folder, url, lambda sample: 0.0, name="reward_model", model=model)
+    whole = conversations(folder, step)
+    kept = [ids[-longest:] for ids in whole]
+    assert step.group.rewards.tolist() == pytest.approx([score_of(ids) for ids in kept])
+    cut = sum(len(ids) > longest for ids in whole)
+    assert 0 < cut < len(whole)
+    tokens, metrics = sum(map(len, kept)), step.metrics
+    assert metrics["reward_model/cut"] == pytest.approx(cut / len(whole))
+    assert metrics["reward_model/tokens"] == pytest.approx(tokens / len(whole))
+    seconds = metrics["perf/reward_model_seconds"]
+    assert metrics["perf/reward_model_scores_per_second"] * seconds == pytest.approx(len(whole))
+    assert metrics["perf/reward_model_tokens_per_second"] * seconds == pytest.approx(tokens)
+
+
+def test_repeated_words_are_measured_without_a_penalty(
+    folder: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The responses of these tests are single words. So their share of repeated words is made up
+    here."""
+    monkeypatch.setattr(reward_model, "repeated_share", lambda text, size: size * len(text) / 100)
+    step = learnt(folder, url, repetition_words=7)
+    characters = step.group.response_lengths - ~step.group.truncated
+    assert step.metrics["response/repeated"] == pytest.approx(7 * characters.mean() / 100)
+    assert step.group.shaped.tolist() == pytest.approx((own(step) + raw(folder, step)).tolist())
 
 
 def test_alone_it_is_the_whole_reward(folder: Path, url: str) -> None:

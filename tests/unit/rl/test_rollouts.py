@@ -56,6 +56,7 @@ class Engine:
         self.samples: list[int] = []
         self.noise: list[bool] = []
         self.seeds: list[int] = []
+        self.sampling = SAMPLING
 
     def generate(self, requests: Requests, sampling: Sampling, seed: int) -> RolloutBatch:
         per_prompt = requests.responses_per_prompt
@@ -63,6 +64,7 @@ class Engine:
         self.samples += samples
         self.noise.append(requests.router_noise)
         self.seeds.append(seed)
+        self.sampling = sampling
         prompts = [p for p in requests.prompts for _ in range(per_prompt)]
         responses = []
         for sample in samples:
@@ -408,6 +410,7 @@ def test_a_held_out_response_is_correct_from_a_reward_on() -> None:
     found = collector(evaluation={"correct_at": 0.25})
     metrics, responses = evaluated(found)
     assert metrics == {"evaluation/reward": 0.25, **accuracy_of(2 / 3, 3)}
+    assert found.source.engine.sampling == Sampling(LONGEST, temperature=0.0)  # greedy
     told = [(r["prompt"], r["response"], r["reward"], r["correct"]) for r in responses]
     assert told == [
         ("prompt 0", "", 0.125, False),

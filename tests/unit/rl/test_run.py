@@ -79,12 +79,18 @@ def test_the_schedule_counts_updates_and_responses_end_at_all_end_tokens_and_sto
 
 @pytest.mark.parametrize("share", [None, False])
 def test_a_step_computes_each_prompt_once(tmp_path: Path, share: bool | None) -> None:
+    """Trainer and engine compute with one temperature, so their log-probs agree."""
     folder = make_tokenizer(tmp_path / "tokenizer")
     prompts = write_jsonl(tmp_path / "prompts.jsonl", ["kalo kalo", "mino kalo mino"], "prompt")
     config = tiny_config(
         data={"tokenizer": str(folder), "prompts": str(prompts), "answer_field": None},
         logging={"dir": str(tmp_path / "run")},
-        rollout={"prompts_per_step": 2, "group_size": 4, "max_response_tokens": 5},
+        rollout={
+            "prompts_per_step": 2,
+            "group_size": 4,
+            "max_response_tokens": 5,
+            "temperature": 0.5,
+        },
         objective={"mini_batches": 1},
         training={"steps": 1, "share_prompts": share},
     )
@@ -93,10 +99,11 @@ def test_a_step_computes_each_prompt_once(tmp_path: Path, share: bool | None) ->
         run = assemble(config, read_inputs(config), reward, build_objective(config.objective, 5))
         loop = ReinforcementLoop(run)
         with patch.object(run.builder, "build", wraps=run.builder.build) as build:
-            loop.step(1)
+            metrics = loop.step(1)
         run.logger.close()
     finally:
         stop_processes()
+    assert metrics["mismatch/max"] < 1e-5  # rounding in fp32
     (call,) = build.call_args_list
     members, tokens = call.args[:2]
     packed = run.builder.build(*call.args).packed

@@ -16,6 +16,7 @@ import torch
 from gspo_megatron.observe.collapse import CollapseWatch
 from gspo_megatron.process.heartbeat import heard_by
 from gspo_megatron.rewards.registry import Reward
+from gspo_megatron.rl import served_rollouts
 from gspo_megatron.rl.loop import update_policy
 from gspo_megatron.rl.rollout_metrics import RolloutMetrics
 from gspo_megatron.rl.run import collector_of
@@ -257,3 +258,35 @@ def test_servers_that_restart_are_a_sign_of_life(
 def test_tokens_of_weights_older_than_the_draw_may_have_are_refused(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="outside of versions 4 to 7"):
         read(tmp_path, [[Row("pR", "4")] * 2] * 2, episodes=False)
+
+
+@pytest.mark.parametrize(("ahead", "seconds"), [(0, 4.0), (AHEAD, 12.0)])
+def test_the_speed_of_servers_is_that_of_the_time_in_which_they_generated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int, seconds: float
+) -> None:
+    """Servers that generate ahead have worked since the last update, 12 seconds ago. Others have
+    worked only while the ranks waited, which took 4 seconds."""
+    groups = [[Row("pRRR", "000", lost=(0, 2)), Row("ppR", "0")]] * 2
+    *_, found = read(tmp_path, groups, episodes=False, routes=True)
+    rollout = {"engine": "vllm", "max_staleness": ahead, "vllm": {"servers": 1}}
+    figures = {"kv_usage": 0.25, "restarts": 2.0, "resubmitted": 3.0}
+    times = {"began": 0.0, "time": 16.0, "busy_seconds": 4.0, "working_seconds": 12.0}
+    source: Any = found
+    source.config = tiny_config(rollout=rollout)
+    source.service = SimpleNamespace(figures=lambda: figures | times)
+    source.sync = SimpleNamespace(send_weights=lambda version: {"sync/version": version})
+    source.updated, now = 100.0, iter([112.0, 113.0])
+    monkeypatch.setattr(served_rollouts, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    source.counted.update(tokens=300.0, seconds=4.0)
+    assert source.take_weights(VERSION) == {
+        "sync/version": VERSION,
+        "engine/tokens_per_second": 300 / seconds,
+        "engine/kv_usage": 0.25,
+        "engine/restarts": 2.0,
+        "rollout/resubmitted": 3.0,
+        "engine/busy_share": 4 / 16,
+        "perf/engines_idle_share": 1 - 12 / 16,
+        "replay/missing_rows": 4 / 10,
+    }
+    again = source.take_weights(VERSION)  # nothing was generated since then
+    assert again["engine/tokens_per_second"] == 0 and "replay/missing_rows" not in again

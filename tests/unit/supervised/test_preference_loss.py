@@ -3,10 +3,13 @@ RewardTrainer."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +17,17 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.config import resolve_parallel
+from gspo_megatron.config.stages import PreferenceSection
 from gspo_megatron.data.preferences import Preference, PreferenceCounts, PreferenceData
 from gspo_megatron.families.weight_map import weight_map
 from gspo_megatron.hf.load import load_hf
 from gspo_megatron.models.build import build_policy
 from gspo_megatron.models.optimizer import Schedule, build_trainer, zero_gradients
-from gspo_megatron.supervised.preferences import PreferenceBatches, PreferenceUpdater
+from gspo_megatron.supervised.preferences import (
+    PreferenceBatches,
+    PreferenceUpdater,
+    ScoredRows,
+)
 from gspo_megatron.verify.parity import gather_gradients
 from tests.unit.hf.preference_folder import write_score_model
 from tests.unit.hf.published import VOCABULARY
@@ -129,3 +137,47 @@ def test_it_is_the_step_of_trl(other: ProcessPoolExecutor, tmp_path: Path) -> No
     groups = groups_of(2, most_rejected=1)
     expected = other.submit(trl_step, folder, groups, 0.01, tmp_path / "trl").result()
     assert_same_step(our_step(folder, groups, 0.01, "fp32"), expected, 1e-4)
+
+
+def figures_of(
+    section: PreferenceSection, scores: Tensor, rows: ScoredRows
+) -> tuple[float, dict[str, float]]:
+    """The loss of a batch of nine preferences, and its figures."""
+    updater: Any = SimpleNamespace(section=section)
+    total, means = PreferenceUpdater._loss(updater, scores, rows, count=9)
+    return float(total), {name: float(a / b) for name, (a, b) in means.items()}
+
+
+def test_the_figures_of_an_update_are_means_over_prompts() -> None:
+    """The scores of a micro-batch with three prompts. In one pair the scores are equal, and in one
+    the rejected response is better."""
+    scores = torch.tensor([1.5, 0.25, 1.5, 2.0, -0.5, 3.0, -1.0, 0.5], dtype=torch.float64)
+    pairs = [(0, 1, 0.1, 1 / 2), (0, 2, 0.2, 1 / 2), (3, 4, 0.3, 1 / 2), (3, 5, 0.4, 1 / 2)]
+    pairs += [(6, 7, 0.5, 1.0)]
+    chosen, rejected, margins, weights = (torch.tensor(each) for each in zip(*pairs, strict=True))
+    rows = ScoredRows(chosen, rejected, margins.double(), weights.double())
+    loss, found = figures_of(PreferenceSection(center_coefficient=0.05), scores, rows)
+    expected = dict.fromkeys(("accuracy", "difference", "chosen", "rejected", "loss"), 0.0)
+    for first, second, margin, weight in pairs:
+        one, other = float(scores[first]), float(scores[second])
+        share = weight / 3
+        expected["accuracy"] += share * (1.0 if one > other else 0.5 * (one == other))
+        expected["difference"] += share * (one - other)
+        expected["chosen"] += share * one
+        expected["rejected"] += share * other
+        expected["loss"] += share * math.log1p(math.exp(margin - (one - other)))
+        expected["loss"] += share * 0.05 * (one + other) ** 2
+    assert loss == pytest.approx(expected["loss"] * 3 / 9, rel=1e-6)
+    mean = expected.pop("loss")
+    named = {f"preference/{name}": value for name, value in expected.items()} | {"loss": mean}
+    assert found == pytest.approx(named, rel=1e-6)
+
+
+def test_the_figures_of_ratings_are_means_over_responses() -> None:
+    scores = torch.tensor([1.5, 0.25, -1.0], dtype=torch.float64)
+    ratings, nothing = torch.tensor([1.0, 0.5, 1.0], dtype=torch.float64), torch.zeros(0)
+    rows = ScoredRows(nothing.long(), nothing.long(), ratings, nothing.double())
+    loss, found = figures_of(PreferenceSection(loss="regression"), scores, rows)
+    squares = 0.5**2 + 0.25**2 + 2.0**2
+    assert loss == pytest.approx(squares / 9)
+    assert found == pytest.approx({"preference/score": 0.25, "loss": squares / 3})

@@ -83,6 +83,18 @@ def reference(model: PreTrainedModel, examples: Sequence[Example]) -> tuple[floa
     return float(loss.detach()), float(torch.stack(norms).norm())
 
 
+def mean_entropy(model: PreTrainedModel, examples: Sequence[Example]) -> float:
+    """The mean entropy of the distributions of all learned tokens, by transformers alone."""
+    found: list[float] = []
+    for example in examples:
+        ids = torch.from_numpy(example.token_ids.astype(np.int64))
+        with torch.no_grad():
+            logits = model(input_ids=ids[None]).logits[0, :-1].double()
+        entropies = torch.distributions.Categorical(logits=logits).entropy()
+        found += entropies[torch.from_numpy(example.loss_mask[1:])].tolist()
+    return sum(found) / len(found)
+
+
 def ours(
     folder: Path, examples: Sequence[Example], **training: object
 ) -> tuple[dict[str, float], dict[str, float]]:
@@ -112,6 +124,8 @@ def test_the_loss_is_transformers(theirs: Theirs, seed: int, packing: bool, budg
     assert evaluated["evaluation/loss"] == pytest.approx(loss, abs=1e-5)
     assert evaluated["evaluation/logprob"] == -evaluated["evaluation/loss"]
     assert updated["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    entropy = mean_entropy(model, examples)
+    assert updated["policy/entropy"] == pytest.approx(entropy, abs=1e-5)
 
 
 def test_a_mask_that_slips_by_one_token_shows(theirs: Theirs) -> None:

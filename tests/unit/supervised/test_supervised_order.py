@@ -75,6 +75,14 @@ def test_without_epochs_and_steps_every_example_is_learned_once(policy: Policy, 
     assert Counter(found) == dict.fromkeys(range(size), 1)
 
 
+def test_a_batch_counts_its_tokens_and_those_that_are_learned(policy: Policy) -> None:
+    """Each example has two tokens. The last batch has only one example."""
+    batches = fine_tuning(policy, 7, epochs=1)
+    counts = [batches.next().counts() for _ in range(2)]
+    names = ("batch/tokens", "batch/learned_tokens")
+    assert counts == [dict(zip(names, each)) for each in ((12, 6), (2, 1))]
+
+
 @pytest.mark.parametrize("stop", [1, 3, 5, 6])
 def test_a_resumed_run_learns_what_is_left(policy: Policy, stop: int) -> None:
     whole = learned(fine_tuning(policy, 17, epochs=2), 6)
