@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -66,10 +67,27 @@ def make_small(config_file: Path, **sections: dict[str, Any]) -> Path:
     # notices if the optimizer loses its moments, or if the schedule begins again.
     config["optimizer"] = {"learning_rate": 3e-3, "warmup_steps": 3}
     config["checkpoint"] = {"interval": 1}
+    config_file.write_text(yaml.safe_dump(config))
+    return edit(config_file, **sections)
+
+
+def edit(config_file: Path, **sections: dict[str, Any]) -> Path:
+    """Change keys in sections of a configuration file."""
+    config = yaml.safe_load(config_file.read_text())
     for section, values in sections.items():
         config[section] = {**config.get(section, {}), **values}
     config_file.write_text(yaml.safe_dump(config))
     return config_file
+
+
+def copied(finished: Path, folder: Path, *, with_run: bool = False) -> Path:
+    """Copy the folder of a configuration file and of its run. The configuration of the copy names
+    the copied run, or without `with_run` the folder of a new run. Returns its file."""
+    copy = shutil.copytree(finished, folder / "copy")
+    if not with_run:
+        shutil.rmtree(copy / "run")
+    (copy / "calls").unlink()
+    return edit(copy / "config.yaml", logging={"dir": str(copy / "run")})
 
 
 def environment(config_file: Path) -> dict[str, str]:

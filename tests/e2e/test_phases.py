@@ -15,6 +15,8 @@ from tests.e2e.conftest import write_config
 from tests.e2e.resuming import (
     assert_same_run,
     checkpoint_names,
+    copied,
+    edit,
     environment,
     make_small,
     records,
@@ -46,13 +48,6 @@ def a_run(toy: Path, folder: Path, phases: list[Any], **training: Any) -> Path:
         training={"steps": 6, "evaluation_interval": 2, "phases": phases, **training},
         checkpoint={"interval": 4, "keep_last": None},
     )
-
-
-def edit(config: Path, **sections: dict[str, Any]) -> None:
-    values = yaml.safe_load(config.read_text())
-    for section, changed in sections.items():
-        values[section] = {**values.get(section, {}), **changed}
-    config.write_text(yaml.safe_dump(values))
 
 
 @pytest.fixture(scope="module")
@@ -112,15 +107,6 @@ def test_a_change_after_a_stop_in_a_rollout_skips_no_prompts(toy: Path, tmp_path
         edit(config, rollout={"max_response_tokens": 9})
         train(config, "--change")
     assert_same_run(stopped.parent / "run", whole.parent / "run", "rl_00000004")
-
-
-def copied(campaign: Path, folder: Path) -> Path:
-    """A copy of the campaign's configuration, for a run in another folder."""
-    copy = shutil.copytree(campaign, folder / "copy")
-    shutil.rmtree(copy / "run")
-    (copy / "calls").unlink()
-    edit(copy / "config.yaml", logging={"dir": str(copy / "run")})
-    return copy / "config.yaml"
 
 
 def test_a_campaign_that_is_stopped_goes_on(campaign: Path, tmp_path: Path) -> None:

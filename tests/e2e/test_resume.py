@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -23,6 +22,7 @@ from tests.e2e.resuming import (
     assert_same_run,
     checkpoint_names,
     command,
+    copied,
     environment,
     flip_a_bit,
     make_small,
@@ -54,13 +54,7 @@ def base(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def again(base: Path, tmp_path: Path) -> Path:
     """A copy of the configuration `base` and of its run. A test may damage the copy."""
-    shutil.copytree(base.parent, tmp_path / "again")
-    path = tmp_path / "again" / "config.yaml"
-    config = yaml.safe_load(path.read_text())
-    config["logging"]["dir"] = str(path.parent / "run")
-    path.write_text(yaml.safe_dump(config))
-    (path.parent / "calls").unlink()
-    return path
+    return copied(base.parent, tmp_path, with_run=True)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from tests.e2e.conftest import write_config
 from tests.e2e.resuming import (
     assert_same_run,
     checkpoint_names,
+    copied,
     make_small,
     records,
     train,
@@ -62,17 +63,6 @@ def undisturbed(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def draws(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "draws.jsonl").open()]
-
-
-def copied(undisturbed: Path, folder: Path, *, with_run: bool = False) -> Path:
-    copy = shutil.copytree(undisturbed, folder / "copy")
-    if not with_run:
-        shutil.rmtree(copy / "run")
-    (copy / "calls").unlink()
-    values = yaml.safe_load((copy / "config.yaml").read_text())
-    values["logging"]["dir"] = str(copy / "run")
-    (copy / "config.yaml").write_text(yaml.safe_dump(values))
-    return copy / "config.yaml"
 
 
 def assert_same_draws(run: Path, undisturbed: Path) -> None:
