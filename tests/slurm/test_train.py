@@ -188,6 +188,7 @@ def test_a_job_that_never_gets_further_gives_up(cluster: Cluster, tmp_path: Path
     assert cluster.restarts(number) == 1
 
 
+@pytest.mark.full  # test_servers has such nodes, and tests/e2e/test_two_hosts.py such hosts
 def test_nodes_that_share_no_loopback_with_two_tasks_each(
     isolated_cluster: Cluster, tmp_path: Path
 ) -> None:
