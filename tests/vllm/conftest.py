@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from gspo_megatron.data.toy import write_toy_dataset
 from tests.vllm.environment import find_vllm_python
 from tests.vllm.servers import Server, run_options, serve
 
@@ -27,6 +28,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def vllm_python() -> Path:
     """The interpreter of an environment with vLLM for CPUs. It is made if it is missing."""
     return find_vllm_python()
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with prompts, answers and a tokenizer."""
+    folder = tmp_path_factory.mktemp("toy")
+    write_toy_dataset(folder, "mixed", train=32, test=4, seed=1)
+    return folder
 
 
 @pytest.fixture(scope="session")

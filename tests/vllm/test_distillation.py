@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from gspo_megatron.data.character_tokenizer import write_character_tokenizer
-from gspo_megatron.data.toy import write_toy_dataset
 from tests.e2e.resuming import all_records, train
 from tests.unit.hf.published import model_config, random_tensors, write_folder
 from tests.vllm.servers import Server, run_options, serve
@@ -38,13 +37,6 @@ def model(folder: Path, toy: Path, seed: int) -> Path:
     write_folder(folder, config, random_tensors(config, seed=seed))
     texts = (toy / "train.jsonl").read_text().splitlines()
     write_character_tokenizer(folder, texts, 128, byte_fallback=False)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("toy")
-    write_toy_dataset(folder, "mixed", train=32, test=4, seed=1)
     return folder
 
 

@@ -17,7 +17,6 @@ import yaml
 
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.data.character_tokenizer import write_character_tokenizer
-from gspo_megatron.data.toy import write_toy_dataset
 from gspo_megatron.errors import RewardError
 from gspo_megatron.rollout.reward_model import KEY_VARIABLE, ModelServer, ModelTexts
 from gspo_megatron.types import Sample
@@ -50,13 +49,6 @@ class Scorer(NamedTuple):
     folder: Path
     url: str
     key: str
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("toy")
-    write_toy_dataset(folder, "mixed", train=32, test=4, seed=1)
-    return folder
 
 
 @pytest.fixture(scope="module")
