@@ -3,7 +3,7 @@
 These imports take four seconds, and the rest of a short run takes one. A fork has the arguments,
 environment, folder and streams of a new process, and is a process of its own, but its imports are
 done. The same holds for the ranks that it launches. Programs that a test starts by
-subprocess.Popen, and the commands of docs/first_run.md, are new interpreters.
+subprocess.Popen are new interpreters.
 """
 
 from __future__ import annotations

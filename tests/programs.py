@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import IO
 
 from tests import forks
@@ -78,6 +80,17 @@ def gspo(
     """Run `gspo-megatron` with these arguments, as run_program does."""
     program = (sys.executable, "-m", "gspo_megatron")
     return run_program(*program, *words, expect=expect, environ=environ, is_new=is_new)
+
+
+def module_at(file: Path) -> ModuleType:
+    """The module in a file of no package, such as a script of an example. Files beside it may
+    import it by its name."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module  # dataclasses look up their module there
+    spec.loader.exec_module(module)
+    return module
 
 
 def peak_memory(*words: str) -> int:

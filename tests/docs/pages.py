@@ -16,7 +16,6 @@ folder has links to the repository's folders, for commands like `bash examples/.
 from __future__ import annotations
 
 import doctest
-import os
 import re
 import subprocess
 import sys
@@ -83,17 +82,13 @@ def parse(content: str, name: str) -> Iterator[Block]:
         yield Block(place, language, text, title and title[1], reason, mark == "output")
 
 
-def run_blocks(
-    blocks: Iterable[Block], folder: Path, timeout: float = 550, *, are_new: bool = False
-) -> None:
+def run_blocks(blocks: Iterable[Block], folder: Path, timeout: float = 550) -> None:
     """Run the blocks of a page in `folder`. An error names the block and shows its output. The
-    program `gspo-megatron` is forked (tests/forks.py), unless all programs `are_new`."""
+    program `gspo-megatron` is forked (tests/forks.py)."""
     for name in LINKED:
         (folder / name).symlink_to(ROOT / name)
-    python = str(Path(sys.executable).parent)
-    own = {"PATH": f"{python}{os.pathsep}{os.environ['PATH']}"}
     environment = command_environment() | {
-        **(own if are_new else forks.shell_environ()),
+        **forks.shell_environ(),
         "PYTHONPATH": str(ROOT),
         "HF_HUB_OFFLINE": "1",
     }

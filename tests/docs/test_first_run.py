@@ -13,4 +13,5 @@ from tests.programs import ROOT
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_page_can_be_followed_from_its_first_line_to_its_last(tmp_path: Path) -> None:
-    run_blocks(blocks_of(ROOT / "docs/first_run.md"), tmp_path, are_new=True)
+    """In tests/e2e/test_release.py a new interpreter trains with a reward in the current folder."""
+    run_blocks(blocks_of(ROOT / "docs/first_run.md"), tmp_path)

@@ -67,14 +67,12 @@ def make_small(config_file: Path, **sections: dict[str, Any]) -> Path:
     # notices if the optimizer loses its moments, or if the schedule begins again.
     config["optimizer"] = {"learning_rate": 3e-3, "warmup_steps": 3}
     config["checkpoint"] = {"interval": 1}
-    for section, values in sections.items():
-        config[section] = {**config.get(section, {}), **values}
     config_file.write_text(yaml.safe_dump(config))
-    return config_file
+    return edit(config_file, **sections)
 
 
 def edit(config_file: Path, **sections: dict[str, Any]) -> Path:
-    """Set keys of a configuration file."""
+    """Change keys in sections of a configuration file."""
     config = yaml.safe_load(config_file.read_text())
     for section, values in sections.items():
         config[section] = {**config.get(section, {}), **values}
@@ -82,12 +80,14 @@ def edit(config_file: Path, **sections: dict[str, Any]) -> Path:
     return config_file
 
 
-def copy_run(folder: Path, to: Path) -> Path:
-    """Copy the folder of a configuration with its run. A test may damage the copy. Returns the
-    configuration of the copy."""
-    shutil.copytree(folder, to)
-    (to / "calls").unlink()
-    return edit(to / "config.yaml", logging={"dir": str(to / "run")})
+def copied(finished: Path, folder: Path, *, with_run: bool = False) -> Path:
+    """Copy the folder of a configuration file and of its run. The configuration of the copy names
+    the copied run, or without `with_run` the folder of a new run. Returns its file."""
+    copy = shutil.copytree(finished, folder / "copy")
+    if not with_run:
+        shutil.rmtree(copy / "run")
+    (copy / "calls").unlink()
+    return edit(copy / "config.yaml", logging={"dir": str(copy / "run")})
 
 
 def environment(config_file: Path) -> dict[str, str]:

@@ -121,6 +121,7 @@ def logits_of_checkpoint(
         return logits_of(policy, tokens[0].tolist())
 
 
+@pytest.mark.full  # tests/e2e/test_families.py trains another family from its folder
 def test_gpt_oss_is_trained_from_its_folder(toy: Path, tmp_path: Path) -> None:
     """gpt-oss has windows, sinks and biases. The run makes two RL steps, saves a checkpoint, and
     exports a folder that transformers reads. Every tensor is trained."""

@@ -153,17 +153,20 @@ def test_the_first_saves_the_run(
     assert "rl_00000001_rollouts" in checkpoint_names(config.parent / "run")
 
 
-@pytest.mark.parametrize("words", [ONE, TWO])
+@pytest.mark.parametrize(("words", "kind"), [(ONE, "xterm"), (TWO, "dumb")])
 def test_the_second_ends_the_run_at_once(
-    config: Path, held: Callable[..., Terminal], words: tuple[str, ...]
+    config: Path, held: Callable[..., Terminal], words: tuple[str, ...], kind: str
 ) -> None:
-    terminal = held(*words)
+    """One kind of terminal shows a progress bar. The line above it stays whole."""
+    terminal = held(*words, kind=kind)
     terminal.press_ctrl_c()
     terminal.await_text(SAVING)
     terminal.press_ctrl_c()  # the run is still held, so the step has not ended
     last = terminal.end(130)[-1]
     assert last == "interrupted: the same command resumes the run from rl_00000001"
     assert checkpoint_names(config.parent / "run") == ["latest", "rl_00000001"]
+    shown, hidden = (terminal.output.rfind(code) for code in (b"\x1b[?25h", b"\x1b[?25l"))
+    assert shown > hidden or kind == "dumb"  # the cursor is shown again
 
 
 def test_a_run_that_saves_nothing_ends_at_once_and_says_so(held: Callable[..., Terminal]) -> None:
@@ -182,16 +185,6 @@ def test_at_the_start_of_the_ranks_the_first_ends_them(config: Path, start: Star
     terminal.press_ctrl_c()
     lines = terminal.end(130)
     assert lines == ["interrupted: nothing was saved"]
-
-
-def test_above_a_progress_bar_the_line_stays_whole(held: Callable[..., Terminal]) -> None:
-    terminal = held(kind="xterm")
-    terminal.press_ctrl_c()
-    terminal.await_text(SAVING)
-    terminal.press_ctrl_c()
-    terminal.end(130)
-    # The cursor is shown again.
-    assert terminal.output.rfind(b"\x1b[?25h") > terminal.output.rfind(b"\x1b[?25l")
 
 
 def test_a_stage_is_saved_too(toy: Path, tmp_path: Path, start: Start) -> None:

@@ -15,7 +15,7 @@ from tests.e2e.conftest import write_config
 from tests.e2e.resuming import (
     assert_same_run,
     checkpoint_names,
-    copy_run,
+    copied,
     edit,
     environment,
     make_small,
@@ -107,13 +107,6 @@ def test_a_change_after_a_stop_in_a_rollout_skips_no_prompts(toy: Path, tmp_path
         edit(config, rollout={"max_response_tokens": 9})
         train(config, "--change")
     assert_same_run(stopped.parent / "run", whole.parent / "run", "rl_00000004")
-
-
-def copied(campaign: Path, folder: Path) -> Path:
-    """A copy of the campaign's configuration, for a run in another folder."""
-    config = copy_run(campaign, folder / "copy")
-    shutil.rmtree(config.parent / "run")
-    return config
 
 
 def test_a_campaign_that_is_stopped_goes_on(campaign: Path, tmp_path: Path) -> None:

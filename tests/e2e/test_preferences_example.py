@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from tests.e2e.resuming import all_records
-from tests.programs import ROOT, run_program
+from tests.programs import ROOT, module_at, run_program
 
 FOLDER = ROOT / "examples" / "preferences"
 FEW = {
@@ -24,18 +22,10 @@ FEW = {
 }
 
 
-def rule() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("rule_of_preferences", FOLDER / "rule.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_rule_is_that_of_the_page() -> None:
     """A response of 4 letters that all occur in the prompt has the score 1. A choice depends on the
     score and, less strongly, on the length."""
-    own = rule()
+    own = module_at(FOLDER / "rule.py")
     assert own.score("abcd", "abca") == 1.0 and own.score("abcd", "") == 0.0
     assert own.score("abcd", "abxx") == own.score("abcd", "ab") - 0.125
     assert own.score("abcd", "abcdabcd") == 0.75

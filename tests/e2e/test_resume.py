@@ -22,7 +22,7 @@ from tests.e2e.resuming import (
     assert_same_run,
     checkpoint_names,
     command,
-    copy_run,
+    copied,
     environment,
     flip_a_bit,
     make_small,
@@ -54,7 +54,7 @@ def base(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def again(base: Path, tmp_path: Path) -> Path:
     """A copy of the configuration `base` and of its run. A test may damage the copy."""
-    return copy_run(base.parent, tmp_path / "again")
+    return copied(base.parent, tmp_path, with_run=True)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tests.e2e.conftest import write_config
 from tests.e2e.resuming import (
     assert_same_run,
     checkpoint_names,
-    copy_run,
+    copied,
     make_small,
     records,
     train,
@@ -63,13 +63,6 @@ def undisturbed(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def draws(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "draws.jsonl").open()]
-
-
-def copied(undisturbed: Path, folder: Path, *, with_run: bool = False) -> Path:
-    config = copy_run(undisturbed, folder / "copy")
-    if not with_run:
-        shutil.rmtree(config.parent / "run")
-    return config
 
 
 def assert_same_draws(run: Path, undisturbed: Path) -> None:

@@ -101,26 +101,35 @@ DIMENSIONS: Dimensions = {
     "precision": ("fp32", "fp64"),
 }
 
-# The following dimensions test other objectives and splits on fewer layouts.
+# With these dimensions and the mark `full`, two objectives are tested on all layouts.
 LAYOUT_DIMENSIONS: Dimensions = DIMENSIONS | {
     "split": ("one", "uneven"),
     "objective": ("gspo", "grpo"),
 }
-# All objectives are tested on layouts that cut a sequence or the batch. On other layouts, they
-# run the same code: a loss sees no more of the vocabulary than the log-probs of tokens.
+# Each of these layouts is a part of another one.
+PARTS = ("dp=2", "ep=2", "tp=2,pp=2", "tp=2,ep=2", "pp=2,ep=2", "cp=2,ep=2")
+QUICK_DIMENSIONS: Dimensions = LAYOUT_DIMENSIONS | {
+    "layout": tuple(layout for layout in LAYOUTS if layout not in PARTS)
+}
+# With these dimensions and the mark `full`, all objectives are tested on fewer layouts.
 OBJECTIVE_DIMENSIONS: Dimensions = {
-    "layout": ("dp=2", "cp=2"),
+    "layout": ("dp=2", "cp=2", "tp=2"),
     "packing": (True, False),
-    "split": ("one", "uneven"),
+    "split": ("one", "even", "uneven"),
     "objective": tuple(RECIPES),
     "precision": ("fp32", "fp64"),
 }
-# With the mark `full`, all objectives are also tested on a cut vocabulary, and with sequences of
-# equal length.
-MORE_OBJECTIVE_DIMENSIONS: Dimensions = OBJECTIVE_DIMENSIONS | {
-    "layout": ("dp=2", "cp=2", "tp=2"),
-    "split": ("one", "even", "uneven"),
-}
+
+
+def each_objective() -> list[Case]:
+    """One case for each objective, on a layout that cuts the batch and the sequences. On other
+    layouts, objectives run the same code: a loss sees no more of the vocabulary than the log-probs
+    of tokens. The other dimensions take turns."""
+    ways = itertools.product((True, False), ("one", "uneven"), ("fp64", "fp32"))
+    return [
+        Case("dp=2,cp=2", packing=packing, split=split, objective=name, precision=precision)
+        for name, (packing, split, precision) in zip(RECIPES, itertools.cycle(ways))
+    ]
 
 
 def full_product() -> Iterator[Case]:

@@ -29,7 +29,7 @@ from tests.parallel.updates import (
 from tests.unit.models.one_rank import one_rank_groups, tiny_policy
 
 ROOT = Path(__file__).resolve().parents[2]
-LAYOUTS = ("tp=1", "tp=2,cp=2", "pp=2,dp=2", "ep=2,dp=2", "tp=2,etp=2,ep=2,dp=2")
+LAYOUTS = ("tp=1", "pp=2,cp=2", "tp=2,etp=2,ep=2,dp=2")
 
 
 def updates(pool: Pool) -> dict[str, StepResult]:

@@ -128,7 +128,10 @@ def update_with_itself(**arguments: Any) -> StepResult:
     return run_update(**arguments)
 
 
-@pytest.mark.parametrize("form", ["forward_kl_topk", "reverse_kl_topk"])
+FORMS = ["forward_kl_topk", pytest.param("reverse_kl_topk", marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_a_teacher_that_is_the_policy_teaches_exactly_nothing(pool: Pool, form: str) -> None:
     """Without rewards the gradient is exactly 0, also in float32."""
     section = {"name": "gspo", "distillation": {"teacher": "x", "form": form, "top_k": 4}}
@@ -207,7 +210,7 @@ def update_with_a_server(**arguments: Any) -> StepResult:
     return run_update(**arguments)
 
 
-@pytest.mark.parametrize("form", ["forward_kl_topk", "reverse_kl_topk"])
+@pytest.mark.parametrize("form", FORMS)
 def test_what_a_server_said_travels_with_its_tokens(pool: Pool, form: str) -> None:
     distillation = {"url": "http://nowhere", "form": form, "top_k": 4}
     section = {"name": "gspo", "distillation": distillation}

@@ -18,27 +18,28 @@ from tests.parallel.matrix import (
     DIMENSIONS,
     LAYOUT_DIMENSIONS,
     LAYOUTS,
-    MORE_OBJECTIVE_DIMENSIONS,
     OBJECTIVE_DIMENSIONS,
+    QUICK_DIMENSIONS,
     Case,
     Dimensions,
     covering_selection,
+    each_objective,
     full_product,
 )
 from tests.parallel.models import VOCAB_SIZE
 from tests.parallel.updates import FP64_TOLERANCE_OF_ROUTERS, Updates, assert_follows_formulas
 
+FEWER = covering_selection(QUICK_DIMENSIONS)
 SELECTION = covering_selection(LAYOUT_DIMENSIONS)
 OBJECTIVES = covering_selection(OBJECTIVE_DIMENSIONS)
-MORE_OBJECTIVES = covering_selection(MORE_OBJECTIVE_DIMENSIONS)
 
 
 @pytest.mark.parametrize(
     ("selection", "dimensions"),
     [
+        (FEWER, QUICK_DIMENSIONS),
         (SELECTION, LAYOUT_DIMENSIONS),
         (OBJECTIVES, OBJECTIVE_DIMENSIONS),
-        (MORE_OBJECTIVES, MORE_OBJECTIVE_DIMENSIONS),
     ],
 )
 def test_any_two_values_of_two_dimensions_meet_in_the_selection(
@@ -73,10 +74,10 @@ def test_batches_meet_both_clip_bounds_and_stay_inside_too(
 @pytest.mark.parametrize(
     "case",
     [
-        *(QUICK := dict.fromkeys(SELECTION + OBJECTIVES)),
+        *(QUICK := dict.fromkeys(FEWER + each_objective())),
         *(
             pytest.param(each, marks=pytest.mark.full)
-            for each in MORE_OBJECTIVES
+            for each in dict.fromkeys(SELECTION + OBJECTIVES)
             if each not in QUICK
         ),
     ],

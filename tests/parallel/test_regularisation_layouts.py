@@ -50,9 +50,12 @@ SECTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-# One layout cuts sequences. The other one cuts the batch and, if there is a reference, the layers.
+# A correction sees no more of the model than log-probs, so its layout cuts the sequences and the
+# batch. The other layouts also cut the vocabulary and the layers.
 FEW = {
-    name: ("tp=2,cp=2", "pp=2,vpp=2,ep=2" if "kl" in section else "dp=2")
+    name: ("dp=2,cp=2",)
+    if {"correction", "off_policy_mask"} & section.keys()
+    else ("tp=2,cp=2", "pp=2,vpp=2,ep=2")
     for name, section in SECTIONS.items()
 }
 ALL = ("dp=2", "tp=2,cp=2", "pp=2,vpp=2,ep=2")

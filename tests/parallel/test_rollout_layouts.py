@@ -3,9 +3,10 @@ equal those of training."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -166,6 +167,18 @@ def of_one_rank(pool: Pool) -> dict[int, list[Response]]:
     return responses(pool, "tp=1", SAMPLED)
 
 
+@pytest.fixture(scope="module")
+def together(pool: Pool) -> Callable[..., dict[int, list[Response]]]:
+    """A function that returns the responses on a layout, with their routes. All responses are
+    generated at once, and once for all tests."""
+
+    @functools.cache
+    def draw(layout: str, **megatron: Any) -> dict[int, list[Response]]:
+        return responses(pool, layout, SAMPLED, megatron=megatron, record_routes=True)
+
+    return draw
+
+
 def test_responses_of_one_rank_differ_end_and_are_cut_off(
     of_one_rank: dict[int, list[Response]],
 ) -> None:
@@ -179,16 +192,18 @@ def test_responses_of_one_rank_differ_end_and_are_cut_off(
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "tp=2,pp=2,ep=2,dp=2"])
 def test_sampled_responses_are_those_of_one_rank(
-    pool: Pool, of_one_rank: dict[int, list[Response]], layout: str
+    together: Callable[..., dict[int, list[Response]]],
+    of_one_rank: dict[int, list[Response]],
+    layout: str,
 ) -> None:
-    found = responses(pool, layout, SAMPLED)
+    found = together(layout)
     assert found.keys() == of_one_rank.keys()
     for sample, copies in found.items():
         expected = of_one_rank[sample][0]
         for response in copies:
             assert response.logprobs == pytest.approx(expected.logprobs, abs=TOLERANCE)
             own = {"data_rank": response.data_rank, "logprobs": response.logprobs}
-            assert response == replace(expected, **own)
+            assert response == replace(expected, **own, routes=response.routes)
 
 
 def test_greedy_decoding_equals_the_argmax_of_a_full_forward(pool: Pool) -> None:
@@ -208,9 +223,9 @@ def test_log_probs_of_the_engine_are_those_of_the_trainer(pool: Pool, layout: st
 
 @pytest.mark.parametrize(("layout", "sources"), [("dp=2", 2), ("cp=2", 2), ("tp=2,cp=2,dp=2", 4)])
 def test_data_ranks_draw_responses_to_different_prompts(
-    pool: Pool, layout: str, sources: int
+    together: Callable[..., dict[int, list[Response]]], layout: str, sources: int
 ) -> None:
-    found = responses(pool, layout, SAMPLED)
+    found = together(layout)
     for sample, copies in found.items():
         assert {r.data_rank for r in copies} == {sample // PER_PROMPT % sources}
     replica = Layout.parse(layout).world_size // sources
@@ -259,6 +274,7 @@ ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
 def test_refilled_rows_draw_the_same_responses(
     pool: Pool,
     of_one_rank: dict[int, list[Response]],
+    together: Callable[..., dict[int, list[Response]]],
     layout: str,
     rows: int,
     megatron: dict[str, Any],
@@ -267,12 +283,12 @@ def test_refilled_rows_draw_the_same_responses(
     the group size. The routes are compared with the routes of the same layout when it generates all
     responses at once."""
     options = {"megatron": megatron, "record_routes": True}
-    together = responses(pool, layout, SAMPLED, **options)
+    at_once = together(layout, **megatron)
     refilled = responses(pool, layout, SAMPLED, batch_size=rows, **options)
     assert refilled.keys() == of_one_rank.keys()
     for sample, copies in refilled.items():
         expected = of_one_rank[sample][0]
-        for found, whole in zip(copies, together[sample], strict=True):
+        for found, whole in zip(copies, at_once[sample], strict=True):
             assert (found.tokens, found.truncated) == (expected.tokens, expected.truncated)
             assert found.logprobs == pytest.approx(expected.logprobs, abs=TOLERANCE)
             assert found.routes[:-1] == whole.routes[:-1]  # the last token has no routes

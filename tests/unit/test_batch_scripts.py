@@ -331,6 +331,20 @@ def test_nodes_that_cannot_serve(job: Job, number: str) -> None:
     assert not job.calls("python")
 
 
+@pytest.mark.parametrize(
+    ("components", "words", "script"),
+    [("2", ("--rollout-nodes=1",), "train_gspo"), ("3", (), "train_gspo"), ("2", (), "sft")],
+)
+def test_components_that_cannot_serve(
+    job: Job, components: str, words: tuple[str, ...], script: str
+) -> None:
+    job.environ |= {**THREE_NODES, "SLURM_HET_SIZE": components}
+    told = f"a heterogeneous job of {components} components: allowed: 2, in train_gspo.sbatch, "
+    out = job.run("c.yaml", *words, expect=2, script=script)
+    assert f"{told}without --rollout-nodes" in out
+    assert not job.calls("python")
+
+
 def test_a_run_without_servers_is_continued_where_their_node_is_gone(job: Job) -> None:
     job.environ |= {**THREE_NODES, "TASK_0": "2", "TASK_1": "2"}
     assert "failed with exit code 2" in job.run("c.yaml", "--rollout-nodes=1", expect=2)

@@ -3,7 +3,6 @@ its page."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import struct
@@ -18,29 +17,19 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.programs import ROOT, run_program
+from tests.programs import ROOT, module_at, run_program
 
 VISIT = ROOT / "tools" / "gpu_visit"
 
 
-def load(name: str) -> ModuleType:
-    """Load a script of tools/gpu_visit as a module. run.py imports `steps` by this name."""
-    spec = importlib.util.spec_from_file_location(name, VISIT / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look up their module there
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def steps() -> ModuleType:
-    return load("steps")
+    return module_at(VISIT / "steps.py")
 
 
 @pytest.fixture(scope="module")
 def run(steps: ModuleType) -> ModuleType:
-    return load("run")
+    return module_at(VISIT / "run.py")
 
 
 def python(steps: ModuleType, name: str, code: str, **options: Any) -> Any:
@@ -169,7 +158,7 @@ def fat_binary(*entries: tuple[int, int, bytes]) -> bytes:
 
 
 def test_a_thin_wheel_keeps_the_kernels_of_one_kind_of_gpu(tmp_path: Path) -> None:
-    thin = load("thin")
+    thin = module_at(VISIT / "thin.py")
     other, ours, text = b"o" * 5000, b"k" * 3000, b"t" * 200
     binary = fat_binary((2, 80, other), (2, 90, ours), (1, 90, text))
     content = b"\x7fELF" + bytes(2**20) + binary + b"end" + fat_binary((2, 90, ours))
@@ -202,7 +191,7 @@ def test_kept_visits_name_no_machine() -> None:
 
 
 def test_the_best_result_of_a_step_is_shown(tmp_path: Path) -> None:
-    seen = load("seen")
+    seen = module_at(VISIT / "seen.py")
 
     def visit(date: str, **statuses: str) -> dict[str, Any]:
         records = {n: {"status": s, "says": "said", "shows": "shown"} for n, s in statuses.items()}

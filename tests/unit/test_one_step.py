@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-from types import ModuleType
 
 import pytest
 import torch
@@ -14,18 +12,10 @@ from gspo_megatron.batching.plan import MiniBatch
 from gspo_megatron.config.schema import ObjectiveSection
 from gspo_megatron.objectives import build_objective
 from gspo_megatron.types import LossInputs
-from tests.programs import ROOT, run_program
+from tests.programs import ROOT, module_at, run_program
 from tests.unit.models.one_rank import PAD, micro_batch, random_sequences, tiny_policy
 
 FILE = ROOT / "examples" / "one_step.py"
-
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("one_step", FILE)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["one_step"] = module  # dataclasses look up their module there
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_reward_rises_and_the_file_is_short() -> None:
@@ -38,7 +28,7 @@ def test_the_reward_rises_and_the_file_is_short() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_the_loss_is_that_of_the_objective() -> None:
-    module = load()
+    module = module_at(FILE)
     lengths = [(3, 5), (1, 9), (6, 2), (4, 11), (2, 3)]
     batch = micro_batch(MicroBatchBuilder(tiny_policy(), PAD, 1.0), random_sequences(4, lengths))
     packed, generator = batch.packed, torch.Generator().manual_seed(2)

@@ -3,7 +3,6 @@ docs/evidence_smollm2.md."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
@@ -14,17 +13,14 @@ import pytest
 from scipy import stats
 
 from gspo_megatron.cli.variants import read_variants
+from tests.programs import ROOT, module_at
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2_moe"
+EXAMPLE = ROOT / "examples" / "smollm2_moe"
 
 
 @pytest.fixture(scope="module")
 def evidence() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("smollm2_evidence", EXAMPLE / "evidence.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(EXAMPLE / "evidence.py")
 
 
 def write_run(folder: Path, last: int, clipped: float = 0.25) -> None:

@@ -117,7 +117,7 @@ class Killer:
 @pytest.mark.parametrize(
     "victims",
     [
-        ["trainer", "server", "server and service"],
+        ["trainer", "server and service"],
         pytest.param(20 * VICTIMS, marks=[pytest.mark.full, pytest.mark.timeout(9000)]),
     ],
     ids=len,

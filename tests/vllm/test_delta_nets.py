@@ -11,7 +11,8 @@ from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
 from tests.vllm.servers import run_options, serve
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+# As all families but one in test_families.py, which trains such a model.
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(1800)]
 # Both sides compute in bf16 with sums in different orders, which gave a difference of 0.07. A wrong
 # layout of the weights gives a far larger difference.
 TOLERANCE = 0.25

@@ -35,14 +35,14 @@ def assert_trained_once(run: Run, steps: int) -> None:
     assert all(count % LONG["group_size"] == 0 for count in rows.values()), rows
 
 
-def test_servers_that_die_or_hang_cost_no_response(vllm_python: Path, tmp_path: Path) -> None:
-    """In addition, test_stream kills the service, and test_async kills servers at random
-    moments."""
+def test_a_server_that_hangs_costs_no_response(vllm_python: Path, tmp_path: Path) -> None:
+    """test_stream kills a server while it generates, and the service. A test below kills a server
+    while it loads weights. test_async kills them at random moments."""
     run = make_run(
         tmp_path,
         vllm_python,
         rollout={**LONG, "vllm": {"servers": 2, "stall_timeout_seconds": 15, "restarts": 5}},
-        training={"steps": 4, "precision": "fp32"},
+        training={"steps": 3, "precision": "fp32"},
         checkpoint={"interval": 1},
     )
     process = run.start()
@@ -51,14 +51,10 @@ def test_servers_that_die_or_hang_cost_no_response(vllm_python: Path, tmp_path: 
     run.wait(process, lambda: begun(run, 3))
     [folder] = weights_folders(load_config(tmp_path / "config.yaml"))
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    run.wait(process, (folder / "version_00000003").exists)
-    run.servers()[0].kill()  # this server is loading new weights
-    run.wait(process, lambda: begun(run, 4))
     left = [*run.services(), *run.servers()]
     said = run.finish(process)
-    assert ": was killed by SIGKILL; restart 1" in said
     assert "has not answered or drawn a token for" in said
-    assert_trained_once(run, 4)
+    assert_trained_once(run, 3)
     wait_for(lambda: not any(map(is_alive, left)))
     assert not folder.exists()
 
@@ -96,7 +92,7 @@ def test_a_signal_to_all_processes_saves_the_run(vllm_python: Path, tmp_path: Pa
         tmp_path,
         vllm_python,
         rollout=LONG,
-        training={"steps": 6, "precision": "fp32"},
+        training={"steps": 5, "precision": "fp32"},
         checkpoint={"interval": 10},
     )
     for moment, number, expected in (
@@ -116,7 +112,7 @@ def test_a_signal_to_all_processes_saves_the_run(vllm_python: Path, tmp_path: Pa
         wait_for(lambda told=told: not any(map(is_alive, told)))
         assert not weights_folders(load_config(run.folder / "config.yaml"))
     run.finish(run.start())
-    assert_trained_once(run, 6)
+    assert_trained_once(run, 5)
 
 
 def test_a_server_that_does_not_start_is_named_in_one_line(

@@ -13,18 +13,11 @@ from gspo_megatron.config.load import load_config
 from gspo_megatron.data.inputs import read_inputs
 from gspo_megatron.data.selection import PromptSelection, identity
 from gspo_megatron.rollout.store import read_groups
+from tests.e2e.test_selection import SELECTION
 from tests.vllm.runs import Run, make_run, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
 STEPS, FILE, PROMPTS, SEED = 10, 15, 3, 1
-SELECTION = {
-    "by": "pass_rate",
-    "low": 0.2,
-    "high": 0.8,
-    "floor": 0.3,
-    "retire_after": 1,
-    "revive_after": 3,
-}
 # The reward is 0 or 1, so some groups have no spread and are refilled.
 REWARD = """
 import zlib

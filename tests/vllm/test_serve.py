@@ -11,7 +11,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gspo_megatron.cli.main import main
 from tests.listeners import addresses_of_listeners
 from tests.vllm.runs import is_alive, make_run, wait_for
 from tests.vllm.servers import served_by_command
@@ -78,19 +77,3 @@ def test_a_run_draws_from_a_server_of_another_one_s_checkpoint(
         server.terminate()
         assert server.wait(60) == 0
         wait_for(lambda: not any(map(is_alive, family)), seconds=120)
-
-
-def test_mistakes_are_told_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    for words, told in (
-        (("max_num_seqs",), "max_num_seqs: allowed: OPTION=VALUE"),
-        (("dtype=float32",), "dtype=float32: allowed: SOURCE, --host, --port and --dtype"),
-        ((), "config.json: architectures = null"),
-    ):
-        assert main(["serve", str(folder), *words]) == 2
-        [said] = capsys.readouterr().err.splitlines()
-        assert told in said
-    assert main(["serve", str(tmp_path / "nothing")]) == 2
-    assert "nothing: no such folder" in capsys.readouterr().err

@@ -1,5 +1,5 @@
-"""`gspo-megatron serve` of a run: the folder for the converted weights. tests/vllm/test_serve.py
-tests the server."""
+"""`gspo-megatron serve`: mistakes of the user, and the folder for the converted weights.
+tests/vllm/test_serve.py tests the server."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.programs import ROOT, run_program
+from tests.unit.cli.conftest import Command, refused
 
 PROGRAM = """
 import os, signal, sys, time
@@ -45,3 +46,18 @@ def test_a_conversion_that_ends_early_leaves_no_weights(
     environ = {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     done = run_program(*words, expect=code, environ=environ, cwd=tmp_path)
     assert done.stderr.endswith(told) and [*tmp_path.iterdir()] == []
+
+
+def test_mistakes_are_told_in_one_line(gspo: Command, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    for words, told in (
+        (("max_num_seqs",), "max_num_seqs: allowed: OPTION=VALUE"),
+        (("dtype=float32",), "dtype=float32: allowed: SOURCE, --host, --port and --dtype"),
+        ((), "config.json: architectures = null"),
+    ):
+        [said] = refused(gspo, "serve", folder, *words)
+        assert told in said
+    [said] = refused(gspo, "serve", tmp_path / "nothing")
+    assert "nothing: no such folder" in said
