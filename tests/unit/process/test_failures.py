@@ -176,14 +176,19 @@ def test_a_broken_pipe_of_another_kind_is_shown_whole(
     assert "Traceback" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options", [[], ["-u"]], ids=["buffered", "unbuffered"])
 @pytest.mark.parametrize(
-    "words",
-    [["check", "--keys", "clip"], ["check", "--keys"], ["--help"]],
-    ids=["short", "long", "help"],
+    ("options", "words"),
+    [
+        ([], ["check", "--keys", "clip"]),
+        ([], ["check", "--keys"]),
+        ([], ["--help"]),
+        (["-u"], ["check", "--keys", "clip"]),
+    ],
+    ids=["short", "long", "help", "unbuffered"],
 )
 def test_a_full_disk_under_stdout_is_told_in_one_line(options: list[str], words: list[str]) -> None:
-    """Short output is written only at the end of the command, long output while it runs."""
+    """Short output is written only at the end of the command, long output while it runs, and
+    without a buffer all output."""
     program = [sys.executable, *options, "-m", "gspo_megatron", *words]
     with open("/dev/full", "w") as full:
         done = subprocess.run(
