@@ -71,8 +71,10 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     model_type = hf_config.get("model_type")
     families = {**FAMILIES, **_OTHER_NAMES}
     family = families.get(model_type) if isinstance(model_type, str) else None
-    if family is not None and named in ([], [family.architecture], [family.score_architecture]):
-        return family
+    if family is not None:
+        classes = (family.architecture, family.score_architecture, *family.other_classes)
+        if named in ([], *([each] for each in classes)):
+            return family
     known = ", ".join(family.architecture for family in FAMILIES.values())
     reason = _REFUSED.get(model_type) if isinstance(model_type, str) else None
     wrong = f"not supported{f', {reason}' if reason else ''}; supported: {known}"
@@ -88,12 +90,15 @@ def language_model(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
         return hf_config
     shared = {key: value for key, value in hf_config.items() if key in _OF_BOTH_MODELS}
     named = {"architectures": [family.architecture], "model_type": family.model_type}
-    if is_score_model(hf_config):
+    if is_score_model(hf_config):  # then the outer config has the labels
+        shared |= {key: hf_config[key] for key in _OF_LABELS if key in hf_config}
+        text = {key: value for key, value in text.items() if key not in _OF_LABELS}
         named["architectures"] = [family.score_architecture]
     return {**shared, **text, **named}
 
 
 _OF_BOTH_MODELS = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", "auto_map")
+_OF_LABELS = ("id2label", "label2id", "problem_type")
 
 
 def family_of_shape(shape: ModelShape) -> Family:
