@@ -17,9 +17,10 @@ from gspo_megatron.families import (
     language_model,
 )
 from gspo_megatron.families.model_shape import ModelShape, shape_of
-from gspo_megatron.files import SIDE_FILES, copied_as, parse_json
+from gspo_megatron.files import SIDE_FILES, copied_as, object_in, parse_json
 
 GENERATION = "generation_config.json"
+_OF_TEMPLATE = ("chat_template.jinja", "tokenizer_config.json")  # either may have the template
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_dim")
 
 
@@ -79,9 +80,10 @@ def tokenizer_files(tokenizer: str | Path | None) -> list[Path]:
         return []
     path = Path(tokenizer)
     if path.is_file():  # of sentencepiece, which may have these files beside it
-        beside = (
-            path.with_name(name) for name in ("chat_template.jinja", "generation_config.json")
-        )
+        template, settings = (path.with_name(name) for name in _OF_TEMPLATE)
+        if not template.is_file() and isinstance(object_in(settings).get("chat_template"), str):
+            template = settings
+        beside = (template, path.with_name(GENERATION))
         return [path, *(file for file in beside if file.is_file())]
     names = (name for name in SIDE_FILES if name != "config.json")
     return [copied_as(file) for name in names if (file := path / name).is_file()]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gspo_megatron.data.character_tokenizer import write_character_tokenizer
+from gspo_megatron.data.chat import read_template
 from gspo_megatron.errors import ConfigError, DataError
 from gspo_megatron.families import describe
 from gspo_megatron.families.model_shape import ModelShape, shape_of
@@ -46,6 +47,20 @@ def test_a_sentencepiece_model_is_copied_with_what_belongs_to_it(tmp_path: Path)
     assert [file.name for file in tokenizer_files(tmp_path / names[0])] == names
     (tmp_path / NAME).unlink()
     assert [file.name for file in tokenizer_files(tmp_path / names[0])] == names[:2]
+
+
+def test_a_template_in_the_settings_is_copied_with_them(tmp_path: Path) -> None:
+    """A run with a sentencepiece model takes its chat template from either file beside it."""
+    model, settings = tmp_path / "tokenizer.model", tmp_path / "tokenizer_config.json"
+    model.touch()
+    settings.write_text("{}")
+    assert tokenizer_files(model) == [model]
+    settings.write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    assert read_template(tmp_path) == "{{ messages }}"
+    assert tokenizer_files(model) == [model, settings]
+    template = tmp_path / "chat_template.jinja"
+    template.touch()
+    assert tokenizer_files(model) == [model, template]
 
 
 def test_a_token_may_be_spelled_with_its_settings(tokenizer: Path, tmp_path: Path) -> None:
