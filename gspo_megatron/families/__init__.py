@@ -89,16 +89,16 @@ def language_model(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     if family is None or not isinstance(text, Mapping):
         return hf_config
     shared = {key: value for key, value in hf_config.items() if key in _OF_BOTH_MODELS}
+    outer = {key: value for key, value in hf_config.items() if key in _OF_OUTER_MODEL}
     named = {"architectures": [family.architecture], "model_type": family.model_type}
-    if is_score_model(hf_config):  # then the outer config has the labels
-        shared |= {key: hf_config[key] for key in _OF_LABELS if key in hf_config}
-        text = {key: value for key, value in text.items() if key not in _OF_LABELS}
+    if is_score_model(hf_config):
         named["architectures"] = [family.score_architecture]
-    return {**shared, **text, **named}
+    return {**shared, **text, **outer, **named}
 
 
-_OF_BOTH_MODELS = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", "auto_map")
-_OF_LABELS = ("id2label", "label2id", "problem_type")
+_OF_BOTH_MODELS = ("dtype", "torch_dtype", "quantization_config", "auto_map")
+# As in transformers, these keys of the text model are not read if the outer config has them.
+_OF_OUTER_MODEL = ("tie_word_embeddings", "id2label", "label2id", "problem_type")
 
 
 def family_of_shape(shape: ModelShape) -> Family:

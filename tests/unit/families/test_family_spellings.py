@@ -7,7 +7,8 @@ import json
 from typing import Any
 
 import pytest
-from transformers import CONFIG_MAPPING
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from gspo_megatron.errors import ConfigError
 from gspo_megatron.families import FAMILIES, describe
@@ -181,3 +182,21 @@ def test_keys_that_are_missing_have_the_values_of_transformers(name: str) -> Non
     ours, expected = shape_of(describe(bare)), shape_of(describe(full))
     assert dict(ours.megatron) == dict(expected.megatron)
     assert ours == expected
+
+
+@pytest.mark.parametrize("outer", [True, False])
+@pytest.mark.parametrize("inner", [True, False])
+def test_of_a_model_that_reads_images_the_outer_config_ties_the_embedding(
+    outer: bool, inner: bool
+) -> None:
+    hf = {
+        "model_type": "qwen3_5",
+        "text_config": CONFIGS["qwen3_5_text"] | {"tie_word_embeddings": inner},
+        "vision_config": {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 32},
+        "tie_word_embeddings": outer,
+    }
+    config = CONFIG_MAPPING["qwen3_5"](**json.loads(json.dumps(hf)))
+    with torch.device("meta"):
+        theirs = AutoModelForImageTextToText.from_config(config)
+    tied = theirs.lm_head.weight is theirs.get_input_embeddings().weight
+    assert describe(hf).tie_embeddings == tied == outer
