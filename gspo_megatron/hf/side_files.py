@@ -135,6 +135,10 @@ def _named_ids(by_name: dict[str, Path]) -> dict[str, int | None]:
     settings, vocabulary = by_name.get("tokenizer_config.json"), by_name.get("tokenizer.json")
     if settings is not None and vocabulary is not None:
         named, tokenizer = parse_json(settings.read_bytes()), _tokenizers(vocabulary)
+        special = by_name.get("special_tokens_map.json")
+        if special is not None and "added_tokens_decoder" not in named:
+            # As in transformers: in such a folder of an older version, this file counts more.
+            named = {**named, **parse_json(special.read_bytes())}
         ids = {}
         for name in ("eos", "pad"):
             token = named.get(f"{name}_token")
