@@ -7,7 +7,7 @@ The adapters are held in memory. The base is read and written in blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,8 @@ def _merged_to_hf(
         )
     if not (place / "config.json").is_file():
         merge_block = adapters.merging(adapters.weights)
-        export_checkpoint(open_checkpoint(place), destination, dtype=dtype, merge=merge_block)
+        merged = _as_trained(open_checkpoint(place), adapters.checkpoint)
+        export_checkpoint(merged, destination, dtype=dtype, merge=merge_block)
         return
     checkpoint = adapters.checkpoint
     folder, weights = checked_folder(  # code in the folder is ignored, as in training
@@ -188,6 +189,15 @@ def _merged_to_hf(
         files = checkpoint.side_files or folder.side_files
         files = [file for file in files if file.name != "config.json"]
         writer.publish({"config.json": config, **generation_files(files)}, files)
+
+
+def _as_trained(base: Source, trained: Source) -> Source:
+    """Return the base with the settings and the tokenizer of the run that trained adapters for it.
+    If the tokenizer of the run is missing, the tokenizer of the base is kept."""
+    merged = replace(base, shape=trained.shape)
+    if not trained.side_files:
+        return merged
+    return replace(merged, side_files=trained.side_files, is_imported=trained.is_imported)
 
 
 def _adapters_to_peft(adapters: Adapters, destination: Path, dtype: torch.dtype | None) -> None:

@@ -71,8 +71,10 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     model_type = hf_config.get("model_type")
     families = {**FAMILIES, **_OTHER_NAMES}
     family = families.get(model_type) if isinstance(model_type, str) else None
-    if family is not None and named in ([], [family.architecture], [family.score_architecture]):
-        return family
+    if family is not None:
+        classes = (family.architecture, family.score_architecture, *family.other_classes)
+        if named in ([], *([each] for each in classes)):
+            return family
     known = ", ".join(family.architecture for family in FAMILIES.values())
     reason = _REFUSED.get(model_type) if isinstance(model_type, str) else None
     wrong = f"not supported{f', {reason}' if reason else ''}; supported: {known}"
@@ -87,13 +89,16 @@ def language_model(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     if family is None or not isinstance(text, Mapping):
         return hf_config
     shared = {key: value for key, value in hf_config.items() if key in _OF_BOTH_MODELS}
+    outer = {key: value for key, value in hf_config.items() if key in _OF_OUTER_MODEL}
     named = {"architectures": [family.architecture], "model_type": family.model_type}
     if is_score_model(hf_config):
         named["architectures"] = [family.score_architecture]
-    return {**shared, **text, **named}
+    return {**shared, **text, **outer, **named}
 
 
-_OF_BOTH_MODELS = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", "auto_map")
+_OF_BOTH_MODELS = ("dtype", "torch_dtype", "quantization_config", "auto_map")
+# As in transformers, these keys of the text model are not read if the outer config has them.
+_OF_OUTER_MODEL = ("tie_word_embeddings", "id2label", "label2id", "problem_type")
 
 
 def family_of_shape(shape: ModelShape) -> Family:

@@ -69,6 +69,7 @@ class Family:
     names: Mapping[str, str]
     other_model_types: tuple[str, ...] = ()  # values of model_type with this architecture
     renamed_types: tuple[str, ...] = ()  # of them, those that transformers does not know
+    other_classes: tuple[str, ...] = ()  # other names in `architectures`
     normalizes: bool = True  # False: the weight of a token's only expert is its sigmoid score
     always: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)

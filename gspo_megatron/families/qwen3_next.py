@@ -155,6 +155,8 @@ QWEN3_5 = replace(
     QWEN3_5_MOE,
     model_type="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
+    # transformers' class of preference models. `score_architecture` also reads images there.
+    other_classes=("Qwen3_5TextForSequenceClassification",),
     no_cpu_servers=_NO_CPU_SERVERS,
     vision_model_type="qwen3_5",
     fields=(

@@ -38,7 +38,8 @@ _KEYS = (
     *("rope_theta", "rope_type", "type", "partial_rotary_factor", "attention_factor", "truncate"),
     *("low_freq_factor", "high_freq_factor", "mscale", "mscale_all_dim", *_YARN_FIELDS),
 )
-_KEYS_OUTSIDE = ("rope_theta", "partial_rotary_factor")  # also allowed at the top level
+# also allowed at the top level
+_KEYS_OUTSIDE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 
 
 @dataclass(frozen=True)

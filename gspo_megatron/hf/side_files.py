@@ -17,9 +17,10 @@ from gspo_megatron.families import (
     language_model,
 )
 from gspo_megatron.families.model_shape import ModelShape, shape_of
-from gspo_megatron.files import SIDE_FILES, copied_as, parse_json
+from gspo_megatron.files import SIDE_FILES, copied_as, object_in, parse_json
 
 GENERATION = "generation_config.json"
+_OF_TEMPLATE = ("chat_template.jinja", "tokenizer_config.json")  # either may have the template
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_dim")
 
 
@@ -79,9 +80,10 @@ def tokenizer_files(tokenizer: str | Path | None) -> list[Path]:
         return []
     path = Path(tokenizer)
     if path.is_file():  # of sentencepiece, which may have these files beside it
-        beside = (
-            path.with_name(name) for name in ("chat_template.jinja", "generation_config.json")
-        )
+        template, settings = (path.with_name(name) for name in _OF_TEMPLATE)
+        if not template.is_file() and isinstance(object_in(settings).get("chat_template"), str):
+            template = settings
+        beside = (template, path.with_name(GENERATION))
         return [path, *(file for file in beside if file.is_file())]
     names = (name for name in SIDE_FILES if name != "config.json")
     return [copied_as(file) for name in names if (file := path / name).is_file()]
@@ -133,6 +135,10 @@ def _named_ids(by_name: dict[str, Path]) -> dict[str, int | None]:
     settings, vocabulary = by_name.get("tokenizer_config.json"), by_name.get("tokenizer.json")
     if settings is not None and vocabulary is not None:
         named, tokenizer = parse_json(settings.read_bytes()), _tokenizers(vocabulary)
+        special = by_name.get("special_tokens_map.json")
+        if special is not None and "added_tokens_decoder" not in named:
+            # As in transformers: in such a folder of an older version, this file counts more.
+            named = {**named, **parse_json(special.read_bytes())}
         ids = {}
         for name in ("eos", "pad"):
             token = named.get(f"{name}_token")

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from gspo_megatron.errors import ConfigError
 from gspo_megatron.families import FAMILIES, describe
@@ -50,6 +50,12 @@ def variants(name: str) -> list[dict[str, Any]]:
         {"rope_parameters": YARN, "rope_scaling": DEFAULT},
         {"rope_parameters": YARN},
         {"rope_scaling": YARN, "rope_theta": 500.0},
+        {"rope_scaling": YARN, "original_max_position_embeddings": 16},
+        {"rope_scaling": YARN, "original_max_position_embeddings": 32},
+        {
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+            "original_max_position_embeddings": 32,
+        },
         {"rope_scaling": {"type": "yarn", **YARN, "rope_type": "default"}},
         {"rope_scaling": {"type": "default"}},
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
@@ -78,6 +84,7 @@ def of_transformers(hf: dict[str, Any]) -> dict[str, Any]:
     """The settings as transformers reads them. If transformers refuses them, its error is
     raised."""
     config = CONFIG_MAPPING[hf["model_type"]](**json.loads(json.dumps(hf)))
+    config.standardize_rope_params()  # as a model does that computes the angles
     rope = config.rope_parameters
     [rope] = [v for v in rope.values() if isinstance(v, dict)] or [rope]
     heads = config.num_attention_heads
@@ -86,6 +93,7 @@ def of_transformers(hf: dict[str, Any]) -> dict[str, Any]:
         "theta": rope["rope_theta"],
         "scaling": rope["rope_type"],
         "rotated": rope.get("partial_rotary_factor") or 1,
+        "context": rope.get("original_max_position_embeddings"),
         "heads": config.num_key_value_heads or heads,
         "width": None
         if latent
@@ -101,11 +109,13 @@ def of_transformers(hf: dict[str, Any]) -> dict[str, Any]:
 def of_ours(hf: dict[str, Any]) -> dict[str, Any]:
     shape = shape_of(describe(hf))
     latent = hf["model_type"] in LATENT
-    scaling = "yarn" if "yarn_beta_fast" in shape.megatron else "rope"
+    prefix = "yarn_" if "yarn_beta_fast" in shape.megatron else ""
+    scaling = "yarn" if prefix else "rope"
     found = {
         "theta": shape.rotary_base,
         "scaling": shape.megatron.get("rope_type", scaling).replace("rope", "default"),
         "rotated": shape.rotary_percent,
+        "context": shape.megatron.get(f"{prefix}original_max_position_embeddings"),
         "heads": shape.num_query_groups,
         "width": None if latent else shape.kv_channels,
         "rotary width": shape.megatron["qk_pos_emb_head_dim"] if latent else None,
@@ -171,3 +181,20 @@ def test_keys_that_are_missing_have_the_values_of_transformers(name: str) -> Non
     ours, expected = shape_of(describe(bare)), shape_of(describe(full))
     assert dict(ours.megatron) == dict(expected.megatron)
     assert ours == expected
+
+
+@pytest.mark.parametrize("outer", [True, False])
+@pytest.mark.parametrize("inner", [True, False])
+def test_of_a_model_that_reads_images_the_outer_config_ties_the_embedding(
+    outer: bool, inner: bool
+) -> None:
+    hf = {
+        "model_type": "qwen3_5",
+        "text_config": CONFIGS["qwen3_5_text"] | {"tie_word_embeddings": inner},
+        "vision_config": {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 44},
+        "tie_word_embeddings": outer,
+    }
+    config = CONFIG_MAPPING["qwen3_5"](**json.loads(json.dumps(hf)))
+    theirs = AutoModelForImageTextToText.from_config(config)
+    tied = theirs.lm_head.weight is theirs.get_input_embeddings().weight
+    assert describe(hf).tie_embeddings == tied == outer

@@ -4,6 +4,7 @@ messages."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gspo_megatron.checkpoint.convert_adapters import peft_to_megatron
+from gspo_megatron.checkpoint.convert import hf_to_megatron
+from gspo_megatron.checkpoint.convert_adapters import any_to_hf, peft_to_megatron
+from gspo_megatron.checkpoint.run_state import base_of
 from gspo_megatron.config.lora import LoraSection
 from gspo_megatron.errors import ConfigError, DataError
 from gspo_megatron.families import FAMILIES, describe
@@ -19,6 +22,7 @@ from gspo_megatron.families.adapter_map import adapted_weights, adapter_map
 from gspo_megatron.families.model_shape import shape_of
 from gspo_megatron.families.weight_map import weight_map
 from gspo_megatron.hf.adapters import PeftFolder, peft_layout
+from tests.unit.checkpoint.test_convert_checks import change_model, make_trained, write_tokenizer
 from tests.unit.hf.published import (
     CONFIGS,
     VOCABULARY,
@@ -292,3 +296,34 @@ def test_experts_with_the_plain_rank_enter(
 ) -> None:
     base, document = joint
     peft_to_megatron(write_joint(tmp_path / "a", base, document, RANK), tmp_path / "out")
+
+
+def test_merged_with_a_checkpoint_a_model_has_the_files_of_the_run(
+    tmp_path: Path, base: Path
+) -> None:
+    """The run that trained the adapters may have another tokenizer than its base, such as one with
+    a chat template, and a longer context. If the tokenizer is missing, that of the base is kept."""
+    source, tokenizer = shutil.copytree(base, tmp_path / "source"), tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    write_tokenizer(source, 30)
+    write_tokenizer(tokenizer, 37)
+    (tokenizer / "chat_template.jinja").write_text("{{ messages }}")
+    hf_to_megatron(source, tmp_path / "start")
+    run = tmp_path / "run"
+    peft_to_megatron(write_adapter(tmp_path / "adapter", base, ["attention"]), run)
+    make_trained(run, tokenizer)
+
+    def change(document: dict[str, Any]) -> None:
+        document["base"] = base_of(tmp_path / "start")
+        document["shape"]["max_sequence_length"] = 640
+
+    change_model(run, change)
+    any_to_hf(run, tmp_path / "out")
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / "out" / name).read_bytes() == (tokenizer / name).read_bytes()
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["max_position_embeddings"] == 640
+    shutil.rmtree(tokenizer)
+    any_to_hf(run, tmp_path / "without")
+    kept = (tmp_path / "without/tokenizer.json").read_bytes()
+    assert kept == (source / "tokenizer.json").read_bytes()

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 
 from gspo_megatron.batching import scores
 from gspo_megatron.batching.micro_batches import MicroBatch
@@ -23,9 +24,11 @@ from gspo_megatron.config import check_config, resolve_parallel
 from gspo_megatron.config.scorer import scorer_problems
 from gspo_megatron.errors import ConfigError, DataError
 from gspo_megatron.families import FAMILIES as FAMILY_TABLE
-from gspo_megatron.families import model_shape
+from gspo_megatron.families import describe, model_shape
+from gspo_megatron.families.model_shape import shape_of
 from gspo_megatron.hf.export import export_hf
 from gspo_megatron.hf.files import SINGLE_FILE
+from gspo_megatron.hf.side_files import export_config
 from gspo_megatron.models.build import Policy, build_policy
 from gspo_megatron.rl.scorer import FrozenScorer
 from tests.parallel.models import odd_moe
@@ -104,9 +107,38 @@ def test_a_folder_of_transformers_gives_its_scores(
         scores_by_transformers, folder, SEQUENCES
     ).result()
     assert name.endswith("ForSequenceClassification") and not complaints
+    with_config(folder, architectures=[name])  # the name that transformers writes
     found, are_shared = frozen_scores(folder, monkeypatch)
     assert found == pytest.approx(expected, abs=TOLERANCE)
     assert are_shared is (family not in ("qwen3_next", "qwen3_5_text"))  # these have delta nets
+
+
+def test_of_a_preference_model_that_reads_images_the_language_model_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers makes such a model from a published folder of Qwen3.5. The label is outside of
+    the config of the language model."""
+    folder = write_score_model(tmp_path / "score", "qwen3_5_text", seed=2)
+    expected, _ = frozen_scores(folder, monkeypatch)
+    file = folder / "config.json"
+    text = json.loads(file.read_text())
+    labels = {key: text.pop(key) for key in ("id2label", "label2id")}
+    del text["architectures"]
+    name = "Qwen3_5ForSequenceClassification"
+    outer = CONFIG_MAPPING["qwen3_5"](num_labels=1, architectures=[name], text_config=text)
+    saved = json.loads(outer.to_json_string())
+    assert (saved["architectures"], saved["id2label"]) == ([name], labels["id2label"])
+    file.write_text(json.dumps(saved))
+    tensors = {
+        key.replace("model.", "model.language_model.", 1): tensor
+        for key, tensor in load_file(folder / SINGLE_FILE).items()
+    }
+    tensors["model.visual.patch_embed.proj.weight"] = torch.zeros(16, 12)
+    save_file(tensors, folder / SINGLE_FILE)
+    found, _ = frozen_scores(folder, monkeypatch)
+    assert found == expected
+    written = export_config(shape_of(describe(saved)), VOCABULARY, torch.float32, saved)
+    assert {key: written[key] for key in labels} == labels
 
 
 def started(folder: Path, **model: Any) -> tuple[Policy, dict[str, Tensor]]:

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from gspo_megatron.data.character_tokenizer import write_character_tokenizer
+from gspo_megatron.data.chat import read_template
+from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.errors import ConfigError, DataError
 from gspo_megatron.families import describe
 from gspo_megatron.families.model_shape import ModelShape, shape_of
@@ -48,11 +50,43 @@ def test_a_sentencepiece_model_is_copied_with_what_belongs_to_it(tmp_path: Path)
     assert [file.name for file in tokenizer_files(tmp_path / names[0])] == names[:2]
 
 
+def test_a_template_in_the_settings_is_copied_with_them(tmp_path: Path) -> None:
+    """A run with a sentencepiece model takes its chat template from either file beside it."""
+    model, settings = tmp_path / "tokenizer.model", tmp_path / "tokenizer_config.json"
+    model.touch()
+    settings.write_text("{}")
+    assert tokenizer_files(model) == [model]
+    settings.write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    assert read_template(tmp_path) == "{{ messages }}"
+    assert tokenizer_files(model) == [model, settings]
+    template = tmp_path / "chat_template.jinja"
+    template.touch()
+    assert tokenizer_files(model) == [model, template]
+
+
 def test_a_token_may_be_spelled_with_its_settings(tokenizer: Path, tmp_path: Path) -> None:
     settings = {"eos_token": {"content": "</s>", "lstrip": False}, "pad_token": None}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "tokenizer.json").write_bytes((tokenizer / "tokenizer.json").read_bytes())
     assert generation_files(sorted(tmp_path.iterdir())) == {NAME: {"eos_token_id": 2}}
+
+
+@pytest.mark.parametrize("is_old", [True, False])
+def test_an_old_folder_has_its_special_tokens_in_another_file(
+    tokenizer: Path, tmp_path: Path, is_old: bool
+) -> None:
+    """The export must name the token that ended the responses in training, which transformers
+    chooses."""
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
+    plain = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
+    if not is_old:
+        settings["added_tokens_decoder"] = {"2": {"content": "</s>", "special": True, **plain}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    special = {"eos_token": {"content": "<pad>", **plain}}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(special))
+    (tmp_path / "tokenizer.json").write_bytes((tokenizer / "tokenizer.json").read_bytes())
+    made = generation_files(tokenizer_files(tmp_path))[NAME]
+    assert made["eos_token_id"] == load_tokenizer(tmp_path).eos_id == (1 if is_old else 2)
 
 
 def test_nothing_is_made_up(tokenizer: Path, tmp_path: Path) -> None:
