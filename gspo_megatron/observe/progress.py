@@ -185,6 +185,11 @@ class Progress:
             self._attempt(partial(self._live.start, refresh=True))
         return self
 
+    def begin_steps(self) -> None:
+        """Measure the pace from now on. An evaluation before the first step is no part of it."""
+        self._times.clear()
+        self._times.append((self._step, self._clock()))
+
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show that `step` (counted from 1) is done. `metrics` has the names of metrics.jsonl as
         keys."""

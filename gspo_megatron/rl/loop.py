@@ -195,6 +195,7 @@ class ReinforcementLoop:
                 run.checkpoints.before_first_step(self.trainer, self.loader)
             elif alarm is not None and self.done < steps:
                 self._end_or_go_on(alarm, self.done, progress)
+            progress.begin_steps()
             for step in range(self.done + 1, self.last + 1):
                 if run.checkpoints.back is None:
                     self._whole_step(step, progress)

@@ -17,7 +17,7 @@ from gspo_megatron.platform.reduce_metrics import StepMetrics, mean_pair
 from gspo_megatron.rewards.scoring import FailedCalls
 from gspo_megatron.rl.rollouts import Collector
 from gspo_megatron.rollout.engine import ModelWork, RolloutShare
-from gspo_megatron.rollout.types import to_tensor
+from gspo_megatron.rollout.types import RolloutGroup, to_tensor
 from gspo_megatron.types import RolloutBatch
 
 
@@ -30,6 +30,7 @@ class RolloutMetrics:
         self.failed: list[FailedCalls] = []  # the failed calls of each request
         self.reward_seconds = 0.0
         self.has_turns = False  # whether turns have rewards; known after `reduce`
+        self.teacher_seconds: float | None = None  # on this rank; None: no teacher behind a URL
         self.model_seconds = 0.0  # wall seconds of a reward model on this rank or its server
         self.model_running: tuple[float, float] | None = None  # see ModelWork
 
@@ -74,22 +75,30 @@ class RolloutMetrics:
             if bound is not None:
                 means["staleness/masked"] = mean_pair(ages > bound)
         if group.teacher_seconds is not None:
-            seconds = to_tensor(group.teacher_seconds, device)
-            self._metrics.add_maximum("distill/teacher_seconds", seconds.sum())
+            waited = float(group.teacher_seconds.sum())
+            self.teacher_seconds = waited + (self.teacher_seconds or 0.0)
         if group.sampled is not None:
-            sampled = to_tensor(group.sampled, device)
-            # routes are large and not needed for metrics
-            batch = dataclasses.replace(group, routes=None).to_batch(device)
-            played, branches = turns_and_branches(batch, sampled)
-            means["environment/turns"] = mean_pair(played)
-            means["environment/branches"] = mean_pair(branches)
-            means["environment/sampled_share"] = mean_pair(sampled)
+            means |= self._episode_means(group, to_tensor(group.sampled, device))
         if share.model is not None:
             means |= self._model_means(share.model)
         self._metrics.add_means(means)
         self._lengths.append(group.response_lengths)
         self.failed.append(share.failed_calls)
         self.reward_seconds += share.reward_seconds
+
+    def _episode_means(self, group: RolloutGroup, sampled: Tensor) -> dict[str, Tensor]:
+        """Return the means of the episodes that did not fail. `sampled` marks no token of a failed
+        episode, so its turns cannot be counted."""
+        # routes are large and not needed for metrics
+        batch = dataclasses.replace(group, routes=None).to_batch(self.collector.device)
+        played, branches = turns_and_branches(batch, sampled)
+        whole = played > 0
+        written = sampled[whole.repeat_interleave(batch.response_lengths)]
+        return {
+            "environment/turns": mean_pair(played[whole]),
+            "environment/branches": mean_pair(branches[whole]),
+            "environment/sampled_share": mean_pair(written),
+        }
 
     def _model_means(self, model: ModelWork) -> dict[str, Tensor]:
         """Return the means of a reward model's results, and keep its time and running moments."""
@@ -113,9 +122,13 @@ class RolloutMetrics:
         turns.
         """
         collector, has_episodes = self.collector, self.collector.config.environment.has_episodes
+        waited = {"distill/teacher_seconds": self.teacher_seconds}
         if collector.scorer.has_model:
-            seconds = torch.tensor(self.model_seconds, device=collector.device)
-            self._metrics.add_maximum("perf/reward_model_seconds", seconds)
+            waited["perf/reward_model_seconds"] = self.model_seconds
+        for name, seconds in waited.items():
+            if seconds is not None:
+                value = torch.tensor(seconds, dtype=torch.float64, device=collector.device)
+                self._metrics.add_maximum(name, value)
         reduced = self._metrics.reduce(collector.data_group)
         if collector.scorer.has_model:
             reduced |= self._model_figures(reduced)

@@ -218,9 +218,12 @@ class ServedRollouts:
             return status
 
         assert self.sync is not None, "the service has not started"
-        self.counted["tokens"] += self.sync.wait_for(look)["tokens"]
+        tokens = self.sync.wait_for(look)["tokens"]
         self.report("")
-        self.counted["seconds"] += time.perf_counter() - start
+        # With staleness, the time since the last update counts, and evaluations are part of it.
+        if request.is_learnt or self.config.rollout.staleness > 0:
+            self.counted["tokens"] += tokens
+            self.counted["seconds"] += time.perf_counter() - start
         share = self.read(request, [*prompts])
         group = share.group
         known = [names for names in all_gather_objects(group.part_names) if names is not None]
@@ -234,7 +237,8 @@ class ServedRollouts:
         path = self.folder / f"{request.name}{SUFFIX}"
         group = self._read(path, numbers, request.first)
         if group.routes is not None and self.layers is not None:
-            self._count_missing(group)
+            if request.is_learnt:  # the trainer needs no experts for the tokens of a suite
+                self._count_missing(group)
             group = group.of_layers(self.layers)
         else:
             group.routes = None

@@ -97,6 +97,7 @@ class SupervisedLoop:
             if before:
                 logger.write(phase, 0, before)
                 progress.note(f"held-out loss before: {before['evaluation/loss']:.4f}")
+            progress.begin_steps()
             for step in range(done + 1, steps + 1):
                 metrics = timed_step(updater, batches)
                 is_last = step == steps

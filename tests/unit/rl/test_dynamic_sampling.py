@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
 from gspo_megatron.data.selection import identity
-from gspo_megatron.environments.episode import EpisodeLimits, EpisodeRunner
-from gspo_megatron.rl.rollouts import DynamicSampling
-from gspo_megatron.rollout.engine import Requests, Sampling
+from gspo_megatron.environments.episode import Client, EpisodeLimits, EpisodeRunner
+from gspo_megatron.rl.rollouts import Collector, DynamicSampling
+from gspo_megatron.rollout.engine import Requests, RolloutShare, Sampling
 from gspo_megatron.rollout.megatron.rollouts import MegatronRollouts
 from gspo_megatron.types import Prompt, RolloutBatch
 from tests.unit.rl.test_rollouts import (
@@ -109,16 +110,59 @@ class OfOneToken(Prompts):
         return replace(super().__getitem__(n), token_ids=(5,))
 
 
+def with_episodes(environment: Any, **sections: dict[str, Any]) -> Collector:
+    found = collector(reward=DROPPING, **sections)
+    runner = EpisodeRunner(environment, cast(Any, Tokenizer()), EpisodeLimits(2, 20))
+    found.source = MegatronRollouts(cast(Any, WithRoutes()), runner, found.device, layers=(1, 2))
+    return found
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_a_request_whose_episodes_all_fail_is_made_up_for() -> None:
     """Its groups have no routes, because the engine was not called."""
-    found = collector(rollout=DYNAMIC, reward=DROPPING)
-    tokenizer = cast(Any, Tokenizer())
-    runner = EpisodeRunner(cast(Any, Talk()), tokenizer, EpisodeLimits(2, 20))
-    found.source = MegatronRollouts(cast(Any, WithRoutes()), runner, found.device, layers=(1, 2))
+    found = with_episodes(Talk(), rollout=DYNAMIC)
     experience = drawn_by(found, OfOneToken(*range(PROMPTS)))
     assert experience.batch.group_index.tolist() == [3, 3, 4, 4, 5, 5]
     assert experience.batch.routes is not None and experience.batch.routes.shape[1:] == (2, 1)
+
+
+class Late:
+    """An environment with two turns. It fails after the first one for a prompt of `flat`."""
+
+    async def rollout(self, client: Client, task: Prompt) -> None:
+        await client.generate()
+        if task.answer == "flat":
+            raise ConnectionError("no tool")
+        await client.generate(text="A")
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("environment", [Talk(), Late()])
+def test_turns_are_those_of_episodes_that_did_not_fail(environment: Any) -> None:
+    """Both responses to the first prompt fail, with no turn or with one. The others have two turns
+    of 3, 4, 1 and 2 tokens, and one token of the environment between the turns."""
+    metrics = drawn_by(with_episodes(environment), OfOneToken(0)).metrics
+    assert (metrics["environment/turns"], metrics["environment/branches"]) == (2, 1)
+    written = 2 * (3 + 4 + 1 + 2)
+    assert metrics["environment/sampled_share"] == pytest.approx(written / (written + 4))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_wait_for_a_teacher_is_that_of_all_requests_of_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found, seconds = collector(rollout=DYNAMIC), [0.5, 2.0]
+    native = found.source.take
+
+    def take(*given: Any, **options: Any) -> RolloutShare:
+        share = native(*given, **options)
+        share.group.teacher_seconds = np.array([seconds.pop()])
+        return share
+
+    monkeypatch.setattr(found.source, "take", take)
+    metrics = drawn_by(found, Prompts(0, 2, 4)).metrics
+    assert not seconds and metrics["rollout/refills"] == 1
+    assert metrics["distill/teacher_seconds"] == 2.5
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -4,6 +4,7 @@ are saved, and the agreement of ranks after scoring."""
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from gspo_megatron.config import Config, parse_config
 from gspo_megatron.config.schema import suite_key
 from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.errors import DataError, RewardError, RolloutError, UserError
+from gspo_megatron.observe.progress import Progress
 from gspo_megatron.rewards.registry import Reward
 from gspo_megatron.rewards.scoring import FailedCalls
 from gspo_megatron.rl import loop as loop_module
@@ -285,6 +287,44 @@ def test_a_step_that_is_evaluated_in_a_second_attempt_is_saved_again() -> None:
 
 
 # The speed of a step
+
+
+def test_an_evaluation_before_the_first_step_is_no_part_of_the_pace() -> None:
+    """Of four steps of three seconds, nine seconds are left after the first one."""
+    seconds, stream = [0.0], io.StringIO()
+    progress = Progress(4, "RL", stream, clock=lambda: seconds[0])
+
+    def nothing(*_: Any, **__: Any) -> dict[str, float]:
+        return {}
+
+    def evaluate(step: int) -> dict[str, float]:
+        seconds[0] += 300.0
+        return {"evaluation/reward": 0.5}
+
+    def whole_step(step: int, shown: Progress) -> None:
+        seconds[0] += 3.0
+        shown.update(step, {})
+
+    watch = SimpleNamespace(alarm=None)
+    checkpoints = SimpleNamespace(
+        watch=watch, back=None, is_new=lambda _: True, before_first_step=nothing
+    )
+    loop = a_loop(
+        config_of(training={"steps": 4}),
+        **{"done": 0, "unevaluated": None, "restored": None, "trainer": None, "loader": None},
+        run_components=SimpleNamespace(
+            objective=SimpleNamespace(name="gspo"),
+            checkpoints=checkpoints,
+            logger=SimpleNamespace(progress=lambda *_: progress, write=nothing),
+        ),
+        suites=SimpleNamespace(close=nothing),
+        collector=SimpleNamespace(source=SimpleNamespace(take_weights=nothing)),
+        evaluate=evaluate,
+        _whole_step=whole_step,
+    )
+    loop.run()
+    told = [line for line in stream.getvalue().splitlines() if line.startswith("RL  1/4")]
+    assert told == ["RL  1/4  3.00 s/step  ETA 9.00 s"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@ are learnt from, and metrics. The expected values were counted by hand."""
 
 from __future__ import annotations
 
+import itertools
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -290,3 +292,36 @@ def test_the_speed_of_servers_is_that_of_the_time_in_which_they_generated(
     }
     again = source.take_weights(VERSION)  # nothing was generated since then
     assert again["engine/tokens_per_second"] == 0 and "replay/missing_rows" not in again
+
+
+@pytest.mark.parametrize(("ahead", "tokens", "seconds"), [(0, 40, 1.0), (AHEAD, 70, 2.0)])
+def test_a_suite_is_no_part_of_the_speed_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int, tokens: int, seconds: float
+) -> None:
+    """The trainer needs no experts for its tokens, either. Servers that generate ahead are measured
+    by all the time since the last update, in which they worked for the suite, too."""
+    groups = [[Row("pRRR", "000", lost=(0, 2)), Row("ppR", "0")]] * 2
+    *_, found = read(tmp_path, groups, episodes=False, routes=True)
+    suite = replace(DRAW, name="evaluation_00000007_s", key="evaluation.suites.s")
+    first, second = (tmp_path / FOLDER / f"{each.name}{SUFFIX}" for each in (DRAW, suite))
+    shutil.copyfile(first, second)
+
+    def status(name: str) -> dict[str, Any]:
+        counts = dict.fromkeys(("finished", "scoring", "drawn", "heartbeats"), 0)
+        return {**counts, "tokens": 40 if name == DRAW.name else 30, "is_restarting": False}
+
+    rollout = {"engine": "vllm", "max_staleness": ahead, "vllm": {"servers": 1}}
+    source: Any = found
+    source.config = tiny_config(rollout=rollout)
+    source.service = SimpleNamespace(begin_request=lambda _: None, request_status=status)
+    source.sync = SimpleNamespace(wait_for=lambda look: look())
+    source.counted.clear()
+    now = itertools.count()  # each look at the clock takes a second
+    clock = SimpleNamespace(perf_counter=lambda: float(next(now)))
+    monkeypatch.setattr(served_rollouts, "time", clock)
+    scorer: Any = SimpleNamespace(adopt=lambda _: None)
+    prompts = {number: Prompt("p", "", "s") for number in range(2)}
+    for request in (suite, DRAW):
+        source.take(request, prompts, scorer, router_noise=False)
+    assert (source.counted["tokens"], source.counted["seconds"]) == (tokens, seconds)
+    assert (source.counted["missing_routes"], source.counted["routes"]) == (4, 14 - 4)
