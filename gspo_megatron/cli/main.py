@@ -55,7 +55,13 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         return arguments.run(arguments)
     except OSError as error:
-        if error.errno == errno.ENOENT and error.filename is None:  # of os.getcwd
+        if error.errno == errno.ENOENT and error.filename is None:
+            if "temporary directory" in str(error):  # of tempfile, which tries to write into each
+                raise UserError(
+                    f"{error.strerror}: none of these can be written and has room; name a folder "
+                    "in TMPDIR"
+                ) from error
+            # of os.getcwd
             raise UserError("the current folder was removed; change to another one") from error
         if error.errno != errno.ENAMETOOLONG:
             raise

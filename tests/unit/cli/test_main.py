@@ -19,6 +19,8 @@ from tests.unit.cli.conftest import Command
 
 ROOT = Path(gspo_megatron.__file__).parents[1]
 GONE = "the current folder was removed; change to another one"
+NO_PLACE = "No usable temporary directory found in ['/tmp', '/a']"  # of tempfile
+NO_ROOM = f"{NO_PLACE}: none of these can be written and has room; name a folder in TMPDIR"
 
 
 def test_overrides_may_stand_before_and_after_options_and_keep_their_order() -> None:
@@ -74,6 +76,7 @@ def test_parsing_and_launching_import_nothing_heavy(module: str) -> None:
         (KeyboardInterrupt(), 130, "", ""),
         (OSError(errno.ENAMETOOLONG, "too long", "zz"), 2, "zz: too long", "zz: too long"),
         (OSError(errno.ENOENT, "of os.getcwd"), 2, GONE, GONE),
+        (OSError(errno.ENOENT, NO_PLACE), 2, NO_ROOM, NO_ROOM),
     ],
 )
 def test_how_a_command_that_raises_ends(
