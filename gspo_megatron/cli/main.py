@@ -33,6 +33,7 @@ from gspo_megatron.cli import (
 from gspo_megatron.errors import UserError
 from gspo_megatron.process.failures import exit_code_of, make_streams_safe
 from gspo_megatron.process.ranks import join_launcher
+from gspo_megatron.process.signals import heed_sigterm_as_process_1
 
 COMMANDS = (
     new, train, check, verify, play, evaluate, score, convert, serve, tasks, prompts, report,
@@ -44,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `gspo-megatron ARGV...` and return its exit code."""
     join_launcher()
     make_streams_safe()
+    heed_sigterm_as_process_1()
     return exit_code_of(lambda: _run(argv))
 
 

@@ -53,3 +53,12 @@ def saved_at_interrupt(request: Callable[[], None], *, tells: bool) -> Generator
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def heed_sigterm_as_process_1() -> None:
+    """Let SIGTERM end this process if it is process 1, as the command of a container is. The kernel
+    drops signals to process 1 for which it has no handler: a pod that is evicted while it waits or
+    downloads would go on until the end of its grace period."""
+    if os.getpid() == 1 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        # All processes of the container end with process 1.
+        signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))

@@ -9,12 +9,14 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import psutil
 import pytest
 
 import gspo_megatron
 from gspo_megatron.cli import report
 from gspo_megatron.cli.main import parse
 from gspo_megatron.errors import ConfigError
+from gspo_megatron.process import sandbox
 from tests.unit.cli.conftest import Command
 
 ROOT = Path(gspo_megatron.__file__).parents[1]
@@ -130,3 +132,32 @@ parse(["--help"])
     assert done.returncode == 0, done.stderr
     assert "not the groups of an optimizer" in done.stdout
     assert "generate some episodes" in done.stdout and "train a model" in done.stdout
+
+
+# The first process of a container, in a command that has no handler of its own yet.
+WAITS = """
+import sys, time
+from gspo_megatron.cli import main
+def wait(_):
+    print("waits", flush=True)
+    time.sleep(60)
+main._run = wait
+sys.exit(main.main([]))
+"""
+
+
+def test_sigterm_ends_a_command_that_is_process_1() -> None:
+    """The kernel drops signals to process 1 that it has no handler for."""
+    bwrap = sandbox.find_bubblewrap()
+    if bwrap is None or sandbox.fault() is not None:
+        pytest.skip("no namespaces of processes")
+    space = [bwrap, "--dev-bind", "/", "/", "--unshare-pid", "--proc", "/proc", "--as-pid-1"]
+    words = [*space, "--die-with-parent", sys.executable, "-c", WAITS]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "waits\n"
+            [first] = psutil.Process(process.pid).children()
+            first.terminate()
+            assert process.wait(20) == 143
+        finally:
+            process.kill()
