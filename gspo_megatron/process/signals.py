@@ -55,6 +55,13 @@ def saved_at_interrupt(request: Callable[[], None], *, tells: bool) -> Generator
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def end_signals() -> list[signal.Signals]:
+    """Return the signals that ask a server to end: SIGTERM, and SIGHUP of a closed terminal, unless
+    it is ignored, as under nohup."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGTERM, *([] if is_ignored else [signal.SIGHUP])]
+
+
 def heed_sigterm_as_process_1() -> None:
     """Let SIGTERM end this process if it is process 1, as the command of a container is. The kernel
     drops signals to process 1 for which it has no handler: a pod that is evicted while it waits or
