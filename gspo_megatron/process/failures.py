@@ -125,13 +125,14 @@ def is_lost_connection(output: str) -> bool:
 
 
 def make_streams_safe() -> None:
-    """Make print() safe when stdout or stderr is closed or cannot encode a character. Call this
-    before files are opened, because a file would get the number of a closed stream."""
-    for name in ("stdout", "stderr"):
+    """Make print() safe when stdout or stderr is closed or cannot encode a character, and open
+    /dev/null in place of a closed stdin. Call this before files are opened, because a file would
+    get the number of a closed stream, and a process that this one starts would not get the file."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:  # closed, as by `>&-`
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-        elif isinstance(stream, io.TextIOWrapper):
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper) and name != "stdin":
             stream.reconfigure(errors="backslashreplace")
 
 
