@@ -33,7 +33,7 @@ from gspo_megatron.cli import (
 from gspo_megatron.errors import UserError
 from gspo_megatron.process.failures import exit_code_of, make_streams_safe
 from gspo_megatron.process.ranks import join_launcher
-from gspo_megatron.process.signals import heed_sigterm_as_process_1
+from gspo_megatron.process.signals import heed_sigterm_as_process_1, see_ends_of_children
 
 COMMANDS = (
     new, train, check, verify, play, evaluate, score, convert, serve, tasks, prompts, report,
@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     join_launcher()
     make_streams_safe()
     heed_sigterm_as_process_1()
+    see_ends_of_children()
     return exit_code_of(lambda: _run(argv))
 
 

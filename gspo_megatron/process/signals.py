@@ -69,3 +69,11 @@ def heed_sigterm_as_process_1() -> None:
     if os.getpid() == 1 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         # All processes of the container end with process 1.
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
+
+
+def see_ends_of_children() -> None:
+    """Let this process learn how its children end, even if the process that started it ignores
+    SIGCHLD, as some daemons do. The system would drop the exit codes, and Python takes a code that
+    it cannot get for 0."""
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -161,3 +161,16 @@ def test_sigterm_ends_a_command_that_is_process_1() -> None:
             assert process.wait(20) == 143
         finally:
             process.kill()
+
+
+def test_the_exit_codes_of_children_count_even_if_sigchld_is_ignored() -> None:
+    """Some daemons ignore SIGCHLD, and all programs that they start inherit this."""
+    program = """
+import signal, subprocess, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+from gspo_megatron.cli import main
+main._run = lambda _: subprocess.run([sys.executable, "-c", "raise SystemExit(3)"]).returncode
+sys.exit(main.main([]))
+"""
+    words = [sys.executable, "-c", program]
+    assert subprocess.run(words, cwd=ROOT, timeout=60, check=False).returncode == 3
