@@ -33,6 +33,7 @@ from gspo_megatron.cli import (
 from gspo_megatron.errors import UserError
 from gspo_megatron.process.failures import exit_code_of, make_streams_safe
 from gspo_megatron.process.ranks import join_launcher
+from gspo_megatron.process.signals import heed_sigterm_as_process_1, see_ends_of_children
 
 COMMANDS = (
     new, train, check, verify, play, evaluate, score, convert, serve, tasks, prompts, report,
@@ -44,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `gspo-megatron ARGV...` and return its exit code."""
     join_launcher()
     make_streams_safe()
+    heed_sigterm_as_process_1()
+    see_ends_of_children()
     return exit_code_of(lambda: _run(argv))
 
 
@@ -55,7 +58,13 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         return arguments.run(arguments)
     except OSError as error:
-        if error.errno == errno.ENOENT and error.filename is None:  # of os.getcwd
+        if error.errno == errno.ENOENT and error.filename is None:
+            if "temporary directory" in str(error):  # of tempfile, which tries to write into each
+                raise UserError(
+                    f"{error.strerror}: none of these can be written and has room; name a folder "
+                    "in TMPDIR"
+                ) from error
+            # of os.getcwd
             raise UserError("the current folder was removed; change to another one") from error
         if error.errno != errno.ENAMETOOLONG:
             raise

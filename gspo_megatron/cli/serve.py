@@ -17,6 +17,7 @@ from gspo_megatron.cli.arguments import DTYPES, Commands, integer, new_parser
 from gspo_megatron.errors import DataError, UserError
 from gspo_megatron.files import WRONG_VALUES, parse_json
 from gspo_megatron.hub import folder_of
+from gspo_megatron.process.signals import end_signals
 
 _OWN_OPTIONS = ("model", "host", "port", "dtype")
 
@@ -70,7 +71,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until SIGTERM or Ctrl-C."""
+    """Serve until SIGTERM, Ctrl-C, or the end of the terminal."""
     from gspo_megatron.rollout.vllm.installed import device_of
     from gspo_megatron.rollout.vllm.process import hold_port
 
@@ -91,8 +92,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.source.exists():
         device_of(_python(arguments))  # reports a missing vLLM before the conversion
-    # SIGTERM during the conversion must not leave the weights behind.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    # A signal during the conversion must not leave the weights behind.
+    for each in end_signals():
+        signal.signal(each, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="gspo-megatron-serve-") as folder:
         try:
             taken, notes = any_to_hf(arguments.source, Path(folder) / "hf")

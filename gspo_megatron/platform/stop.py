@@ -162,8 +162,9 @@ class TimeWatch:
             needed = self._margin + self._stop.longest_step
             if left is not None and left <= needed:
                 text = f"{job}: {left:.0f} s left, and a stop may take {needed:.0f} s: stopping"
-                print(text, file=sys.stderr, flush=True)
                 self._stop.request()
+                with contextlib.suppress(OSError):  # the log may be on a full disk
+                    print(text, file=sys.stderr, flush=True)
                 return
             wait = _LONGEST_WAIT if left is None else (left - needed) / 2
             if self._ended.wait(min(_LONGEST_WAIT, max(1.0, wait))):

@@ -85,16 +85,26 @@ def tell_failure(error: Exception) -> int:
         text = printable("".join(traceback.format_exception(error)).rstrip("\n"))
         summary = printable(f"{type(error).__name__}: {error}").splitlines()[0].rstrip(": ")
         failure = Failure(False, text, summary)
-    descriptor = ranks.failure_descriptor()
-    if descriptor is None:
+    if not _is_handed_over(failure):
         print(failure.text, file=sys.stderr)
-    else:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(failure._asdict(), file)
     if failure.is_user_error:
         return USER_ERROR
     is_one_of_many = int(os.environ.get("WORLD_SIZE", "1")) > 1
     return LOST_PEER if is_one_of_many and is_lost_connection(failure.text) else DEFECT
+
+
+def _is_handed_over(failure: Failure) -> bool:
+    """Give a failure to the launcher of this rank. Returns False if there is no launcher, or if the
+    disk of temporary files is full."""
+    descriptor = ranks.failure_descriptor()
+    if descriptor is None:
+        return False
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(failure._asdict(), file)
+    except OSError:
+        return False
+    return True
 
 
 def parse_failure(text: str) -> Failure | None:
@@ -115,13 +125,14 @@ def is_lost_connection(output: str) -> bool:
 
 
 def make_streams_safe() -> None:
-    """Make print() safe when stdout or stderr is closed or cannot encode a character. Call this
-    before files are opened, because a file would get the number of a closed stream."""
-    for name in ("stdout", "stderr"):
+    """Make print() safe when stdout or stderr is closed or cannot encode a character, and open
+    /dev/null in place of a closed stdin. Call this before files are opened, because a file would
+    get the number of a closed stream, and a process that this one starts would not get the file."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:  # closed, as by `>&-`
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-        elif isinstance(stream, io.TextIOWrapper):
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper) and name != "stdin":
             stream.reconfigure(errors="backslashreplace")
 
 

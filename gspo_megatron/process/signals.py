@@ -53,3 +53,27 @@ def saved_at_interrupt(request: Callable[[], None], *, tells: bool) -> Generator
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def end_signals() -> list[signal.Signals]:
+    """Return the signals that ask a server to end: SIGTERM, and SIGHUP of a closed terminal, unless
+    it is ignored, as under nohup."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGTERM, *([] if is_ignored else [signal.SIGHUP])]
+
+
+def heed_sigterm_as_process_1() -> None:
+    """Let SIGTERM end this process if it is process 1, as the command of a container is. The kernel
+    drops signals to process 1 for which it has no handler: a pod that is evicted while it waits or
+    downloads would go on until the end of its grace period."""
+    if os.getpid() == 1 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        # All processes of the container end with process 1.
+        signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
+
+
+def see_ends_of_children() -> None:
+    """Let this process learn how its children end, even if the process that started it ignores
+    SIGCHLD, as some daemons do. The system would drop the exit codes, and Python takes a code that
+    it cannot get for 0."""
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -17,6 +17,7 @@ from gspo_megatron.families.model_shape import (
     config_of_weights,
     shape_of,
 )
+from gspo_megatron.process.signals import end_signals
 from gspo_megatron.rollout.reward_model import KEY_VARIABLE
 from gspo_megatron.rollout.vllm.client import (
     TOKEN_VARIABLE,
@@ -144,11 +145,11 @@ async def serve(
 
 
 def until_told_to_end(work: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
-    """Run `work` with an event that SIGTERM and Ctrl-C set."""
+    """Run `work` with an event that SIGTERM, Ctrl-C and a closed terminal set."""
 
     async def run() -> None:
         ended, loop = asyncio.Event(), asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (*end_signals(), signal.SIGINT):
             loop.add_signal_handler(number, ended.set)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # in a job, this signal is for the ranks
         await work(ended)

@@ -9,16 +9,20 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import psutil
 import pytest
 
 import gspo_megatron
 from gspo_megatron.cli import report
 from gspo_megatron.cli.main import parse
 from gspo_megatron.errors import ConfigError
+from gspo_megatron.process import sandbox
 from tests.unit.cli.conftest import Command
 
 ROOT = Path(gspo_megatron.__file__).parents[1]
 GONE = "the current folder was removed; change to another one"
+NO_PLACE = "No usable temporary directory found in ['/tmp', '/a']"  # of tempfile
+NO_ROOM = f"{NO_PLACE}: none of these can be written and has room; name a folder in TMPDIR"
 
 
 def test_overrides_may_stand_before_and_after_options_and_keep_their_order() -> None:
@@ -74,6 +78,7 @@ def test_parsing_and_launching_import_nothing_heavy(module: str) -> None:
         (KeyboardInterrupt(), 130, "", ""),
         (OSError(errno.ENAMETOOLONG, "too long", "zz"), 2, "zz: too long", "zz: too long"),
         (OSError(errno.ENOENT, "of os.getcwd"), 2, GONE, GONE),
+        (OSError(errno.ENOENT, NO_PLACE), 2, NO_ROOM, NO_ROOM),
     ],
 )
 def test_how_a_command_that_raises_ends(
@@ -127,3 +132,45 @@ parse(["--help"])
     assert done.returncode == 0, done.stderr
     assert "not the groups of an optimizer" in done.stdout
     assert "generate some episodes" in done.stdout and "train a model" in done.stdout
+
+
+# The first process of a container, in a command that has no handler of its own yet.
+WAITS = """
+import sys, time
+from gspo_megatron.cli import main
+def wait(_):
+    print("waits", flush=True)
+    time.sleep(60)
+main._run = wait
+sys.exit(main.main([]))
+"""
+
+
+def test_sigterm_ends_a_command_that_is_process_1() -> None:
+    """The kernel drops signals to process 1 that it has no handler for."""
+    bwrap = sandbox.find_bubblewrap()
+    if bwrap is None or sandbox.fault() is not None:
+        pytest.skip("no namespaces of processes")
+    space = [bwrap, "--dev-bind", "/", "/", "--unshare-pid", "--proc", "/proc", "--as-pid-1"]
+    words = [*space, "--die-with-parent", sys.executable, "-c", WAITS]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "waits\n"
+            [first] = psutil.Process(process.pid).children()
+            first.terminate()
+            assert process.wait(20) == 143
+        finally:
+            process.kill()
+
+
+def test_the_exit_codes_of_children_count_even_if_sigchld_is_ignored() -> None:
+    """Some daemons ignore SIGCHLD, and all programs that they start inherit this."""
+    program = """
+import signal, subprocess, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+from gspo_megatron.cli import main
+main._run = lambda _: subprocess.run([sys.executable, "-c", "raise SystemExit(3)"]).returncode
+sys.exit(main.main([]))
+"""
+    words = [sys.executable, "-c", program]
+    assert subprocess.run(words, cwd=ROOT, timeout=60, check=False).returncode == 3

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -92,6 +95,18 @@ def test_a_stop_is_asked_for_while_there_is_time_for_it(
         while not stop.is_requested and time.monotonic() < deadline:
             time.sleep(0.01)
     assert stop.is_requested == stops
+
+
+def test_a_log_on_a_full_disk_does_not_keep_a_run_from_stopping(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    full = mock.Mock(write=mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+    monkeypatch.setattr(sys, "stderr", full)
+    monkeypatch.setattr(Job, "left", 1.0)
+    stop = StopSignals(enabled=False)
+    with TimeWatch(stop, 300, Job("7", 0)):
+        assert wait_until(lambda: stop.is_requested, seconds=10)
+        assert wait_until(lambda: full.write.called, seconds=10)
 
 
 def test_the_time_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:

