@@ -195,7 +195,10 @@ def run_folder_is_apart(plan: Plan) -> Problems:
 
 def learning_rates_fit(plan: Plan) -> Problems:
     optimizer, steps, key = plan.config.optimizer, plan.config.training.steps, "optimizer.wsd_steps"
-    if optimizer.min_learning_rate > optimizer.learning_rate:
+    if optimizer.decay == "constant" and steps != 0:  # a run of no steps has no learning rates
+        wrong = "nothing reads it with optimizer.decay = constant"
+        yield from unread(plan, "optimizer", ["min_learning_rate"], wrong)
+    elif optimizer.min_learning_rate > optimizer.learning_rate:
         wrong = f"above the peak; allowed: at most learning_rate = {optimizer.learning_rate}"
         yield "optimizer.min_learning_rate", wrong
     if not isinstance(plan.config, StageConfig):
@@ -206,8 +209,8 @@ def learning_rates_fit(plan: Plan) -> Problems:
             f"longer than training.steps = {steps}; allowed: at most that",
         )
     if optimizer.decay != "wsd":
-        if optimizer.wsd_steps is not None:
-            yield key, "nothing reads it without optimizer.decay = wsd; allowed: null"
+        wrong = "nothing reads it without optimizer.decay = wsd"
+        yield from unread(plan, "optimizer", ["wsd_steps", "wsd_decay"], wrong)
     elif optimizer.wsd_steps is None:
         yield key, "optimizer.decay = wsd needs it; allowed: from 1"
     elif steps is not None and optimizer.warmup_steps + optimizer.wsd_steps > steps:
@@ -239,8 +242,12 @@ def rollouts_fit(plan: Plan) -> Problems:
 
 
 def environment_is_one(plan: Plan) -> Problems:
-    """Check that only one key names the environment, and that verifiers has an interpreter."""
+    """Check that only one key names the environment, that verifiers has an interpreter, and that a
+    limit of turns is set only if there may be several."""
     section, key = plan.config.environment, "environment.python"
+    if not section.has_episodes:
+        wrong = "nothing reads it with environment.name = single_turn"
+        yield from unread(plan, "environment", ["max_turns"], wrong)
     named = [name for name in ("import_path", "verifiers") if getattr(section, name) is not None]
     if section.name != SINGLE_TURN:
         named.insert(0, "name")
@@ -353,11 +360,13 @@ def export_has_a_family(plan: Plan) -> Problems:
 
 def examples_are_sound(plan: Plan) -> Problems:
     data = plan.config.data
-    if data.messages_field is not None and data.chat_template:
-        yield "data.chat_template", "data.messages_field uses the template anyway; allowed: false"
-    if data.messages_field is not None and data.template is not None:
-        yield "data.template", "data.messages_field holds whole conversations; allowed: null"
-    if data.template is not None and data.prompt_field != "prompt":
+    if data.messages_field is not None:
+        if data.chat_template:
+            wrong = "data.messages_field uses the template anyway"
+            yield "data.chat_template", f"{wrong}; allowed: false"
+        wrong = "data.messages_field holds whole conversations"
+        yield from unread(plan, "data", ("template", "prompt_field", "answer_field"), wrong)
+    elif data.template is not None and data.prompt_field != "prompt":
         yield "data.prompt_field", "data.template makes the prompt; allowed: prompt"
     if data.max_tokens is not None and data.max_tokens > (most := plan.shape.max_sequence_length):
         yield "data.max_tokens", f"more than max_sequence_length = {most}; allowed: at most that"
