@@ -18,6 +18,7 @@ from tests.unit.hf.published import write_model
     [
         (["model.lora.checkpoint=somewhere"], "there are no adapters with model.lora.rank = 0"),
         (["model.lora.rank=4", "model.lora.targets=q_porj"], "no such matrices"),
+        (["model.lora.rank=4", "model.lora.targets=[]"], "targets = []: no matrix has an adapter"),
         (
             ["model.lora.rank=4", "model.lora.targets=[attention, mlp]"],
             "model.lora.targets = 'mlp'",
