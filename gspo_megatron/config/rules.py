@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -283,16 +284,29 @@ def rewards_are_shaped(plan: Plan) -> Problems:
         if plan.config.rollout.dynamic_sampling:
             wrong = "with reward none, all responses have the same reward; allowed: false"
             yield "rollout.dynamic_sampling", wrong
-    distillation = plan.config.objective.distillation
-    for number in distillation.folders if plan.config.model.lora.rank else ():
-        wrong = "with adapters, a teacher's weights cannot be loaded; allowed with model.lora: null"
-        yield distillation.key_of(number, "teacher"), wrong
-    if distillation.urls and plan.config.rollout.temperature != 1.0:
-        wrong = "a teacher's server gives log-probs at temperature 1; allowed: 1.0, or a teacher "
-        yield "rollout.temperature", f"{wrong}in a folder, which uses rollout.temperature"
     if learns_from_parts(plan.config.objective):
         wrong = "objective.advantage = gdpo normalises each part of the reward by itself"
         yield from unread(plan, "reward", ("scale", "clip"), wrong)
+
+
+def frozen_models_fit(plan: Plan) -> Problems:
+    """Check that the teachers fit adapters and sampling, and that there is a copy of weights to keep
+    in host memory."""
+    lora, objective = plan.config.model.lora, plan.config.objective
+    distillation = objective.distillation
+    for number in distillation.folders if lora.rank else ():
+        wrong = "with adapters, a teacher's weights cannot be loaded; allowed with model.lora: null"
+        yield distillation.key_of(number, "teacher"), wrong
+    for number, url in distillation.urls.items():
+        if not re.fullmatch(r"https?://[^/\s]\S*", url):
+            yield distillation.key_of(number, "url"), "allowed: http://host:port/v1"
+    if distillation.urls and plan.config.rollout.temperature != 1.0:
+        wrong = "a teacher's server gives log-probs at temperature 1; allowed: 1.0, or a teacher "
+        yield "rollout.temperature", f"{wrong}in a folder, which uses rollout.temperature"
+    has_reference = objective.kl != "none" or objective.import_path is not None
+    if has_reference and lora.rank and lora.checkpoint is None:
+        wrong = "the reference is the policy without its adapters, of which there is no copy"
+        yield from unread(plan, "objective", ["reference_offload"], wrong)
 
 
 # Keys that change or record the routers' choice of experts -> the value that turns each off.
@@ -504,6 +518,7 @@ _RULES: dict[type[AnyConfig], tuple[Rule, ...]] = {
         adapters_are_served,
         rollout_nodes_are_used,
         rewards_are_shaped,
+        frozen_models_fit,
         reward_model_fits,
         reward_model_divides,
         suites_fit,

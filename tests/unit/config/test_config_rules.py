@@ -246,6 +246,10 @@ DELTA_NETS = [
         (1, ["rollout.temperature=0.7", "objective.distillation.url=http://a/v1"],
          "rollout.temperature = 0.7",
          "gives log-probs at temperature 1; allowed: 1.0, or a teacher in a folder"),
+        (1, ["objective.distillation.url=127.0.0.1:8000/v1"],
+         "objective.distillation.url = '127.0.0.1:8000/v1'", "allowed: http://host:port/v1"),
+        (1, ["objective.distillation={field: f, teachers: {a: {url: 'http://a/v1'}, b: {url: b}}}"],
+         "objective.distillation.teachers.b.url = 'b'", "allowed: http://host:port/v1"),
         (1, ["reward.overlong_buffer=32"], "reward.overlong_buffer = 32",
          "leaves no response of max_response_tokens = 32 without a penalty; allowed: null, or "
          "below"),
