@@ -7,6 +7,7 @@ for servers in server_rules.py.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -49,6 +50,7 @@ from gspo_megatron.config.suite_rules import suites_fit
 from gspo_megatron.errors import (
     ConfigError,
     DataError,
+    UnknownValueError,
     did_you_mean,
     gathered_in,
     nearest,
@@ -77,7 +79,10 @@ def check_config(
             problems.extend(error.problems)
     if is_rl:
         with gathered_in(problems):
-            problems.extend(objective_problems(config.objective))
+            reads_std = False
+            with contextlib.suppress(UnknownValueError):  # of reward.model.normalize
+                reads_std = config.reward.model.normalize == "group"
+            problems.extend(objective_problems(config.objective, reads_std=reads_std))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
 
@@ -290,8 +295,8 @@ def rewards_are_shaped(plan: Plan) -> Problems:
 
 
 def frozen_models_fit(plan: Plan) -> Problems:
-    """Check that the teachers fit adapters and sampling, and that there is a copy of weights to keep
-    in host memory."""
+    """Check that teachers fit the adapters and the sampling, and that there is a copy of the
+    reference to keep in host memory."""
     lora, objective = plan.config.model.lora, plan.config.objective
     distillation = objective.distillation
     for number in distillation.folders if lora.rank else ():
