@@ -19,6 +19,7 @@ from gspo_megatron.families.adapter_map import adapted_weights_of
 _OWN_OPTIONS = {
     "model", "host", "port", "served_model_name", "dtype", "max_model_len", "logprobs_mode",
     "tensor_parallel_size", "tokenizer", "worker_extension_cls",
+    "middleware",  # it asks for the token of the run
 }  # fmt: skip
 _ADAPTER_OPTIONS = {"enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras", "lora_dtype"}
 
