@@ -271,6 +271,9 @@ def parse_suites(suites: Mapping[str, Any], overrides: Sequence[str]) -> Evaluat
         section = EvaluationSection.model_validate(raw["evaluation"])
         for key, wrong in suite_problems(section):
             problems.append(problem(key, value_at(section, key.partition(".")[2]), wrong))
+        if section.interval:
+            wrong = "nothing reads it without a run; allowed: 0"
+            problems.append(problem("evaluation.interval", section.interval, wrong))
     except ValidationError as error:
         for item in _of_one_form(error.errors(include_url=False)):
             item["loc"] = ("evaluation", *item["loc"])
