@@ -222,7 +222,9 @@ def learning_rates_fit(plan: Plan) -> Problems:
     elif steps is not None and optimizer.warmup_steps + optimizer.wsd_steps > steps:
         both = f"warmup_steps = {optimizer.warmup_steps} and this"
         wrong = f"{both} are together more than training.steps = {steps}"
-        yield key, f"{wrong}; allowed: at most {max(steps - optimizer.warmup_steps, 0)}"
+        most = steps - optimizer.warmup_steps
+        legal = f"at most {most}" if most > 0 else "from 1, with fewer warmup_steps"
+        yield key, f"{wrong}; allowed: {legal}"
 
 
 def rollouts_fit(plan: Plan) -> Problems:

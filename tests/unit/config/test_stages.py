@@ -89,6 +89,8 @@ WHAT_IS_WRONG = [
     (pretrain("data.evaluation=[c]", "data.evaluation_share=0.1"), "data.evaluation_share = 0.1"),
     (pretrain("optimizer.decay=wsd", "optimizer.wsd_steps=9", "training.steps=8"),
      "optimizer.wsd_steps = 9: warmup_steps = 0 and this are together more than"),
+    (pretrain("optimizer.decay=wsd", "optimizer.wsd_steps=1", "optimizer.warmup_steps=8",
+              "training.steps=8"), "allowed: from 1, with fewer warmup_steps"),
     (ratings("data.margin_field=m"),
      "data.margin_field = 'm': nothing reads it with preference.loss = regression; allowed: null"),
     (ratings("data.margin_field=m", "data.format=helpsteer"),
