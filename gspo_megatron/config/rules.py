@@ -189,14 +189,18 @@ def _best_metric_is_measured(plan: Plan) -> Problems:
 
 
 def run_folder_is_apart(plan: Plan) -> Problems:
-    """Check that the run folder is not inside a folder of weights, because a run cleans its
-    folder."""
+    """Check that the run folder is not inside a folder of weights, because a run cleans its folder,
+    and not inside the folder of its export, which must be empty."""
     model, folder = plan.config.model, str(plan.config.logging.dir)
+    place = Path(os.path.realpath(folder))
     for key, given in (("hf_path", model.hf_path), ("checkpoint_path", model.checkpoint_path)):
         if given is None or (key == "checkpoint_path" and not Path(given, MODEL_FILE).is_file()):
             continue  # a run folder may contain another run
-        if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(given)):
+        if place.is_relative_to(os.path.realpath(given)):
             yield "logging.dir", f"lies in model.{key} = {given}; allowed: a folder outside of it"
+    export = plan.config.export.hf_path if isinstance(plan.config, StageConfig) else None
+    if export is not None and place.is_relative_to(os.path.realpath(export)):
+        yield "export.hf_path", f"logging.dir = {folder} lies in it; allowed: another folder"
 
 
 def learning_rates_fit(plan: Plan) -> Problems:

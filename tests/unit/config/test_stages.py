@@ -68,6 +68,7 @@ WHAT_IS_WRONG = [
     (sft("optimizer.warmup_steps=9", "training.steps=5"),
      "optimizer.warmup_steps = 9: longer than training.steps = 5"),
     (sft("checkpoint.keep_best=1"), "checkpoint.keep_best = 1: no checkpoint before"),
+    (sft("export.hf_path=runs/x"), "export.hf_path = 'runs/x': logging.dir = runs/x lies in it"),
     (sft("checkpoint.keep_best=1", "checkpoint.interval=4", "data.eval_examples=e.jsonl",
          "training.evaluation_interval=3", "training.steps=12"),
      "checkpoint.keep_best = 1: no step before the last is both saved"),
