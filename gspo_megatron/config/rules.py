@@ -38,6 +38,7 @@ from gspo_megatron.config.server_rules import (
     servers_are_there,
     servers_do_what_the_trainer_does,
     staleness_fits,
+    temperatures_are_served,
 )
 from gspo_megatron.config.stages import (
     AnyConfig,
@@ -526,6 +527,7 @@ _RULES: dict[type[AnyConfig], tuple[Rule, ...]] = {
         staleness_fits,
         servers_are_there,
         servers_do_what_the_trainer_does,
+        temperatures_are_served,
         adapters_are_served,
         rollout_nodes_are_used,
         rewards_are_shaped,

@@ -59,6 +59,9 @@ def test_defaults_pass_on_any_world_size(world_size: int) -> None:
              "drop_group}}}"]),
         (1, ["evaluation.suites={a: {prompts: [p, q], format: math, template: '{problem}'}}"]),
         (1, ["evaluation.suites={a: {prompts: p, prompt_field: q, answer_field: null}}"]),
+        (1, ["rollout.temperature=2.5", "evaluation.suites={a: {prompts: p, temperature: 3.0}}"]),
+        (1, ["rollout.engine=vllm", "rollout.vllm.servers=1", "rollout.temperature=2",
+             "evaluation.suites={a: {prompts: p, temperature: 0}}"]),
         (1, ["training.steps=0", "data.prompts=", "data.eval_prompts=e.jsonl",
              "checkpoint.keep_best=1", "training.evaluation_interval=5"]),
     ],
@@ -195,6 +198,14 @@ DELTA_NETS = [
          "rollout.kv_after_update = 'keep'",
          "no response runs during an update; allowed: recompute"),
         (1, ["objective.mini_batches=129"], "objective.mini_batches = 129", "allowed: 1 to 128"),
+        *(
+            (1, ["rollout.engine=vllm", "rollout.vllm.servers=1", f"rollout.temperature={value}"],
+             f"rollout.temperature = {value}", "allowed with engine = vllm: 0.01 to 2.0")
+            for value in (2.5, 0.005)
+        ),
+        (1, ["rollout.engine=vllm", "rollout.vllm.servers=1",
+             "evaluation.suites={a: {prompts: p, temperature: 3.0}}"],
+         "evaluation.suites.a.temperature = 3.0", "vllm: 0.01 to 2.0, or 0.0"),
         (1, ["rollout.engine=vllm", "rollout.vllm.servers=1",
              "rollout.vllm.options={middleware: m.Own}"],
          "rollout.vllm.options.middleware = 'm.Own'", "the run sets it itself; allowed: leave it"),
