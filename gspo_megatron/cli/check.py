@@ -84,6 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.config is None:
         arguments.parser.error("the following arguments are required: CONFIG.yaml")
     rollout_plan.check_options(arguments)
+    if arguments.fresh and arguments.no_files:
+        arguments.parser.error("--fresh: not with --no-files, which looks at no run folder")
     if arguments.rollout_plan:
         return rollout_plan.run(arguments)
     from gspo_megatron.cli import check_tables

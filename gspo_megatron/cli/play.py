@@ -103,7 +103,10 @@ def _as_played(config: Config) -> Config:
 
     usual = RolloutSection()
     changes: dict[str, dict[str, Any]] = {
-        "rollout": {"engine": "megatron", "vllm": usual.vllm, "max_staleness": usual.max_staleness},
+        "rollout": {
+            name: getattr(usual, name)
+            for name in ("engine", "vllm", "max_staleness", "kv_after_update")
+        },
         "objective": {"max_token_staleness": None},
         "reward": {"on_failure": "drop_group"},
         "training": {"evaluation_interval": 0, "phases": []},

@@ -165,6 +165,8 @@ def _options(words: Sequence[str]) -> dict[str, Any]:
             raise UserError(f"{word}: allowed: OPTION=VALUE, as max_num_seqs=64")
         if name in _OWN_OPTIONS:
             raise UserError(f"{word}: allowed: SOURCE, --host, --port and --dtype")
+        if name == "middleware":  # ours asks for the token
+            raise UserError(f"{word}: would replace the check of the token; leave it out")
         options[name] = parse_yaml(text, word)
     return options
 

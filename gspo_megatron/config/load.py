@@ -271,6 +271,13 @@ def parse_suites(suites: Mapping[str, Any], overrides: Sequence[str]) -> Evaluat
         section = EvaluationSection.model_validate(raw["evaluation"])
         for key, wrong in suite_problems(section):
             problems.append(problem(key, value_at(section, key.partition(".")[2]), wrong))
+        if section.interval:
+            wrong = "nothing reads it without a run; allowed: 0"
+            problems.append(problem("evaluation.interval", section.interval, wrong))
+        for name, suite in section.suites.items():
+            if suite.chat_template is False:
+                wrong = "a server applies its own chat template; allowed: null or true"
+                problems.append(problem(f"evaluation.suites.{name}.chat_template", False, wrong))
     except ValidationError as error:
         for item in _of_one_form(error.errors(include_url=False)):
             item["loc"] = ("evaluation", *item["loc"])

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import math
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -164,6 +165,8 @@ def _name_problem(section_key: str, name: Any, fields: Mapping[str, Any]) -> str
 
 def _value_problem(name: str, wanted: Any, value: Any) -> str | None:
     nullable = name not in _SIZES
+    if isinstance(value, float) and not math.isfinite(value):
+        return "must be a finite number"
     if name in _NAMED_VALUES:
         named = _NAMED_VALUES[name]
         return None if value in named else "must be one of " + ", ".join(named)

@@ -404,6 +404,9 @@ def adapters_fit(plan: Plan) -> Problems:
     if model.megatron.get("moe_router_bias_update_rate"):
         wrong = "routers of a frozen model stay as they are (model.lora.rank is above 0)"
         yield "model.megatron.moe_router_bias_update_rate", f"{wrong}; allowed: leave it out"
+    if not lora.targets:
+        wrong = "no matrix has an adapter, so nothing would be trained"
+        yield "model.lora.targets", f"{wrong}; allowed: all, or a list of matrices"
     shape, tp = plan.shape, plan.layout.tp
     adapted = adapted_weights_of(model.family(shape), shape, lora.targets)
     mixed = any(len(each.matrices) > 1 and "linear_qkv" in each.owner for each in adapted.values())

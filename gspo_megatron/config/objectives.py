@@ -409,12 +409,15 @@ def _rule_numbers(named: Recipe, recipe: Recipe) -> dict[str, float]:
     return numbers
 
 
-def objective_problems(section: ObjectiveSection) -> Iterator[str]:
-    """Yield the problems of the section: parts that do not fit together, unread numbers."""
+def objective_problems(section: ObjectiveSection, *, reads_std: bool = False) -> Iterator[str]:
+    """Yield the problems of the section: parts that do not fit together, unread numbers. reads_std:
+    whether something else reads advantage_std."""
     recipe = resolve_objective(section)
     rules = (_custom_objective,) if section.import_path is not None else _RULES_OF_RECIPES
     for rule in (*rules, _advantage, _regularisation):
         for name, wrong in rule(section, recipe):
+            if name == "advantage_std" and reads_std:
+                continue
             value = attrgetter(name)(section)
             if value is None:  # then the recipe's value is used
                 value = recipe.parameters.get(name, getattr(recipe, name, None))

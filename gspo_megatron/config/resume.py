@@ -6,6 +6,7 @@ would make the second half of the run another experiment is refused.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,6 +69,8 @@ def find_changes(
         fallback = keys[top].default if key == top else None
         old, new = then.get(key, fallback), now.get(key, fallback)
         resume, same = resume_of(keys[top]), same_contents.get(key)
+        if _ADDRESS.fullmatch(key):
+            resume = "shapes" if None in (old, new) else "harmless"
         changed = old != new and (key, old, new) != _RENAMED_PRESET
         if changed or (same is False and resume in ("contents", "shown", "code")):
             decay = config.optimizer.decay
@@ -118,6 +121,8 @@ def decides_rollouts(config: Config) -> dict[str, Any]:
 
 # Keys of earlier versions that had an effect only before the first RL step.
 _GONE = ("training.warm_start.",)
+# The address of a teacher or a reward model. It may change, but not from or to null.
+_ADDRESS = re.compile(r"(objective\.distillation\.(teachers\.[^.]+\.)?|reward\.model\.)url")
 # Earlier versions wrote the default preset even if the weights define the shape.
 _RENAMED_PRESET = ("model.preset", "tiny", None)
 

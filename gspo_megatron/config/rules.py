@@ -7,8 +7,10 @@ for servers in server_rules.py.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,6 +38,7 @@ from gspo_megatron.config.server_rules import (
     servers_are_there,
     servers_do_what_the_trainer_does,
     staleness_fits,
+    temperatures_are_served,
 )
 from gspo_megatron.config.stages import (
     AnyConfig,
@@ -48,6 +51,7 @@ from gspo_megatron.config.suite_rules import suites_fit
 from gspo_megatron.errors import (
     ConfigError,
     DataError,
+    UnknownValueError,
     did_you_mean,
     gathered_in,
     nearest,
@@ -76,7 +80,10 @@ def check_config(
             problems.extend(error.problems)
     if is_rl:
         with gathered_in(problems):
-            problems.extend(objective_problems(config.objective))
+            reads_std = False
+            with contextlib.suppress(UnknownValueError):  # of reward.model.normalize
+                reads_std = config.reward.model.normalize == "group"
+            problems.extend(objective_problems(config.objective, reads_std=reads_std))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
 
@@ -183,19 +190,26 @@ def _best_metric_is_measured(plan: Plan) -> Problems:
 
 
 def run_folder_is_apart(plan: Plan) -> Problems:
-    """Check that the run folder is not inside a folder of weights, because a run cleans its
-    folder."""
+    """Check that the run folder is not inside a folder of weights, because a run cleans its folder,
+    and not inside the folder of its export, which must be empty."""
     model, folder = plan.config.model, str(plan.config.logging.dir)
+    place = Path(os.path.realpath(folder))
     for key, given in (("hf_path", model.hf_path), ("checkpoint_path", model.checkpoint_path)):
         if given is None or (key == "checkpoint_path" and not Path(given, MODEL_FILE).is_file()):
             continue  # a run folder may contain another run
-        if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(given)):
+        if place.is_relative_to(os.path.realpath(given)):
             yield "logging.dir", f"lies in model.{key} = {given}; allowed: a folder outside of it"
+    export = plan.config.export.hf_path if isinstance(plan.config, StageConfig) else None
+    if export is not None and place.is_relative_to(os.path.realpath(export)):
+        yield "export.hf_path", f"logging.dir = {folder} lies in it; allowed: another folder"
 
 
 def learning_rates_fit(plan: Plan) -> Problems:
     optimizer, steps, key = plan.config.optimizer, plan.config.training.steps, "optimizer.wsd_steps"
-    if optimizer.min_learning_rate > optimizer.learning_rate:
+    if optimizer.decay == "constant" and steps != 0:  # a run of no steps has no learning rates
+        wrong = "nothing reads it with optimizer.decay = constant"
+        yield from unread(plan, "optimizer", ["min_learning_rate"], wrong)
+    elif optimizer.min_learning_rate > optimizer.learning_rate:
         wrong = f"above the peak; allowed: at most learning_rate = {optimizer.learning_rate}"
         yield "optimizer.min_learning_rate", wrong
     if not isinstance(plan.config, StageConfig):
@@ -206,14 +220,16 @@ def learning_rates_fit(plan: Plan) -> Problems:
             f"longer than training.steps = {steps}; allowed: at most that",
         )
     if optimizer.decay != "wsd":
-        if optimizer.wsd_steps is not None:
-            yield key, "nothing reads it without optimizer.decay = wsd; allowed: null"
+        wrong = "nothing reads it without optimizer.decay = wsd"
+        yield from unread(plan, "optimizer", ["wsd_steps", "wsd_decay"], wrong)
     elif optimizer.wsd_steps is None:
         yield key, "optimizer.decay = wsd needs it; allowed: from 1"
     elif steps is not None and optimizer.warmup_steps + optimizer.wsd_steps > steps:
         both = f"warmup_steps = {optimizer.warmup_steps} and this"
         wrong = f"{both} are together more than training.steps = {steps}"
-        yield key, f"{wrong}; allowed: at most {max(steps - optimizer.warmup_steps, 0)}"
+        most = steps - optimizer.warmup_steps
+        legal = f"at most {most}" if most > 0 else "from 1, with fewer warmup_steps"
+        yield key, f"{wrong}; allowed: {legal}"
 
 
 def rollouts_fit(plan: Plan) -> Problems:
@@ -239,8 +255,12 @@ def rollouts_fit(plan: Plan) -> Problems:
 
 
 def environment_is_one(plan: Plan) -> Problems:
-    """Check that only one key names the environment, and that verifiers has an interpreter."""
+    """Check that only one key names the environment, that verifiers has an interpreter, and that a
+    limit of turns is set only if there may be several."""
     section, key = plan.config.environment, "environment.python"
+    if not section.has_episodes:
+        wrong = "nothing reads it with environment.name = single_turn"
+        yield from unread(plan, "environment", ["max_turns"], wrong)
     named = [name for name in ("import_path", "verifiers") if getattr(section, name) is not None]
     if section.name != SINGLE_TURN:
         named.insert(0, "name")
@@ -276,16 +296,29 @@ def rewards_are_shaped(plan: Plan) -> Problems:
         if plan.config.rollout.dynamic_sampling:
             wrong = "with reward none, all responses have the same reward; allowed: false"
             yield "rollout.dynamic_sampling", wrong
-    distillation = plan.config.objective.distillation
-    for number in distillation.folders if plan.config.model.lora.rank else ():
-        wrong = "with adapters, a teacher's weights cannot be loaded; allowed with model.lora: null"
-        yield distillation.key_of(number, "teacher"), wrong
-    if distillation.urls and plan.config.rollout.temperature != 1.0:
-        wrong = "a teacher's server gives log-probs at temperature 1; allowed: 1.0, or a teacher "
-        yield "rollout.temperature", f"{wrong}in a folder, which uses rollout.temperature"
     if learns_from_parts(plan.config.objective):
         wrong = "objective.advantage = gdpo normalises each part of the reward by itself"
         yield from unread(plan, "reward", ("scale", "clip"), wrong)
+
+
+def frozen_models_fit(plan: Plan) -> Problems:
+    """Check that teachers fit the adapters and the sampling, and that there is a copy of the
+    reference to keep in host memory."""
+    lora, objective = plan.config.model.lora, plan.config.objective
+    distillation = objective.distillation
+    for number in distillation.folders if lora.rank else ():
+        wrong = "with adapters, a teacher's weights cannot be loaded; allowed with model.lora: null"
+        yield distillation.key_of(number, "teacher"), wrong
+    for number, url in distillation.urls.items():
+        if not re.fullmatch(r"https?://[^/\s]\S*", url):
+            yield distillation.key_of(number, "url"), "allowed: http://host:port/v1"
+    if distillation.urls and plan.config.rollout.temperature != 1.0:
+        wrong = "a teacher's server gives log-probs at temperature 1; allowed: 1.0, or a teacher "
+        yield "rollout.temperature", f"{wrong}in a folder, which uses rollout.temperature"
+    has_reference = objective.kl != "none" or objective.import_path is not None
+    if has_reference and lora.rank and lora.checkpoint is None:
+        wrong = "the reference is the policy without its adapters, of which there is no copy"
+        yield from unread(plan, "objective", ["reference_offload"], wrong)
 
 
 # Keys that change or record the routers' choice of experts -> the value that turns each off.
@@ -353,11 +386,13 @@ def export_has_a_family(plan: Plan) -> Problems:
 
 def examples_are_sound(plan: Plan) -> Problems:
     data = plan.config.data
-    if data.messages_field is not None and data.chat_template:
-        yield "data.chat_template", "data.messages_field uses the template anyway; allowed: false"
-    if data.messages_field is not None and data.template is not None:
-        yield "data.template", "data.messages_field holds whole conversations; allowed: null"
-    if data.template is not None and data.prompt_field != "prompt":
+    if data.messages_field is not None:
+        if data.chat_template:
+            wrong = "data.messages_field uses the template anyway"
+            yield "data.chat_template", f"{wrong}; allowed: false"
+        wrong = "data.messages_field holds whole conversations"
+        yield from unread(plan, "data", ("template", "prompt_field", "answer_field"), wrong)
+    elif data.template is not None and data.prompt_field != "prompt":
         yield "data.prompt_field", "data.template makes the prompt; allowed: prompt"
     if data.max_tokens is not None and data.max_tokens > (most := plan.shape.max_sequence_length):
         yield "data.max_tokens", f"more than max_sequence_length = {most}; allowed: at most that"
@@ -492,9 +527,11 @@ _RULES: dict[type[AnyConfig], tuple[Rule, ...]] = {
         staleness_fits,
         servers_are_there,
         servers_do_what_the_trainer_does,
+        temperatures_are_served,
         adapters_are_served,
         rollout_nodes_are_used,
         rewards_are_shaped,
+        frozen_models_fit,
         reward_model_fits,
         reward_model_divides,
         suites_fit,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from gspo_megatron.addresses import ROLLOUT_NODES, rollout_nodes
 from gspo_megatron.config.model_rules import Plan, Problems
+from gspo_megatron.config.schema import suite_key
 from gspo_megatron.config.servers import SERVED_RANKS
 from gspo_megatron.errors import ConfigError
 from gspo_megatron.families import differs_in_folder, family_of_shape
@@ -19,6 +20,7 @@ from gspo_megatron.families.adapter_map import adapted_weights_of
 _OWN_OPTIONS = {
     "model", "host", "port", "served_model_name", "dtype", "max_model_len", "logprobs_mode",
     "tensor_parallel_size", "tokenizer", "worker_extension_cls",
+    "middleware",  # it asks for the token of the run
 }  # fmt: skip
 _ADAPTER_OPTIONS = {"enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras", "lora_dtype"}
 
@@ -97,6 +99,25 @@ def servers_do_what_the_trainer_does(plan: Plan) -> Problems:
         family_of_shape(shape)
     except ConfigError as error:
         yield "rollout.engine", f"servers need a Hugging Face model: {error.problems[0]}"
+
+
+# The temperatures at which vLLM samples. It raises a lower one to the first, and refuses a request
+# with a higher one than the second.
+_TEMPERATURES = (0.01, 2.0)
+
+
+def temperatures_are_served(plan: Plan) -> Problems:
+    """Check that vLLM samples at the temperatures of steps and suites."""
+    if plan.config.rollout.engine != "vllm":
+        return
+    least, most = _TEMPERATURES
+    wrong = f"vLLM samples at {least} or above, and refuses more than {most}"
+    legal = f"allowed with engine = vllm: {least} to {most}"
+    if not least <= plan.config.rollout.temperature <= most:
+        yield "rollout.temperature", f"{wrong}; {legal}"
+    for name, suite in plan.config.evaluation.suites.items():
+        if suite.temperature and not least <= suite.temperature <= most:
+            yield f"{suite_key(name)}.temperature", f"{wrong}; {legal}, or 0.0"
 
 
 def rollout_nodes_are_used(plan: Plan) -> Problems:

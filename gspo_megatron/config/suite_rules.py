@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 
 from gspo_megatron.config.model_rules import Plan, Problems
 from gspo_megatron.config.reward_model import reward_model_problems
@@ -60,6 +61,21 @@ def _problems_of_suite(name: str, suite: SuiteSection) -> Problems:
     if first[:size] > last[:size]:
         wrong = f"before filter.first = {first}; allowed: from that on"
         yield f"{key}.filter.last", wrong
+    yield from _problems_of_rows(key, suite)
+
+
+def _problems_of_rows(key: str, suite: SuiteSection) -> Problems:
+    """Yield the problems of the keys that say which files a suite reads, and which fields."""
+    if suite.format is not None:
+        wrong = f"{key}.format = {suite.format} names it"
+        for name, told in suite.unread(("prompt_field", "answer_field"), wrong):
+            yield f"{key}.{name}", told
+    elif suite.template is not None and suite.prompt_field != "prompt":
+        yield f"{key}.prompt_field", f"{key}.template makes the prompt; allowed: prompt"
+    if not suite.prompts:
+        yield f"{key}.prompts", "there is nothing to evaluate on; allowed: a file, or several"
+    elif len({os.path.abspath(path) for path in suite.prompts}) < len(suite.prompts):
+        yield f"{key}.prompts", "a file is listed twice; allowed: once"
 
 
 def _problems_of_model(key: str, reward: RewardSection) -> Problems:

@@ -269,6 +269,9 @@ def test_play_checks_only_the_phase_that_it_plays(
     assert line.startswith("gone.jsonl: no such")
     [line] = refused(gspo, *words, "--step", "2")
     assert line.startswith("none.jsonl: no such")
+    # nor is a cache that only servers keep
+    [line] = refused(gspo, *words, "rollout.kv_after_update=keep")
+    assert line.startswith("gone.jsonl: no such")
 
 
 @pytest.mark.parametrize("phases", ["[{from_step: 2}]", "[{optimizer: {learning_rate: x}}]"])

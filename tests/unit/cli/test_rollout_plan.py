@@ -62,6 +62,8 @@ def test_one_time_of_training_and_bounds_by_default(
         (("--rollout-plan", *WORDS[1:]), "--servers, --train-seconds, --lengths: missing"),
         (("--servers=3", "--staleness=1"), "--servers, --staleness: only with --rollout-plan"),
         ((*PLAN, "--world-size=8", "--suggest"), "--world-size, --suggest: not with"),
+        ((*PLAN, "--fresh"), "--fresh: not with --rollout-plan, which looks at no run folder"),
+        (("--fresh", "--no-files"), "--fresh: not with --no-files, which looks at no run folder"),
         ((*PLAN, "--train-seconds=1,2,3"), "--train-seconds: give one value, or as many as"),
         ((*PLAN, "--lengths=60,20"), "--lengths: give MEDIAN,P90"),
         ((*PLAN, "--server-speed=9"), "--server-speed: must not be below --sequence-speed"),

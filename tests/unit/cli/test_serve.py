@@ -79,6 +79,7 @@ def test_mistakes_are_told_in_one_line(gspo: Command, tmp_path: Path) -> None:
     for words, told in (
         (("max_num_seqs",), "max_num_seqs: allowed: OPTION=VALUE"),
         (("dtype=float32",), "dtype=float32: allowed: SOURCE, --host, --port and --dtype"),
+        (("middleware=m.Own",), "middleware=m.Own: would replace the check of the token"),
         ((), "config.json: architectures = null"),
     ):
         [said] = refused(gspo, "serve", folder, *words)

@@ -102,3 +102,18 @@ def test_keys_of_another_version() -> None:
     assert find_changes(older, weights, SAME) == Changes()
     found = find_changes(before, config("rollout.top_k=5"), SAME)
     assert "rollout.top_k = 5: was 0" in found.refused
+
+
+def test_a_teacher_may_move_but_neither_come_nor_go() -> None:
+    key = "objective.distillation.url"
+    here, there = f"{key}=http://a/v1", f"{key}=http://b/v1"
+    found = changes(there, before=config(here))
+    assert found == Changes(allowed=[f"{key}: 'http://a/v1' -> 'http://b/v1'"])
+    assert changes(here).refused == [f"{key} = 'http://a/v1': was null"]
+    assert changes(before=config(here)).refused == [f"{key} = null: was 'http://a/v1'"]
+    named = "objective.distillation={{field: f, teachers: {{a: {{url: {}}}, b: {{teacher: t}}}}}}"
+    found = changes(named.format("http://b/v1"), before=config(named.format("http://a/v1")))
+    key = "objective.distillation.teachers.a.url"
+    assert found == Changes(allowed=[f"{key}: 'http://a/v1' -> 'http://b/v1'"])
+    found = changes(named.format("null"), before=config(named.format("http://a/v1")))
+    assert found == Changes([f"{key} = null: was 'http://a/v1'"])

@@ -94,6 +94,8 @@ def test_values_that_fit_their_type_pass(values: dict[str, Any]) -> None:
          "with 0 or 1 for each layer"),
         ("hidden_dropout", "0", "hidden_dropout = '0': must be float"),
         ("hidden_dropout", True, "hidden_dropout = true: must be float"),
+        ("hidden_dropout", float("nan"), "hidden_dropout = nan: must be a finite number"),
+        ("hidden_dropout", float("-inf"), "hidden_dropout = -inf: must be a finite number"),
         ("overlap", 1, "overlap = 1: must be bool"),
         ("name", 5, "name = 5: must be str"),
         ("unit", 1.5, "unit = 1.5: must be int or null"),

@@ -12,12 +12,15 @@ from gspo_megatron.errors import ConfigError
 from tests.unit.config.configs import config_with, problems_of
 from tests.unit.hf.published import write_model
 
+KL = ("objective.kl=k3", "objective.kl_coefficient=0.1")
+
 
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
         (["model.lora.checkpoint=somewhere"], "there are no adapters with model.lora.rank = 0"),
         (["model.lora.rank=4", "model.lora.targets=q_porj"], "no such matrices"),
+        (["model.lora.rank=4", "model.lora.targets=[]"], "targets = []: no matrix has an adapter"),
         (
             ["model.lora.rank=4", "model.lora.targets=[attention, mlp]"],
             "model.lora.targets = 'mlp'",
@@ -30,6 +33,10 @@ from tests.unit.hf.published import write_model
         (
             ["model.lora.rank=4", "model.megatron.moe_shared_expert_intermediate_size=32"],
             "no Hugging Face family has such models",
+        ),
+        (
+            ["model.lora.rank=4", *KL, "objective.reference_offload=true"],
+            "objective.reference_offload = true: the reference is the policy without its adapters",
         ),
         (["model.lora.rank=-1"], "model.lora.rank"),
         (["model.lora.rank=4", "model.lora.alpha=0"], "model.lora.alpha"),
@@ -48,6 +55,11 @@ def test_the_frozen_weights_of_a_run_are_not_random() -> None:
     assert any("the frozen weights would be random" in line for line in lines)
     # `verify` and estimates work with random weights
     assert not problems_of(1, "model.lora.rank=4")
+
+
+def test_a_copy_of_given_adapters_may_stay_in_host_memory() -> None:
+    words = ("model.lora.rank=4", *KL, "objective.reference_offload=true")
+    assert problems_of(1, *words, "model.lora.checkpoint=somewhere") == []
 
 
 def test_other_targets_take_more_tensor_parallelism() -> None:

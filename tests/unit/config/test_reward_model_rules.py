@@ -14,6 +14,7 @@ from tests.unit.hf.preference_folder import write_score_model
 
 URL = ["reward.model.url=http://h:1", "reward.model.tokenizer=t"]
 SUITE = "evaluation.suites.s.prompts=p.jsonl"
+OTHER_STD = ["objective.advantage=group_mean", "objective.advantage_std=population"]
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,7 @@ SUITE = "evaluation.suites.s.prompts=p.jsonl"
         ["reward.name=reward_model", *URL, "reward.model.normalize=running", "reward.clip=5"],
         [*URL, "reward.model.batch_size=3", "reward.model.max_tokens=7"],
         [*URL, "objective.advantage=gdpo"],
+        [*URL, "reward.model.normalize=group", *OTHER_STD],
     ],
 )
 def test_sound_keys_pass(overrides: list[str]) -> None:
@@ -35,6 +37,7 @@ def test_sound_keys_pass(overrides: list[str]) -> None:
     [
         (["reward.name=reward_model"], "reward.name", "needs a model that scores"),
         (["reward.model.normalize=group"], "reward.model.normalize", "nothing reads it without"),
+        ([*URL, *OTHER_STD], "objective.advantage_std", "group_mean does not read it"),
         (["reward.model.tokenizer=t"], "reward.model.tokenizer", "allowed: leave it out"),
         (["reward.model.url=h:1", "reward.model.tokenizer=t"], "reward.model.url", "http://host"),
         (["reward.model.url=http://h/v1", "reward.model.tokenizer=t"], "reward.model.url", ":port"),

@@ -229,11 +229,14 @@ def test_all_mistakes_are_told_before_the_server_is_asked(
     told = capsys.readouterr().err
     assert "reward.name = maths: no such reward" in told
     assert f"{tmp_path}/rows.jsonl:2: not JSON" in told
-    words = ["evaluation.suites.sums.temperature=0", "model.preset=tiny"]
+    words = ["evaluation.suites.sums.temperature=0", "model.preset=tiny", "evaluation.interval=5"]
+    words += ["evaluation.suites.sums.chat_template=false"]
     assert main([*base, *words]) == 2
     told = capsys.readouterr().err
     assert "evaluation.suites.sums.temperature = 0.0: greedy responses are all the same" in told
     assert "model: nothing reads it without a model" in told
+    assert "evaluation.interval = 5: nothing reads it without a run; allowed: 0" in told
+    assert "evaluation.suites.sums.chat_template = false: a server applies its own chat" in told
     assert main([*base, "evaluation.suites.sums.smples=4"]) == 2
     assert "evaluation.suites.sums.smples = 4: unknown key; did you mean samples" in (
         capsys.readouterr().err
