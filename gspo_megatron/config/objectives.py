@@ -438,15 +438,15 @@ def _custom_objective(section: ObjectiveSection, _: Recipe) -> _Problems:
 
 def _parts_mix(section: ObjectiveSection, recipe: Recipe) -> _Problems:
     if recipe.ratio not in RULES[recipe.rule].ratios:
-        legal = ", ".join(name for name, rule in RULES.items() if recipe.ratio in rule.ratios)
-        yield "rule", f"is not defined on ratio {recipe.ratio}; allowed: {legal}"
+        allowed = ", ".join(name for name, rule in RULES.items() if recipe.ratio in rule.ratios)
+        yield "rule", f"is not defined on ratio {recipe.ratio}; allowed: {allowed}"
     named = RECIPES[section.name]
     sums_tokens = recipe.ratio != "token" and recipe.aggregation != "sequence_mean"
     # A named recipe that has this combination itself (luspo) intends it; else it is a mistake.
     if sums_tokens and (recipe.ratio, recipe.aggregation) != (named.ratio, named.aggregation):
         wrong = f"a sum over tokens weights the ratio of a sequence ({recipe.ratio}) by its length"
-        legal = "sequence_mean, or objective.name = luspo if you want this"
-        yield "aggregation", f"{wrong}; allowed: {legal}"
+        allowed = "sequence_mean, or objective.name = luspo if you want this"
+        yield "aggregation", f"{wrong}; allowed: {allowed}"
 
 
 def _corrections_mix(section: ObjectiveSection, recipe: Recipe) -> _Problems:
@@ -472,8 +472,8 @@ def _correction_problems(name: str, recipe: Recipe) -> Iterator[str]:
     of_sequences = [other for other, each in CORRECTIONS.items() if each.level == "sequence"]
     if correction.level == "token" and recipe.ratio != "token":
         wrong = f"weights single tokens, but a whole sequence has one ratio ({recipe.ratio})"
-        legal = ", ".join(each for each in of_sequences if "product" not in each)
-        yield f"{wrong}; allowed: {legal}"
+        allowed = ", ".join(each for each in of_sequences if "product" not in each)
+        yield f"{wrong}; allowed: {allowed}"
     if name == "sequence_product_tis" and recipe.ratio in ("sequence", "sequence_token"):
         wrong = "its product over all tokens changes exponentially with the length, while ratio "
         wrong += f"{recipe.ratio} is a geometric mean: it makes the update many times smaller"
@@ -530,8 +530,8 @@ def _clip_range_is_sane(section: ObjectiveSection, recipe: Recipe) -> _Problems:
         if not section.allow_wide_clip and (getattr(section, name) or 0) >= WIDE_CLIP:
             wrong = f"a range for ratios of single tokens; {section.name} clips ratios of whole "
             wrong += "sequences, which vary much less, so it would clip few of them"
-            legal = f"below {WIDE_CLIP}, or objective.allow_wide_clip = true"
-            yield name, f"{wrong}; allowed: {legal}"
+            allowed = f"below {WIDE_CLIP}, or objective.allow_wide_clip = true"
+            yield name, f"{wrong}; allowed: {allowed}"
 
 
 _RULES_OF_RECIPES = (
