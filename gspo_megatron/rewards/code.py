@@ -60,7 +60,6 @@ _PRINT_OUTPUT = "print(open('output.txt').read())\n"
 
 # Runs programs: the module `sandbox`, or an object with the same functions `run`, `call`, `judge`.
 Runner = Any
-# Runs a program with a runner; returns why the test failed, or None if it passed.
 # A test takes a runner, a program, the limits of one program, and the time (monotonic) at which all
 # tests must have ended. It returns why the program failed, or None.
 Test = Callable[[Runner, bytes, Limits, float], str | None]
