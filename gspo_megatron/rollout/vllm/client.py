@@ -121,14 +121,14 @@ class ServerClient:
         vLLM's prefix cache reuses only prompts with the same salt; model: an adapter's name, or
         None for the model itself.
         """
-        given: dict[str, Any] = {"token_ids": list(prompt)}
-        given["sampling_params"] = {"logprobs": 0, **sampling}
-        given |= {} if name is None else {"request_id": name}
-        given |= {} if salt is None else {"cache_salt": salt}
-        given |= {} if model is None else {"model": model}
-        found = await self._call("POST", GENERATE, given, seconds=seconds)
+        content: dict[str, Any] = {"token_ids": list(prompt)}
+        content["sampling_params"] = {"logprobs": 0, **sampling}
+        content |= {} if name is None else {"request_id": name}
+        content |= {} if salt is None else {"cache_salt": salt}
+        content |= {} if model is None else {"model": model}
+        answer = await self._call("POST", GENERATE, content, seconds=seconds)
         with malformed():
-            return parse_response(found, len(prompt), facts, routes=routes)
+            return parse_response(answer, len(prompt), facts, routes=routes)
 
     async def generate_part(
         self,
@@ -151,7 +151,7 @@ class ServerClient:
         body = part_request(
             prompt, sampling, names, seeds, facts, routes=routes, salt=salt, model=model
         )
-        async with self._asked("POST", PARTS, body, seconds=None) as answer:
+        async with self._response("POST", PARTS, body, seconds=None) as answer:
             if answer.status >= 400:
                 _fail(PARTS, answer.status, (await answer.read()).decode(errors="replace"))
             while (record := await _record(answer.content)) is not None:
@@ -360,7 +360,7 @@ class ServerClient:
         as_text: bool = False,
     ) -> Any:
         body = None if verb == "GET" else json.dumps({} if given is None else given).encode()
-        async with self._asked(verb, path, body, seconds=seconds, query=query) as answer:
+        async with self._response(verb, path, body, seconds=seconds, query=query) as answer:
             content = await answer.read()
             if answer.status >= 400:
                 _fail(path, answer.status, content.decode(errors="replace"))
@@ -380,7 +380,7 @@ class ServerClient:
         return headers | ({"Authorization": f"Bearer {self._token}"} if self._token else {})
 
     @contextlib.asynccontextmanager
-    async def _asked(
+    async def _response(
         self,
         verb: str,
         path: str,
@@ -393,25 +393,25 @@ class ServerClient:
 
         Errors of the connection raise NoAnswer, even inside the `with` block.
         """
-        asked: dict[str, Any] = {"data": body, "params": query, "headers": self._headers(path)}
-        asked["timeout"] = _NO_DEADLINE if seconds is None else aiohttp.ClientTimeout(seconds)
-        asked["allow_redirects"] = not self._is_ours  # our servers never redirect
+        options: dict[str, Any] = {"data": body, "params": query, "headers": self._headers(path)}
+        options["timeout"] = _NO_DEADLINE if seconds is None else aiohttp.ClientTimeout(seconds)
+        options["allow_redirects"] = not self._is_ours  # our servers never redirect
         try:
             if path in _ONCE:
                 async with (
                     connected_session() as session,
-                    session.request(verb, self.url + path, **asked) as answer,
+                    session.request(verb, self.url + path, **options) as answer,
                 ):
                     yield answer
                 return
             try:
-                answer = await self._session.request(verb, self.url + path, **asked)
+                answer = await self._session.request(verb, self.url + path, **options)
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
                 if isinstance(error, aiohttp.ClientConnectorError):
                     raise
                 # The server may have closed an idle connection while this request was on its way,
                 # so try once more on a new connection. A server that is away fails again.
-                answer = await self._session.request(verb, self.url + path, **asked)
+                answer = await self._session.request(verb, self.url + path, **options)
             async with answer:
                 yield answer
         except asyncio.TimeoutError:
@@ -435,15 +435,15 @@ def connected_session() -> aiohttp.ClientSession:
 
 def _fail(path: str, status: int, text: str) -> NoReturn:
     """Raise ServerGone or ServerRefused for an answer with an error status."""
-    told = f"{path}: HTTP {status}: {' '.join(text.split())[:300]}"
+    message = f"{path}: HTTP {status}: {' '.join(text.split())[:300]}"
     if status == 401:
         raise ServerRefused(
             f"{path}: the server wants another token: set {TOKEN_VARIABLE} to the one that the "
             "server was started with"
         )
     if (status >= 500 or status in _LATER) and path != "/collective_rpc":
-        raise ServerGone(told)
-    raise ServerRefused(told)
+        raise ServerGone(message)
+    raise ServerRefused(message)
 
 
 async def _record(content: aiohttp.StreamReader) -> bytes | None:
@@ -463,5 +463,5 @@ def malformed() -> Generator[None]:
     try:
         yield
     except MALFORMED as error:
-        told = f"{type(error).__name__}: {error}"
-        raise ServerGone(f"{NOT_AS_VLLM}: {told}") from error
+        message = f"{type(error).__name__}: {error}"
+        raise ServerGone(f"{NOT_AS_VLLM}: {message}") from error
