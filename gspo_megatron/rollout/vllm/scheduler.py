@@ -70,8 +70,9 @@ class RequestQueue:
 
         choose(version, reserved_from, places) gets three numbers: the lowest weights version for
         the request, the version from which on servers are reserved for earlier rollouts, and the
-        number of places that the request still needs. Errors of `choose` are raised in the waiting task. A rollout does not
-        delay later rollouts while it needs a version that no server has yet.
+        number of places that the request still needs. Errors of `choose` are raised in the waiting
+        task. A rollout does not delay later rollouts while it needs a version that no server has
+        yet.
         """
         reserved_from = math.inf
         for key in sorted(self._waiting):
