@@ -170,14 +170,14 @@ def to_shown_yaml(config: Config | StageConfig, unread: Mapping[str, str]) -> st
 
 
 def _replaced_names(config: Config | StageConfig) -> dict[str, str]:
-    found = {}
+    replaced = {}
     # objective.name is not listed: its advantage also serves objective.import_path
     for name in ("environment", "reward"):
         section = getattr(config, name, None)  # not every stage has all of these sections
         for key in ("import_path", "verifiers"):
             if getattr(section, key, None) is not None:
-                found[f"{name}.name"] = f"{name}.{key} replaces it"
-    return found
+                replaced[f"{name}.name"] = f"{name}.{key} replaces it"
+    return replaced
 
 
 def apply_overrides(

@@ -344,8 +344,8 @@ def resolve_objective(section: ObjectiveSection) -> Recipe:
     chosen = {part: getattr(section, part) for part in _PARTS if getattr(section, part) is not None}
     recipe = replace(named, **chosen)
     parameters = _rule_numbers(named, recipe)
-    given = {name: getattr(section, name) for name in parameters}
-    parameters |= {name: value for name, value in given.items() if value is not None}
+    own_values = {name: getattr(section, name) for name in parameters}
+    parameters |= {name: value for name, value in own_values.items() if value is not None}
     corrections = {name: _bounds(section, name) for name in _corrections_of(section)}
     return replace(recipe, parameters=parameters, corrections=corrections)
 
@@ -361,9 +361,9 @@ def narrow_clip_warnings(section: ObjectiveSection) -> list[str]:
     narrow = {name: recipe.parameters[name] for name in ("clip_low", "clip_high")}
     if min(narrow.values()) >= WIDE_CLIP:
         return []
-    given = " and ".join(f"objective.{name} = {value:g}" for name, value in narrow.items())
+    values = " and ".join(f"objective.{name} = {value:g}" for name, value in narrow.items())
     return [
-        f"{given}: a range for ratios of whole sequences; {section.name} clips ratios of "
+        f"{values}: a range for ratios of whole sequences; {section.name} clips ratios of "
         f"{'whole products' if recipe.ratio == 'sequence_product' else 'single tokens'}, which "
         "vary much more. For its own range: objective.clip_low=null objective.clip_high=null"
     ]
@@ -377,8 +377,8 @@ def learns_from_parts(section: ObjectiveSection) -> bool:
 
 
 def _corrections_of(section: ObjectiveSection) -> list[str]:
-    given = section.correction
-    return given if isinstance(given, list) else [] if given in (None, "none") else [given]
+    value = section.correction
+    return value if isinstance(value, list) else [] if value in (None, "none") else [value]
 
 
 def _bounds(section: ObjectiveSection, name: str) -> dict[str, float]:
@@ -386,8 +386,8 @@ def _bounds(section: ObjectiveSection, name: str) -> dict[str, float]:
     corrections to numbers. If there is only one correction, a single number is enough."""
     bounds = dict(CORRECTIONS[name].defaults)
     for side in bounds:
-        given = getattr(section, side)
-        value = given.get(name) if isinstance(given, dict) else given
+        bound = getattr(section, side)
+        value = bound.get(name) if isinstance(bound, dict) else bound
         bounds[side] = bounds[side] if value is None else value
     return bounds
 

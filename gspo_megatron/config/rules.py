@@ -88,13 +88,13 @@ def inputs_are_given(plan: Plan) -> Problems:
         allowed = "a list of prefixes" if learned == "train" else "a .jsonl or .parquet file"
         yield f"data.{learned}", f"needed to train; allowed: {allowed}"
     names = [name for name in (evaluated, "evaluation_share") if hasattr(data, name)]
-    given = any(getattr(data, name) for name in names)
+    has_data = any(getattr(data, name) for name in names)
     suites = isinstance(plan.config, Config) and bool(plan.config.evaluation.suites)
-    if plan.config.training.evaluation_interval and not given:
+    if plan.config.training.evaluation_interval and not has_data:
         keys = " or ".join(f"data.{name}" for name in names)
         wrong = f"there is nothing to evaluate on; allowed: 0, or give {keys}"
         yield "training.evaluation_interval", wrong
-    if plan.for_training and not learns and not (given or suites):
+    if plan.for_training and not learns and not (has_data or suites):
         wrong = "evaluates only, and there is nothing to evaluate on; allowed: from 1, or give "
         yield "training.steps", f"{wrong}data.{evaluated} or evaluation.suites"
 

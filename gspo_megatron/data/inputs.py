@@ -249,20 +249,20 @@ def _read_rows(
     form = None
     with contextlib.suppress(ConfigError):  # the model's shape is wrong; already reported
         form = config.data.model_copy(update={"max_tokens": config.max_tokens()})
-    found: dict[str, Rows] = {}
+    rows_by_key: dict[str, Rows] = {}
     warnings: list[str] = []
     for key, paths in config.input_files().items():
         with gathered_in(problems):
             if tokenizer is None or form is None:
                 check_rows(Path(paths[0]), "file")  # raises if there is no such file
                 continue
-            found[key] = data = load(paths[0], tokenizer, form)
+            rows_by_key[key] = data = load(paths[0], tokenizer, form)
             warnings += data.counts.odd.warnings(key, len(data.lengths))
     if problems:
         raise ConfigError(problems)
     if tokenizer is None or form is None:
         raise UnknownValueError
-    return tokenizer, found, warnings
+    return tokenizer, rows_by_key, warnings
 
 
 def read_pretraining(config: PretrainingConfig) -> PretrainingInputs:

@@ -99,8 +99,8 @@ class Controls:
 
     def of(self, rendered: Rendered) -> list[str]:
         """Return the control tokens that the template writes."""
-        found = self.pieces(rendered.text, rendered.quoted)
-        return [self.names[number] for _, number in found if number is not None]
+        pieces = self.pieces(rendered.text, rendered.quoted)
+        return [self.names[number] for _, number in pieces if number is not None]
 
     def pieces(self, text: str, quoted: Sequence[Span]) -> Iterator[tuple[Span, int | None]]:
         """Split `text` into control tokens and other text; yield (span, id or None).

@@ -67,10 +67,10 @@ class PromptFigures:
 
 def figures_of(records: Iterable[Record]) -> dict[str, PromptFigures]:
     """Return the figures of each prompt that was drawn, by its identity."""
-    found: dict[str, PromptFigures] = defaultdict(PromptFigures)
+    figures: dict[str, PromptFigures] = defaultdict(PromptFigures)
     for record in records:
-        found[record["prompt"]].add(record)
-    return dict(found)
+        figures[record["prompt"]].add(record)
+    return dict(figures)
 
 
 class PromptSelection:

@@ -311,9 +311,9 @@ class Gateway:
 
 async def _json(request: Any) -> dict[str, Any]:
     with contextlib.suppress(ValueError):
-        found = parse_json(await request.read())
-        if isinstance(found, dict):
-            return found
+        content = parse_json(await request.read())
+        if isinstance(content, dict):
+            return content
     raise _RefusedError("the request is not a JSON object")
 
 

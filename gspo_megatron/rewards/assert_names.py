@@ -167,12 +167,12 @@ def _public(module: str) -> frozenset[str]:
 @functools.cache
 def _library() -> dict[str, str]:
     """Return the import statement of each public name in `_MODULES`."""
-    found: dict[str, str] = {}
+    imports: dict[str, str] = {}
     for module in _MODULES:
         listed = getattr(importlib.import_module(module), "__all__", None) or _public(module)
         for name in sorted(listed):
-            found.setdefault(name, f"from {module} import {name}")
-    return found
+            imports.setdefault(name, f"from {module} import {name}")
+    return imports
 
 
 def _module_import(name: str, uses: Sequence[ast.AST | None]) -> str | None:

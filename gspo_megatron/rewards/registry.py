@@ -168,10 +168,10 @@ def get_reward(
         )
     problems = option_problems("reward", reward.name, reward.function, options)
     if not problems:
-        given = {key: options[key] for key in reward.positive if key in options}
+        numbers = {key: options[key] for key in reward.positive if key in options}
         problems = [
             f"reward.options.{key} = {value!r}: allowed: a finite number above 0"
-            for key, value in given.items()
+            for key, value in numbers.items()
             if not 0 < value < math.inf
         ]
     problems += _problems_of_form(reward, workers)

@@ -221,9 +221,9 @@ class Rows:
         """
         going = self.going
         lengths = torch.where(going, self.prompt_lengths + self.lengths, 0)
-        left = torch.where(going, self.limits - self.lengths, 0).max()
-        *of_rows, left = torch.cat([lengths, left[None]]).tolist()
-        return of_rows, left
+        longest_rest = torch.where(going, self.limits - self.lengths, 0).max()
+        *of_rows, longest_rest = torch.cat([lengths, longest_rest[None]]).tolist()
+        return of_rows, longest_rest
 
     def longest(self, count: int) -> Tensor:
         """Return the numbers [count] of the going rows with the longest sequences."""

@@ -256,17 +256,17 @@ class Service:
     async def _begin_phase(self, request: web.Request) -> web.Response:
         """Continue with the settings of the run's next phase, if the servers fit this phase.
         Otherwise, answer why they do not, and change nothing."""
-        given = await request.json()
+        settings = await request.json()
         try:
             # This runs in the main thread, as at the start, because it may run the user's code.
-            config, inputs = await self.scorers.in_main(lambda: _read(given))
+            config, inputs = await self.scorers.in_main(lambda: _read(settings))
             if other := self._needs_others(config, inputs):
                 return web.json_response({"other": other})
             await self.requests.close()
             await self.scorers.renew(config, inputs)
         except UserError as error:
             return web.json_response({"error": str(error)})
-        self.config, self.inputs, self.settings = config, inputs, given
+        self.config, self.inputs, self.settings = config, inputs, settings
         self.fleet.take_settings(self._fleet_settings())
         self.requests = self._served_requests()
         gc.freeze()  # garbage collection never examines the new prompts, either
@@ -307,8 +307,8 @@ class Service:
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
         # compared as bytes, because compare_digest takes only ASCII in strings
-        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        if not hmac.compare_digest(given, f"Bearer {self.settings['token']}".encode()):
+        authorization = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if not hmac.compare_digest(authorization, f"Bearer {self.settings['token']}".encode()):
             return web.json_response({"error": "token"}, status=401)
         return await handler(request)
 
