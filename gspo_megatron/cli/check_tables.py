@@ -198,8 +198,8 @@ def _of_adapters(config: Any, shape: ModelShape) -> Rows:
     rows = [("adapters", text + ", ".join(leaves))]
     least = _LEAST_RATE if isinstance(config, Config) else _LEAST_RATE_OF_STAGES
     if rate < least:
-        advice = f"optimizer.learning_rate = {rate:g} is one for training all weights; adapters need "
-        rows.append(("warning", f"{advice}about ten times as much: start with {10 * rate:g}"))
+        note = f"optimizer.learning_rate = {rate:g} is one for training all weights; adapters need "
+        rows.append(("warning", f"{note}about ten times as much: start with {10 * rate:g}"))
     return rows
 
 
