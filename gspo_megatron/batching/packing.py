@@ -225,7 +225,7 @@ class _Positions:
         """Return the fields of PackedBatch that say which row predicts which token."""
         rows = (self.owner >= 0).nonzero()[:, 0]
         return {
-            # Hidden states have the shape [tokens, rows].
+            # The micro-batch is [rows, tokens], the hidden states are [tokens, rows].
             "token_rows": rows % size[1] * size[0] + rows // size[1],
             "targets": self.targets[rows],
             "sequence_index": self.owner[rows],
@@ -242,10 +242,10 @@ def last_token_rows(packed: PackedBatch, lengths: Sequence[int]) -> tuple[Tensor
     after a branch is not part of the branch.
     """
     ends = torch.tensor(lengths, device=packed.token_index.device).cumsum(0) - 1
-    held = packed.token_index.flatten()
-    found = torch.isin(held, ends).nonzero()[:, 0]
+    token_index = packed.token_index.flatten()
+    places = torch.isin(token_index, ends).nonzero()[:, 0]
     rows, tokens = packed.token_index.shape
-    return found % tokens * rows + found // tokens, torch.searchsorted(ends, held[found])
+    return places % tokens * rows + places // tokens, torch.searchsorted(ends, token_index[places])
 
 
 @dataclass(frozen=True)
@@ -295,20 +295,20 @@ def _find_shared(pieces: Sequence[_Piece], joined: Tensor, scores: bool) -> Sequ
 
     Nothing is shared if this would save less than LEAST_SAVED.
     """
-    found: list[_Piece] = []
+    result: list[_Piece] = []
     for piece in pieces:
         shared = 0
-        if found:
-            before = found[-1]
-            most = min(before.length, piece.prompt - 1)
-            differ = joined[before.start :][:most] != joined[piece.start :][:most]
+        if result:
+            previous = result[-1]
+            most = min(previous.length, piece.prompt - 1)
+            differ = joined[previous.start :][:most] != joined[piece.start :][:most]
             shared = int(differ.nonzero()[0]) if differ.any() else most
         length = piece.prompt + piece.response
         if not scores:
             length = max(length - 1, 1)
-        found.append(replace(piece, length=length, shared=shared))
-    saved = sum(piece.shared for piece in found)
-    return found if saved > LEAST_SAVED * len(joined) else pieces
+        result.append(replace(piece, length=length, shared=shared))
+    saved = sum(piece.shared for piece in result)
+    return result if saved > LEAST_SAVED * len(joined) else pieces
 
 
 def _shared_prompts(

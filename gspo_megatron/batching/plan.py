@@ -88,10 +88,10 @@ def plan_step(
                 else:
                     bins = split_by_budget([own[i] for i in share], token_budget)
                 packed.append([[share[place] for place in bin_] for bin_ in bins])
-        most = max(1, *(len(bins) for bins in packed))
-        most = -(-most // micro_batch_multiple) * micro_batch_multiple
+        num_bins = max(1, *(len(bins) for bins in packed))
+        num_bins = -(-num_bins // micro_batch_multiple) * micro_batch_multiple
         ranks = [
-            tuple(tuple(start + i for i in bin_) for bin_ in level(own, bins, most))
+            tuple(tuple(start + i for i in bin_) for bin_ in level(own, bins, num_bins))
             for bins in packed
         ]
         plans.append(
@@ -151,8 +151,8 @@ def _computed(
     members: Sequence[int], lengths: Sequence[int], prompts: Sequence[tuple[int, int]]
 ) -> int:
     """Return the tokens that a micro-batch of these sequences computes: each prompt once."""
-    alone = {prompts[i] for i in members}
-    return sum(lengths[i] - prompts[i][1] for i in members) + sum(length for _, length in alone)
+    distinct = {prompts[i] for i in members}
+    return sum(lengths[i] - prompts[i][1] for i in members) + sum(length for _, length in distinct)
 
 
 def split_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:

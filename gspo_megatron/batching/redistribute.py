@@ -163,13 +163,13 @@ def redistribute(
     me, size, cp = group.rank(), group.size(), context_parallel_size
     source, target = torch.tensor(index.source), _data_ranks(plan, len(index.source))
     lengths, responses = torch.tensor(index.lengths), torch.tensor(index.response_lengths)
-    mine = (source == me).nonzero()[:, 0]  # the sequences that this rank sampled
-    row_of = torch.argsort(batch.sample_index).cpu()  # the row of each of `mine` in `batch`
-    # For each receiving rank: the places in `mine` of the sequences that it gets.
-    sent = [(target[mine] == rank // cp).nonzero()[:, 0] for rank in range(size)]
-    wanted = (target == me // cp).nonzero()[:, 0]
-    received = wanted[torch.argsort(source[wanted], stable=True)]  # sorted by (sender, number)
-    arriving = [received[source[received] == rank] for rank in range(size)]
+    own = (source == me).nonzero()[:, 0]  # the sequences that this rank sampled
+    row_of = torch.argsort(batch.sample_index).cpu()  # the row of each of `own` in `batch`
+    # For each receiving rank: the places in `own` of the sequences that it gets.
+    sent_to = [(target[own] == rank // cp).nonzero()[:, 0] for rank in range(size)]
+    trained_here = (target == me // cp).nonzero()[:, 0]  # the sequences that this rank trains on
+    received = trained_here[torch.argsort(source[trained_here], stable=True)]  # by sender
+    received_from = [received[source[received] == rank] for rank in range(size)]
 
     def move(flat: Tensor, pieces: Tensor, sizes: Tensor) -> Tensor:
         """Send `flat`, which holds one piece for each local sequence, in the order of `batch`.
@@ -177,9 +177,9 @@ def redistribute(
         pieces: the length of the piece of each local sequence; sizes: the length of the piece of
         each sequence of the step.
         """
-        rows = _rows_of(row_of[torch.cat(sent)], pieces.cpu()).to(flat.device)
-        send_counts = [int(sizes[mine[numbers]].sum()) for numbers in sent]
-        receive_counts = [int(sizes[numbers].sum()) for numbers in arriving]
+        rows = _rows_of(row_of[torch.cat(sent_to)], pieces.cpu()).to(flat.device)
+        send_counts = [int(sizes[own[numbers]].sum()) for numbers in sent_to]
+        receive_counts = [int(sizes[numbers].sum()) for numbers in received_from]
         return _all_to_all(flat[rows], send_counts, receive_counts, group)
 
     move_tokens = partial(move, pieces=batch.prompt_lengths + batch.response_lengths, sizes=lengths)

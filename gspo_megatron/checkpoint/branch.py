@@ -60,15 +60,15 @@ def begin_branch(run: Path, step: int, overrides: Sequence[str]) -> Path:
     change more than a phase may change.
     """
     default = str(named(run).with_name(f"{run.resolve().name}-from-{step}"))
-    given, _ = apply_overrides({"logging": {"dir": default}}, overrides)
-    folder = folder_in(given, default)
+    values_now, _ = apply_overrides({"logging": {"dir": default}}, overrides)
+    folder = folder_in(values_now, default)
     branch = read_branch(folder)
     if branch is None:
         _refuse_other_files(folder)
         branch = _branch_of(run, step)
     elif (Path(branch.run), branch.step) != (run.resolve(), step):
-        there = f"holds a branch of {branch.run} after step {branch.step}"
-        raise UserError(problem("logging.dir", str(folder), f"{there}; give another"))
+        occupied = f"holds a branch of {branch.run} after step {branch.step}"
+        raise UserError(problem("logging.dir", str(folder), f"{occupied}; give another"))
     values: dict[str, Any] = {**branch.config}
     values["logging"] = {**values.get("logging", {}), "dir": default}
     config = parse_config(values, overrides, folder.name)
@@ -104,15 +104,15 @@ def _refuse_other_files(folder: Path) -> None:
 def _branch_of(run: Path, step: int) -> RunBranch:
     """Return the record of a new branch. Raises UserError if the run has no checkpoint of this
     step."""
-    found = checkpoints_in(run / CHECKPOINTS)
-    steps = [p.step for p in found if p.phase == PHASES[-1] and not p.rolled_out]
+    checkpoints = checkpoints_in(run / CHECKPOINTS)
+    steps = [p.step for p in checkpoints if p.phase == PHASES[-1] and not p.rolled_out]
     if not steps:
         raise UserError(f"{run}: holds no checkpoint of an RL run; allowed: the folder of a run")
     if step not in steps:
-        kept = ", ".join(map(str, reversed(steps)))
-        raise UserError(f"--from-step {step}: {run} has no checkpoint of it; allowed: {kept}")
+        existing = ", ".join(map(str, reversed(steps)))
+        raise UserError(f"--from-step {step}: {run} has no checkpoint of it; allowed: {existing}")
     position = Position(PHASES[-1], step)
-    config = read_config(found[position])
+    config = read_config(checkpoints[position])
     above = read_branch(run)
     lineage = [] if above is None else [{"run": above.run, "step": above.step}, *above.lineage]
     return RunBranch(str(run.resolve()), step, position.name, config, lineage)

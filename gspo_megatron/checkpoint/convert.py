@@ -130,8 +130,8 @@ def write_checkpoint(
     for key, recipe in recipes.items():
         dtypes = {source.dtype_of(box.name) for box in recipe.boxes}
         # the smallest dtype that holds the values of all boxes exactly
-        kept = functools.reduce(torch.promote_types, dtypes)
-        planned = torch.empty(recipe.shape, dtype=_wanted(key, dtype) or kept, device="meta")
+        smallest = functools.reduce(torch.promote_types, dtypes)
+        planned = torch.empty(recipe.shape, dtype=_wanted(key, dtype) or smallest, device="meta")
         pieces.append(Piece.of_whole(key, planned))
     document = {
         "shape": dataclasses.asdict(shape_of(preset)),
@@ -300,9 +300,9 @@ def planned_tensors(
 ) -> dict[str, Tensor]:
     """Return the tensors of a Hugging Face folder, on the meta device. dtype: as in
     `hf_to_megatron`; kept(name): a function that returns the present dtype of a tensor."""
-    wanted = {b.name: _wanted(key, dtype) for key, r in weights.recipes.items() for b in r.boxes}
+    dtypes = {b.name: _wanted(key, dtype) for key, r in weights.recipes.items() for b in r.boxes}
     return {
-        name: torch.empty(size, dtype=wanted[name] or kept(name), device="meta")
+        name: torch.empty(size, dtype=dtypes[name] or kept(name), device="meta")
         for name, size in weights.shapes.items()
     }
 

@@ -76,8 +76,8 @@ def open_checkpoint(path: Path, shard: WorkerShard = ALONE) -> Source:
     DataError with all problems.
     """
     with shard.barrier():
-        found = find_checkpoint(path) if shard.is_main else None
-    folder, notes = shard.gather(found)[0]
+        chosen = find_checkpoint(path) if shard.is_main else None
+    folder, notes = shard.gather(chosen)[0]
     _refuse_damage(path, folder, shard, notes, with_tensors=shard.world_size > 1)
     document = read_model(folder)
     try:

@@ -168,13 +168,13 @@ def put_back(checkpoints: Path) -> None:
 def remove_leftovers(checkpoints: Path) -> list[str]:
     """Remove the files and folders that killed processes have left. Returns their names."""
     put_back(checkpoints)
-    left = sorted(checkpoints.glob(f"{PARTIAL}*"))
-    for path in left:
+    leftovers = sorted(checkpoints.glob(f"{PARTIAL}*"))
+    for path in leftovers:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-    return [path.name for path in left]
+    return [path.name for path in leftovers]
 
 
 def surplus(
@@ -191,8 +191,8 @@ def surplus(
     whole = [p for p in ordered if not p.rolled_out]
     if every:
         kept.update(p for p in whole if p.step and p.step % every == 0)
-    known = {p: f for p in whole if (f := metrics[p]) is not None and math.isfinite(f)}
-    ranked = sorted(known, key=lambda p: (known[p], p.order))
+    metric_of = {p: f for p in whole if (f := metrics[p]) is not None and math.isfinite(f)}
+    ranked = sorted(metric_of, key=lambda p: (metric_of[p], p.order))
     kept.update(ranked[len(ranked) - min(best, len(ranked)) :])
     return [p for p in ordered if p not in kept]
 

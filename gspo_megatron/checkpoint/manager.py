@@ -239,9 +239,9 @@ class Checkpoints:
         with the prompts that come next after `step`. Returns the number of finished steps at that
         checkpoint. If there is no such checkpoint, changes nothing and returns None."""
         self._warn(self._finish())  # the run goes back to an earlier checkpoint
-        found = on_main(lambda: positions(self.folder))
-        found = [self.folder / each.name for each in found if _is_healthy(each, alarm.healthy)]
-        self.back, _ = first_whole(found, damage_of)
+        saved = on_main(lambda: positions(self.folder))
+        healthy = [self.folder / each.name for each in saved if _is_healthy(each, alarm.healthy)]
+        self.back, _ = first_whole(healthy, damage_of)
         if self.back is None:
             return None
         to = Position.of_name(self.back.name)
@@ -254,14 +254,14 @@ class Checkpoints:
         number of rollbacks."""
         before = read_rollbacks(self.folder)
         number = self.rollbacks + 1
-        told = {"number": number, "from_step": step, "to_step": to.step, "text": alarm.text}
+        rollback = {"number": number, "from_step": step, "to_step": to.step, "text": alarm.text}
         record = Rollbacks(
             number=number,
             to=to.name,
             loader=loader.state_dict(),
             prompts=self._prompts(),
             undone=[p.name for p in positions(self.folder) if p.order > to.order],
-            rollbacks=[*(before.rollbacks if before else ()), told],
+            rollbacks=[*(before.rollbacks if before else ()), rollback],
         )
         self.logger.go_back(to.step, kept_metrics(number))
         record.write(self.folder)
@@ -500,17 +500,17 @@ class Checkpoints:
         checkpoints that a rollback may need stay too, because a collapse is seen only some steps
         after it has begun."""
         section = self.section
-        found: dict[Position, float | None] = {}
+        metric_of: dict[Position, float | None] = {}
         paths = checkpoints_in(self.folder)
         for position, path in paths.items():
             if position.order <= newest.order:
-                found[position] = None
+                metric_of[position] = None
                 if section.keep_best:
                     with contextlib.suppress(DataError):
                         metrics = RunState.read(path).metrics
-                        found[position] = metrics.get(section.best_metric)
-        extra = surplus(found, section.keep_last, section.keep_best, section.keep_every)
-        needed = to_go_back_to([*found], self.watch.healthy_step, self.watch.healthy)
+                        metric_of[position] = metrics.get(section.best_metric)
+        extra = surplus(metric_of, section.keep_last, section.keep_best, section.keep_every)
+        needed = to_go_back_to([*metric_of], self.watch.healthy_step, self.watch.healthy)
         extra = [position for position in extra if position not in needed]
         self.writer.remove([hide(paths[each]) for each in extra])
 

@@ -123,9 +123,9 @@ def first_whole(
     it."""
     damage = {}
     for checkpoint in checkpoints:
-        if not (found := damage_of(checkpoint)):
+        if not (lines := damage_of(checkpoint)):
             return checkpoint, damage
-        damage[checkpoint] = found
+        damage[checkpoint] = lines
     return None, damage
 
 
@@ -140,13 +140,13 @@ def damage_notes(damage: Mapping[Path, Sequence[str]]) -> list[str]:
     return shown
 
 
-def _damage_of(path: Path, wanted: FileRecord, *, contents: bool) -> str | None:
+def _damage_of(path: Path, record: FileRecord, *, contents: bool) -> str | None:
     try:
         size = path.stat().st_size
-        if size != wanted.bytes:
-            manner = "cut short" if size < wanted.bytes else "too long"
-            return f"{manner}, it has {size:,} of {wanted.bytes:,} bytes"
-        if contents and record_of(path).crc32 != wanted.crc32:
+        if size != record.bytes:
+            manner = "cut short" if size < record.bytes else "too long"
+            return f"{manner}, it has {size:,} of {record.bytes:,} bytes"
+        if contents and record_of(path).crc32 != record.crc32:
             return "altered, its checksum differs from the manifest's"
     except FileNotFoundError:
         return "missing"

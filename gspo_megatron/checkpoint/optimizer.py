@@ -197,16 +197,16 @@ def _counts_by_parameter(part: DistributedOptimizer) -> bool:
 
 def _steps(optimizer: MegatronOptimizer) -> int:
     """Return the number of updates so far, which is the same for all parameters of all ranks."""
-    found = set()
+    counts = set()
     for part in _parts(optimizer):
         if _counts_by_parameter(part):
-            found |= {int(state["step"]) for state in part.optimizer.state.values()}
+            counts |= {int(state["step"]) for state in part.optimizer.state.values()}
         else:
-            found |= {int(g.get("step", 0)) for g in part.optimizer.param_groups if g["params"]}
-    assert len(found) <= 1, f"parameters with different numbers of updates: {found}"
-    everyones = set().union(*all_gather_objects(found))
-    assert len(everyones) == 1, f"ranks with different numbers of updates: {everyones}"
-    return everyones.pop()
+            counts |= {int(g.get("step", 0)) for g in part.optimizer.param_groups if g["params"]}
+    assert len(counts) <= 1, f"parameters with different numbers of updates: {counts}"
+    counts_of_ranks = set().union(*all_gather_objects(counts))
+    assert len(counts_of_ranks) == 1, f"ranks with different numbers of updates: {counts_of_ranks}"
+    return counts_of_ranks.pop()
 
 
 def _identity(group: dict[str, Any]) -> tuple[Any, ...]:

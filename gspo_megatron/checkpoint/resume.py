@@ -151,8 +151,8 @@ def preview(
 ) -> Start:
     """Return the start that the ranks will find. Only the sizes of files are compared. Raises the
     errors of `candidates` and `conclude`, and UserError if the run folder cannot be written."""
-    found = candidates(config, fresh=fresh)
-    chosen, damage = first_whole(found, lambda path: find_damage(path, contents=False))
+    checkpoints = candidates(config, fresh=fresh)
+    chosen, damage = first_whole(checkpoints, lambda path: find_damage(path, contents=False))
     start = conclude(config, chosen, damage, command, change=change)
     lacks = None if start.is_finished else folder_lacks(run_folder(config))
     if lacks is not None:
@@ -229,12 +229,12 @@ def given_adapters(path: str, section: LoraSection, base: Mapping[str, str] | No
     """Return the checkpoint of model.lora.checkpoint, which may name a run folder. Raises DataError
     unless its adapters have the settings of `section` and were trained on `base`."""
     checkpoint = given_checkpoint(path, "model.lora.checkpoint")
-    there = lora_of(read_model(checkpoint), checkpoint)
-    if there is None:
+    adapters = lora_of(read_model(checkpoint), checkpoint)
+    if adapters is None:
         wrong = "holds a whole model and no adapters; allowed: a checkpoint of adapters, or give "
         wrong += "it as model.checkpoint_path"
         raise DataError(problem("model.lora.checkpoint", path, wrong))
-    if lines := section.differences(there):
+    if lines := section.differences(adapters):
         raise DataError("\n".join(f"{checkpoint}: {line}" for line in lines))
     refuse_other_base(checkpoint, base)
     return checkpoint
@@ -242,23 +242,23 @@ def given_adapters(path: str, section: LoraSection, base: Mapping[str, str] | No
 
 def refuse_other_base(checkpoint: Path, base: Mapping[str, str] | None) -> None:
     """Raise DataError if a checkpoint's adapters were trained on another model than `base`."""
-    there = read_model(checkpoint).get("base")
-    if there is None or base is None or there["fingerprint"] == base["fingerprint"]:
+    trained_on = read_model(checkpoint).get("base")
+    if trained_on is None or base is None or trained_on["fingerprint"] == base["fingerprint"]:
         return
     raise DataError(
-        f"{checkpoint}: its adapters were trained on {there['path']}, whose weights at that time "
-        f"differ from those of {base['path']} now; allowed: the model of that time, unchanged"
+        f"{checkpoint}: its adapters were trained on {trained_on['path']}, whose weights at that "
+        f"time differ from those of {base['path']} now; allowed: the model of that time, unchanged"
     )
 
 
 def given_checkpoint(path: str, key: str = "model.checkpoint_path") -> Path:
     """Return the newest complete checkpoint at the path of `key`, which may be a run folder. Raises
     DataError."""
-    found = checkpoints_at(Path(path))
-    for checkpoint in found:
+    checkpoints = checkpoints_at(Path(path))
+    for checkpoint in checkpoints:
         if (checkpoint / MANIFEST).is_file():
             return checkpoint
-    if found:
+    if checkpoints:
         wrong = f"all checkpoints in it are damaged: none has a {MANIFEST}; allowed: a whole one"
         raise DataError(problem(key, path, wrong))
     raise DataError(no_checkpoint(path).replace("model.checkpoint_path", key, 1))
@@ -268,18 +268,19 @@ def weights_fit(checkpoint: Path, config: AnyConfig, vocab_size: int | None = No
     """Raise ConfigError with all differences between a checkpoint's model and the configured model:
     sizes, and other settings that change the results. Without `vocab_size`, the vocabulary is not
     compared."""
-    there = read_model(checkpoint)
-    shape, theirs = config.resolved_model(), checkpoint_preset(there)
+    document = read_model(checkpoint)
+    shape, theirs = config.resolved_model(), checkpoint_preset(document)
     if theirs.scores and not shape.scores:
         wrong = "holds a preference model, which gives scores and no tokens"
         line = problem("model.checkpoint_path", str(checkpoint), wrong)
         raise ConfigError([f"{line}; allowed: a checkpoint of a language model"])
-    wanted = {**shape.megatron, **vars(shape), "vocab_size": vocab_size or there["vocab_size"]}
-    known = {**there["shape"]["megatron"], **there["shape"], "vocab_size": there["vocab_size"]}
+    stored_shape, stored_size = document["shape"], document["vocab_size"]
+    expected = {**shape.megatron, **vars(shape), "vocab_size": vocab_size or stored_size}
+    known = {**stored_shape["megatron"], **stored_shape, "vocab_size": stored_size}
     # A preference model may start from the weights of a language model. Then its head is new.
     not_compared = ("max_sequence_length", "scores")
-    names = [name for name in there["shape"] if name in wanted and name not in not_compared]
-    different = [name for name in names if name != "megatron" and wanted[name] != known[name]]
+    names = [name for name in stored_shape if name in expected and name not in not_compared]
+    different = [name for name in names if name != "megatron" and expected[name] != known[name]]
     different += [
         name for name in differences(shape, theirs) if name not in (*different, *_NEW_CHOICES)
     ]
@@ -288,7 +289,9 @@ def weights_fit(checkpoint: Path, config: AnyConfig, vocab_size: int | None = No
         keys = {name: f"model.{'' if name in own else 'megatron.'}{name}" for name in different}
         raise ConfigError(
             [
-                problem(key, wanted.get(name), f"{checkpoint} has {format_value(known.get(name))}")
+                problem(
+                    key, expected.get(name), f"{checkpoint} has {format_value(known.get(name))}"
+                )
                 for name, key in keys.items()
             ]
         )
@@ -355,7 +358,7 @@ def _changes(
         ("without effect on what is learned", changes.allowed),
         ("and may change results", warned),
     )
-    told = [f"changed since then, {what}: {'; '.join(lines)}" for what, lines in notes if lines]
+    texts = [f"changed since then, {what}: {'; '.join(lines)}" for what, lines in notes if lines]
     if changes.asked:
-        told.append(f"changed from step {state.step + 1} on: {'; '.join(changes.asked)}")
-    return told, changes.asked
+        texts.append(f"changed from step {state.step + 1} on: {'; '.join(changes.asked)}")
+    return texts, changes.asked

@@ -86,12 +86,13 @@ def read_config(checkpoint: Path) -> dict[str, dict[str, Any]]:
     DataError."""
     path = checkpoint / CONFIG_FILE
     try:
-        found = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+        sections = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError, ConfigError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
-    if not (isinstance(found, dict) and all(isinstance(each, dict) for each in found.values())):
+    is_mapping = isinstance(sections, dict)
+    if not (is_mapping and all(isinstance(each, dict) for each in sections.values())):
         raise DataError(f"{path}: not the configuration of a run")
-    return found
+    return sections
 
 
 def fingerprints(config: AnyConfig) -> dict[str, str]:
@@ -112,13 +113,13 @@ def fingerprints(config: AnyConfig) -> dict[str, str]:
         }
         code = {key: _module_file(path.partition(":")[0]) for key, path in named.items() if path}
         files |= {key: [file] for key, file in code.items() if file is not None and file.is_file()}
-    found = {
+    result = {
         key: "+".join(fingerprint(path, of_rows=key != TOKENIZER) for path in paths)
         for key, paths in files.items()
     }
     # under a key of its own, which checkpoints of earlier versions do not have
     beside = files_beside(config.data.tokenizer)
-    return {**found, BESIDE_TOKENIZER: "+".join(map(fingerprint, beside))}
+    return {**result, BESIDE_TOKENIZER: "+".join(map(fingerprint, beside))}
 
 
 def _module_file(module: str) -> Path | None:

@@ -169,8 +169,8 @@ def move_earlier_run(folder: Path, lock: RunLock) -> None:
         folder.rename(kept)
     except OSError as error:
         wrong = f"holds an earlier run, and cannot be renamed: {error.strerror}"
-        given = problem("logging.dir", str(folder), wrong)
-        raise UserError(f"{given}; move its files away, or give another folder") from error
+        what = problem("logging.dir", str(folder), wrong)
+        raise UserError(f"{what}; move its files away, or give another folder") from error
     print(f"{folder} held an earlier run, which is now in {kept}", flush=True)
     lock.hold(folder)  # the old lock file moved with the folder
     # Without RESTARTS_FILE, a job that never reaches a checkpoint would restart endlessly. HUB_FILE

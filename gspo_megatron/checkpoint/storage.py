@@ -165,7 +165,7 @@ def read_pieces(folder: Path, pieces: Sequence[Piece], unread: Collection[str] =
     # does not need.
     from gspo_megatron.platform.collectives import gather_objects, raised_everywhere
 
-    wanted = {piece.key: piece.global_shape for piece in pieces}
+    shapes = {piece.key: piece.global_shape for piece in pieces}
     with raised_everywhere():
         index = read_index(folder)
         stored = {key: tuple(entry.size) for key, entry in tensors_of(index).items()}
@@ -173,14 +173,14 @@ def read_pieces(folder: Path, pieces: Sequence[Piece], unread: Collection[str] =
             f"{folder}: {key} has shape {list(stored[key])}; the model has {list(shape)}"
             if key in stored
             else f"{folder}: has no tensor {key}"
-            for key, shape in wanted.items()
+            for key, shape in shapes.items()
             if stored.get(key) != shape
         ]
         if problems:
             raise DataError("\n".join(some_of(problems)))
-    everyones = gather_objects(set(wanted))
+    keys_of_ranks = gather_objects(set(shapes))
     with raised_everywhere():
-        if everyones and (extra := sorted(stored.keys() - set().union(unread, *everyones))):
+        if keys_of_ranks and (extra := sorted(stored.keys() - set().union(unread, *keys_of_ranks))):
             lines = [f"{folder}: {key} belongs to no part of the model" for key in extra]
             raise DataError("\n".join(some_of(lines)))
     with raised_everywhere():
@@ -399,9 +399,9 @@ def _problems(index: Metadata, folder: Path) -> list[str]:
     for key, entry in tensors_of(index).items():
         stored = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
         offsets = {chunk.offsets for chunk in entry.chunks}
-        found = all((key, offset) in places for offset in offsets)
+        all_are_stored = all((key, offset) in places for offset in offsets)
         axes = {len(sizes) for chunk in entry.chunks for sizes in (chunk.offsets, chunk.sizes)}
-        whole = found and stored == math.prod(entry.size) and axes == {len(entry.size)}
+        whole = all_are_stored and stored == math.prod(entry.size) and axes == {len(entry.size)}
         if not whole or len(offsets) != len(entry.chunks):
             count = f"{stored} of {math.prod(entry.size)} elements"
             problems.append(f"{path}: {key} is not whole: {count} are there")

@@ -104,8 +104,8 @@ def load_model(
     """
     policy.finish_parameter_gather()
     new, unread = ((SCORE_HEAD,), (OUTPUT_LAYER,)) if new_head else ((), ())
-    wanted = [p for p in model_pieces(policy, adapters=adapters) if p.key not in new]
-    pieces = list(pieces_to_read(wanted))
+    parts = [p for p in model_pieces(policy, adapters=adapters) if p.key not in new]
+    pieces = list(pieces_to_read(parts))
     with torch.no_grad():
         read_pieces(folder / MODEL, pieces, unread)
 

@@ -190,14 +190,18 @@ def _differences(planned: PlannedRun) -> list[str]:
 
     path = planned.folder / "config.resolved.yaml"
     try:
-        there, written = values(load_config(path)), parse_yaml(path.read_text(), str(path))
+        recorded, written = values(load_config(path)), parse_yaml(path.read_text(), str(path))
     except UserError:
         return ["config.resolved.yaml is missing or of another version"]
-    wanted = values(planned.config)
+    planned_values = values(planned.config)
     for section in ("environment", "reward"):
         if "name" not in (written.get(section) or {}):  # the run did not read it
-            del wanted[f"{section}.name"]
-    return [f"{key}: {there[key]} there" for key in wanted if there[key] != wanted[key]]
+            del planned_values[f"{section}.name"]
+    return [
+        f"{key}: {recorded[key]} there"
+        for key, value in planned_values.items()
+        if recorded[key] != value
+    ]
 
 
 def _train(
@@ -298,10 +302,10 @@ def submit(
     array_options = [f"--output={folder}/%a.log", "--array", f"0-{len(runs) - 1}", *tasks, *words]
     array = _sbatch([*array_options, str(script), str(folder)])
     # The report is one process without a GPU. So its job gets only the options about accounting.
-    kept = list(_of_accounting(words))
+    accounting = list(_of_accounting(words))
     after = [f"--dependency=afterany:{array}", "--ntasks=1", f"--output={folder}/report.log"]
     try:
-        report_job = _sbatch([*after, *kept, str(script), str(folder), "report"])
+        report_job = _sbatch([*after, *accounting, str(script), str(folder), "report"])
     except UserError as error:
         raise UserError(
             f"{error}\nthe runs are already submitted, as job {array}: do not submit them again; "

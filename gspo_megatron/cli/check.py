@@ -89,11 +89,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.rollout_plan:
         return rollout_plan.run(arguments)
     from gspo_megatron.cli import check_tables
-    from gspo_megatron.cli.check_inputs import Checked, all_told, check_run
+    from gspo_megatron.cli.check_inputs import Checked, all_problems, check_run
     from gspo_megatron.config.load import load_any_config
 
     with_files, gpu_gb = not arguments.no_files, arguments.gpu_memory
-    with all_told(arguments.world_size, with_files=with_files, fresh=arguments.fresh):
+    with all_problems(arguments.world_size, with_files=with_files, fresh=arguments.fresh):
         config: Any = load_any_config(arguments.config, arguments.overrides, arguments.stage)
     if not with_files:
         config = _without_weights(config)
@@ -194,16 +194,17 @@ def _estimate(
         (phase, estimate_layout(phase, world_size, vocab_size, longest, evaluated=evaluated))
         for phase in phase_configs(config)
     ]
-    found = max((estimate for _, estimate in phases), key=lambda each: each.worst.total)
-    check_tables.show_layout(found, recompute_modes(found, vocab_size))
+    largest = max((estimate for _, estimate in phases), key=lambda each: each.worst.total)
+    check_tables.show_layout(largest, recompute_modes(largest, vocab_size))
     cost = check_tables.show_cost(phases, vocab_size)
     if len(phases) > 1:
         check_tables.show_phases(phases, vocab_size)
-    pairs = check_tables.figures(found) | cost
-    fits = gpu_gb is None or found.fits(gpu_gb * 1e9)
+    pairs = check_tables.figures(largest) | cost
+    fits = gpu_gb is None or largest.fits(gpu_gb * 1e9)
     if gpu_gb is not None:
         text = (
-            f"rank {found.worst.rank} needs {found.worst.total / 1e9:,.1f} GB; of {gpu_gb:g} GB, "
+            f"rank {largest.worst.rank} needs {largest.worst.total / 1e9:,.1f} GB; "
+            f"of {gpu_gb:g} GB, "
             f"{1 - HEADROOM:.0%} can be used (the rest: fragmentation, NCCL, CUDA context)"
         )
         out = sys.stdout if fits else sys.stderr
@@ -234,11 +235,11 @@ def _search(
         raise UserError("--suggest: the parameters of a model with these fields cannot be counted")
     if phases_of(config):  # each phase may have other prompts
         longest = None
-    given: Any = {"longest": longest, "evaluated": evaluated}
-    found = suggest(config, world_size, vocab_size, counts, gpu_gb * 1e9, **given)
+    lengths: Any = {"longest": longest, "evaluated": evaluated}
+    search = suggest(config, world_size, vocab_size, counts, gpu_gb * 1e9, **lengths)
     has_rollouts = isinstance(config, Config)
     left_out = f"{LEFT_OUT}, the rollout" if has_rollouts else LEFT_OUT
-    check_tables.show_search(found, gpu_gb, left_out, has_rollouts)
+    check_tables.show_search(search, gpu_gb, left_out, has_rollouts)
 
 
 @contextlib.contextmanager

@@ -67,7 +67,7 @@ class Checked:
 
 
 @contextlib.contextmanager
-def all_told(
+def all_problems(
     world_size: int | None = None, check: Callable[..., Any] | None = None, **options: Any
 ) -> Generator[None]:
     """Report all problems of a configuration that is loaded inside this context. If some values are
@@ -87,7 +87,7 @@ def all_told(
         with contextlib.suppress(UnknownValueError):
             ranks = world_size or config.world_size_hint()
         with gathered_in(problems):
-            (check or check_run)(config, ranks or 1, told=problems, **options)
+            (check or check_run)(config, ranks or 1, value_problems=problems, **options)
         raise ConfigError(list(dict.fromkeys(problems))) from None
 
 
@@ -99,7 +99,7 @@ def check_run(
     fresh: bool = False,
     change: bool = False,
     command: Sequence[str] = (),
-    told: Sequence[str] = (),
+    value_problems: Sequence[str] = (),
     with_weights: bool = False,
 ) -> Checked:
     """Check a run: call `check_all`, and check the packages that the run imports, the run folder
@@ -107,12 +107,14 @@ def check_run(
     its export. With `with_weights`, weights of the Hub are downloaded after the checks that need no
     weights. Without `with_weights`, weights that are not downloaded yet are not checked.
 
-    Raises ConfigError with the problems of all parts, after the problems `told`, which are values
-    that are not allowed."""
+    Raises ConfigError with `value_problems`, the problems of values that are not allowed, and then
+    the problems of all parts."""
     options: Any = {"fresh": fresh, "change": change, "command": command}
-    problems: list[str] = [*told]
+    problems: list[str] = [*value_problems]
     with gathered_in(problems):
-        config, inputs = check_all(config, world_size, with_files=with_files, told=told, **options)
+        config, inputs = check_all(
+            config, world_size, with_files=with_files, value_problems=value_problems, **options
+        )
     if with_files:
         with gathered_in(problems):
             check_packages(config)
@@ -132,7 +134,7 @@ def check_all(
     fresh: bool = False,
     change: bool = False,
     command: Sequence[str] = (),
-    told: Sequence[str] = (),
+    value_problems: Sequence[str] = (),
 ) -> tuple[Any, Any]:
     """Check a loaded configuration of any stage, and everything that it names. Returns the
     configuration with its number of steps, and the contents of its files (None if no files are read
@@ -142,10 +144,10 @@ def check_all(
     are checked. `command`: the words with which the user starts the run, for advice that can be
     copied.
 
-    Raises ConfigError with the problems of all parts, after the problems `told`. The error also has
+    Raises ConfigError with `value_problems`, and then the problems of all parts. The error also has
     the problems of the run folder that can be found without the contents of the files.
     """
-    problems: list[str] = [*told]
+    problems: list[str] = [*value_problems]
     inputs = None
     options: Any = {"here": with_files, "for_training": isinstance(config, Config)}
     first, *later = phase_configs(config)
@@ -302,8 +304,8 @@ def _judge_problems(config: Config, tokenizer: Tokenizer) -> list[str]:
     """Return what is wrong with the teachers and reward models of a run or phase."""
     problems: list[str] = []
     missing = _missing(config)
-    for number, given in config.objective.distillation.folders.items():
-        if given not in missing:
+    for number, folder in config.objective.distillation.folders.items():
+        if folder not in missing:
             with gathered_in(problems):
                 check_teacher(config, number, tokenizer)
     with gathered_in(problems):
@@ -322,14 +324,14 @@ def check_teacher(config: Config, number: int, tokenizer: Tokenizer) -> None:
     policy: its folder is damaged, or its shape or tokenizer differs from the policy's."""
     from gspo_megatron.hf.files import checked_folder
 
-    given = config.objective.distillation.folders[number]
+    folder = config.objective.distillation.folders[number]
     vocab_size, code = model_vocab_size(config, tokenizer), config.model.ignore_custom_code
-    checked_folder(given, config.resolved_model(), vocab_size, ignore_custom_code=code)
-    theirs = load_tokenizer(tokenizer_in(Path(given)))
-    if theirs.eos_id != tokenizer.eos_id or theirs.encode(_PROBE) != tokenizer.encode(_PROBE):
+    checked_folder(folder, config.resolved_model(), vocab_size, ignore_custom_code=code)
+    teachers = load_tokenizer(tokenizer_in(Path(folder)))
+    if teachers.eos_id != tokenizer.eos_id or teachers.encode(_PROBE) != tokenizer.encode(_PROBE):
         key = config.objective.distillation.key_of(number, "teacher")
         raise DataError(
-            f"{key} = {given}: its tokenizer encodes a text differently from "
+            f"{key} = {folder}: its tokenizer encodes a text differently from "
             f"data.tokenizer = {config.data.tokenizer}; give a teacher with the same tokenizer"
         )
 

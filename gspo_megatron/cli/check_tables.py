@@ -176,10 +176,10 @@ def _of_model(checked: Checked, world_size: int) -> Rows:
         rows += _of_adapters(config, shape)
     if checked.start is not None:
         resumed = checked.start.checkpoint
-        given = written(section.checkpoint_path or section.hf_path or "random")
+        source = written(section.checkpoint_path or section.hf_path or "random")
         if missing := lacks_weights(section.hf_path or ""):
-            given += f", {len(missing)} files of {sum(missing) / 1e9:,.1f} GB not downloaded yet"
-        rows.append(("weights", given if resumed is None else f"{resumed}: the run is resumed"))
+            source += f", {len(missing)} files of {sum(missing) / 1e9:,.1f} GB not downloaded yet"
+        rows.append(("weights", source if resumed is None else f"{resumed}: the run is resumed"))
     return rows
 
 
@@ -198,8 +198,8 @@ def _of_adapters(config: Any, shape: ModelShape) -> Rows:
     rows = [("adapters", text + ", ".join(leaves))]
     least = _LEAST_RATE if isinstance(config, Config) else _LEAST_RATE_OF_STAGES
     if rate < least:
-        told = f"optimizer.learning_rate = {rate:g} is one for training all weights; adapters need "
-        rows.append(("warning", f"{told}about ten times as much: start with {10 * rate:g}"))
+        note = f"optimizer.learning_rate = {rate:g} is one for training all weights; adapters need "
+        rows.append(("warning", f"{note}about ten times as much: start with {10 * rate:g}"))
     return rows
 
 
@@ -255,8 +255,8 @@ def _of_preferences(config: Any, inputs: Any) -> Rows:
     rows, lengths = [], f"prompts with a response of at most {config.max_tokens()} tokens"
     what = "ratings" if config.preference.loss == "regression" else "pairs"
     if inputs is not None:
-        texts, found = [], (("preferences", inputs.train), ("eval_preferences", inputs.evaluation))
-        for key, data in found:
+        texts, files = [], (("preferences", inputs.train), ("eval_preferences", inputs.evaluation))
+        for key, data in files:
             if data is not None:
                 texts.append(f"{data.pairs:,} {what} of {len(data):,} prompts in data.{key}")
                 texts += [f"left out of data.{key}: {line}" for line in left_out(data)]
@@ -385,10 +385,10 @@ def show_cost(
     cost, done = None, 0
     for config, estimate in phases:
         end = phase_end(config, done + 1)
-        found = run_cost(estimate, counts[1], end - done if len(phases) > 1 else None)
-        if found is None:
+        of_phase = run_cost(estimate, counts[1], end - done if len(phases) > 1 else None)
+        if of_phase is None:
             return {}
-        cost, done = found if cost is None else cost.and_then(found), end
+        cost, done = of_phase if cost is None else cost.and_then(of_phase), end
     if cost is None:
         return {}
     pairs: dict[str, object] = {"train_step_seconds": _short(cost.train_seconds)}

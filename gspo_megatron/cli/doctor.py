@@ -47,11 +47,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Print all rows. Returns 1 if something that every run needs is missing or not supported."""
     from gspo_megatron.process.sandbox_facts import protections
 
-    found = [*findings(environment.describe_environment(), engine_trouble()), *protections()]
+    rows = [*findings(environment.describe_environment(), engine_trouble()), *protections()]
     print(f" {'':<{_NAME}}{'found on this machine':<{_TEXT}}what to do")
-    for row in found:
+    for row in rows:
         print("\n".join(_lines(*row)))
-    return int(any(name in SUPPORTED and remedy for name, _, remedy in found))
+    return int(any(name in SUPPORTED and remedy for name, _, remedy in rows))
 
 
 def _lines(name: str, text: str, remedy: str) -> list[str]:
@@ -85,12 +85,12 @@ def findings(described: Mapping[str, Any], trouble: str | None) -> list[Finding]
 
 def _required(name: str, version: str | None) -> tuple[str, str]:
     lowest, beyond = SUPPORTED[name]
-    legal = f">={'.'.join(map(str, lowest))},<{'.'.join(map(str, beyond))}"
+    versions = f">={'.'.join(map(str, lowest))},<{'.'.join(map(str, beyond))}"
     if version is None:
-        return "missing, and needed", f"pip install '{name}{legal}'"
+        return "missing, and needed", f"pip install '{name}{versions}'"
     if lowest <= tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < beyond:
         return version, ""
-    return f"{version}, which is not supported", f"install {name} {legal}"
+    return f"{version}, which is not supported", f"install {name} {versions}"
 
 
 def engine_trouble() -> str | None:
@@ -149,17 +149,17 @@ def _vllm(version: str | None) -> str:
 
 def _trackers() -> str:
     """Describe which trackers of logging.trackers have their packages here."""
-    found = {
+    versions = {
         "tensorboard": environment.installed_version("tensorboard"),
         "wandb": environment.installed_version("wandb"),
         # mlflow also comes as a smaller package
         "mlflow": environment.installed_version("mlflow")
         or environment.installed_version("mlflow-skinny"),
     }
-    here = [f"{name} {version}" for name, version in found.items() if version]
-    missing = [name for name, version in found.items() if not version]
-    told = [", ".join(here)] if here else []
-    return "; ".join([*told, f"not installed: {', '.join(missing)}"] if missing else told)
+    here = [f"{name} {version}" for name, version in versions.items() if version]
+    missing = [name for name, version in versions.items() if not version]
+    parts = [", ".join(here)] if here else []
+    return "; ".join([*parts, f"not installed: {', '.join(missing)}"] if missing else parts)
 
 
 def _gpus(gpu: Mapping[str, Any] | None) -> tuple[str, str]:

@@ -81,28 +81,28 @@ def run(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="gspo-megatron-evaluate-") as folder:
         path = Path(folder) / "evaluation.yaml"
         path.write_text(dump_yaml(values), encoding="utf-8")
-        given = {"config": str(path), "overrides": arguments.overrides, "fresh": False}
-        return train.run("train", argparse.Namespace(**given, nproc=arguments.nproc))
+        options = {"config": str(path), "overrides": arguments.overrides, "fresh": False}
+        return train.run("train", argparse.Namespace(**options, nproc=arguments.nproc))
 
 
 def _suites(files: Sequence[str]) -> dict[str, Any]:
     """Return the suites of all files, by name. Raises ConfigError."""
     from gspo_megatron.config.load import suites_of_file
 
-    found: dict[str, Any] = {}
+    all_suites: dict[str, Any] = {}
     problems = []
-    for given in files:
+    for file in files:
         try:
-            suites = suites_of_file(given)
+            suites = suites_of_file(file)
         except ConfigError as error:
             problems += [f"--suite {line}" for line in error.problems]
             continue
-        twice = sorted(found.keys() & suites.keys())
-        problems += [f"--suite {given}: {name} is in another file, too" for name in twice]
-        found |= suites
+        twice = sorted(all_suites.keys() & suites.keys())
+        problems += [f"--suite {file}: {name} is in another file, too" for name in twice]
+        all_suites |= suites
     if problems:
         raise ConfigError(problems)
-    return found
+    return all_suites
 
 
 def _values(source: Path, suites: dict[str, Any]) -> tuple[dict[str, Any], str]:
@@ -142,10 +142,10 @@ def _values(source: Path, suites: dict[str, Any]) -> tuple[dict[str, Any], str]:
 
 def _without_dp(parallel: Mapping[str, Any]) -> Any:
     """Return the value of parallel.layout without dp."""
-    given = parallel.get("layout")
-    if not isinstance(given, str):
-        return given
-    sizes = [each for each in given.split(",") if each.partition("=")[0].strip() != "dp"]
+    layout = parallel.get("layout")
+    if not isinstance(layout, str):
+        return layout
+    sizes = [each for each in layout.split(",") if each.partition("=")[0].strip() != "dp"]
     return ",".join(sizes) or None
 
 
@@ -211,15 +211,16 @@ def _as_rl(values: dict[str, Any]) -> dict[str, Any]:
     if stage == "rl":
         return values
     known = keys_of(Config)
-    found: dict[str, Any] = {}
+    rl_values: dict[str, Any] = {}
     for name in ("model", "parallel", "data", "training", "logging"):
         section = values.get(name)
-        given = section if isinstance(section, dict) else {}
-        found[name] = {key: value for key, value in given.items() if f"{name}.{key}" in known}
+        keys = section if isinstance(section, dict) else {}
+        rl_values[name] = {key: value for key, value in keys.items() if f"{name}.{key}" in known}
     data = values.get("data") or {}
     if stage == "sft" and data.get("messages_field") is not None:
-        found["data"]["chat_template"] = True  # SFT on conversations always uses the chat template
-    return found
+        # SFT on conversations always uses the chat template.
+        rl_values["data"]["chat_template"] = True
+    return rl_values
 
 
 def _of_hugging_face(folder: Path) -> dict[str, Any]:

@@ -119,12 +119,12 @@ def write_files(folder: Path, model: tuple[str, ModelPreset, Tokenizer] | None) 
     for name in (*PROMPT_FILES, "reward.py"):
         shutil.copyfile(TEMPLATES / name, folder / name)
     if model is None:
-        from gspo_megatron.data import character_tokenizer as made
+        from gspo_megatron.data import character_tokenizer
 
         lines = (folder / PROMPT_FILES[0]).read_text(encoding="utf-8").splitlines()
         prompts = [json.loads(line)["prompt"] for line in lines]
-        made.write_character_tokenizer(
-            folder / "tokenizer", prompts, VOCABULARY, **made.CHATML_SYMBOLS
+        character_tokenizer.write_character_tokenizer(
+            folder / "tokenizer", prompts, VOCABULARY, **character_tokenizer.CHATML_SYMBOLS
         )
     if model is None or model[2].chat_template is not None:
         for name in PROMPT_FILES:

@@ -52,13 +52,13 @@ def add_parser(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the episodes. Raises UserError with all problems of the configuration and its files."""
-    from gspo_megatron.cli.check_inputs import all_told, check_all
+    from gspo_megatron.cli.check_inputs import all_problems, check_all
     from gspo_megatron.config import load_config
     from gspo_megatron.config.hub import fetch_weights
 
     rank_of = ranks.world_size_of_rank(os.environ)
-    told_here = contextlib.nullcontext() if rank_of else all_told(arguments.nproc, _check)
-    with told_here:
+    reporting = contextlib.nullcontext() if rank_of else all_problems(arguments.nproc, _check)
+    with reporting:
         config = load_config(arguments.config, arguments.overrides)
     step = arguments.step or (_step_of_weights(config) if config.training.phases else None)
     config, phase = in_phase(config, step)
@@ -88,12 +88,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check(config: Config, world_size: int, told: Sequence[str]) -> None:
-    """Check the part of a configuration whose values are valid. told: the problems of the values
-    that are not valid."""
+def _check(config: Config, world_size: int, value_problems: Sequence[str]) -> None:
+    """Check the part of a configuration whose values are valid. value_problems: the problems of
+    the values that are not valid."""
     from gspo_megatron.cli.check_inputs import check_all
 
-    check_all(_as_played(config), world_size, told=told)
+    check_all(_as_played(config), world_size, value_problems=value_problems)
 
 
 def _as_played(config: Config) -> Config:
@@ -123,11 +123,11 @@ def _step_of_weights(config: Config) -> int:
     from gspo_megatron.checkpoint.run_state import RunState
     from gspo_megatron.observe.metrics_files import RL
 
-    given = config.model.lora.checkpoint or config.model.checkpoint_path
-    if given is None:
+    path = config.model.lora.checkpoint or config.model.checkpoint_path
+    if path is None:
         return 1
     with contextlib.suppress(DataError):  # `check_all` reports it
-        checkpoint = given_checkpoint(given)
+        checkpoint = given_checkpoint(path)
         if run_folder(config).resolve() in checkpoint.resolve().parents:
             state = RunState.read(checkpoint)
             return state.step if state.phase == RL and state.step else 1

@@ -104,12 +104,12 @@ def _print_lists(figures: dict[str, PromptFigures], names: dict[str, str], top: 
         "dead: never solved": [each for each in known if each[0] == 0],
         "dead: always solved": [each for each in known if each[0] == 1],
     }
-    for title, found in lists.items():
-        print(f"\n{title}: {len(found):,} prompts")
-        if not found:
+    for title, prompts in lists.items():
+        print(f"\n{title}: {len(prompts):,} prompts")
+        if not prompts:
             continue
         print("  draws  pass rate   last  reward  tokens  last step  row")
-        for rate, _, name, each in found[:top]:
+        for rate, _, name, each in prompts[:top]:
             reward, length = each.reward / each.responses, each.length / each.draws
             print(
                 f"{each.draws:7,} {rate:10.1%} {each.last_rate:6.0%} {reward:7.3f} {length:7.1f} "
@@ -127,20 +127,21 @@ def _saved(records: Sequence[dict[str, Any]]) -> str | None:
     first = next((each["step"] for each in records if each.get("explored")), None)
     if first is None:
         return None
-    found = [each for each in records if each["step"] >= first]
-    explored = [each for each in found if each.get("explored")]
-    useful, at_random = (sum(each["spread"] for each in of) for of in (found, explored))
-    told = (
-        f"data.selection, from step {first:,}: rewards differ in {useful / len(found):.1%} of "
-        f"{len(found):,} groups, and in {at_random / len(explored):.1%} of the {len(explored):,} "
-        "chosen at random"
+    since_then = [each for each in records if each["step"] >= first]
+    explored = [each for each in since_then if each.get("explored")]
+    useful, at_random = (sum(each["spread"] for each in of) for of in (since_then, explored))
+    summary = (
+        f"data.selection, from step {first:,}: rewards differ in {useful / len(since_then):.1%} of "
+        f"{len(since_then):,} groups, and in {at_random / len(explored):.1%} of the "
+        f"{len(explored):,} chosen at random"
     )
     if not at_random:
-        return told
-    wanted = useful * len(explored) / at_random
-    saved = round(100 * (1 - len(found) / wanted))
+        return summary
+    uniform_groups = useful * len(explored) / at_random
+    saved = round(100 * (1 - len(since_then) / uniform_groups))
     return (
-        f"{told}:\nas many such groups of uniform draws would take about {wanted:,.0f} groups, so "
+        f"{summary}:\nas many such groups of uniform draws would take about "
+        f"{uniform_groups:,.0f} groups, so "
         f"{f'{saved}%' if saved > 0 else 'none'} of the responses are saved"
     )
 

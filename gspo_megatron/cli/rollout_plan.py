@@ -76,11 +76,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def check_options(arguments: argparse.Namespace) -> None:
     """Raise SystemExit if options of the plan are missing, do not fit each other, or are given
     without --rollout-plan, or if --fresh or options of a dry run are given with it."""
-    given = [name for name in _OPTIONS if getattr(arguments, name) is not None]
+    present = [name for name in _OPTIONS if getattr(arguments, name) is not None]
     unread = [name for name in _OF_DRY_RUN if getattr(arguments, name)]
-    missing = [name for name in _OPTIONS if name not in given and name != "staleness"]
+    missing = [name for name in _OPTIONS if name not in present and name != "staleness"]
     if not arguments.rollout_plan:
-        names, problem = given, "only with --rollout-plan"
+        names, problem = present, "only with --rollout-plan"
     elif unread:
         names, problem = unread, "not with --rollout-plan, which makes no dry run"
     elif arguments.fresh:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 def add_parser(commands: Commands) -> None:
     text, more = "score one response by the configured reward", ", and print the reward, its parts "
     parser = config_parser(commands, "score", run, text, f"{more}and the reason for it.")
-    given = parser.add_mutually_exclusive_group(required=True)
-    given.add_argument("--response", metavar="TEXT", help="the response")
-    given.add_argument(
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--response", metavar="TEXT", help="the response")
+    source.add_argument(
         "--file", metavar="FILE", help="the file that holds the response; -: standard input"
     )
     parser.add_argument(
@@ -48,8 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     config, phase = in_phase(config, arguments.step)
     suites = config.evaluation.suites
     if arguments.suite is not None and arguments.suite not in suites:
-        legal = ", ".join(suites) or "none: the configuration has no evaluation.suites"
-        raise ConfigError([f"--suite {arguments.suite}: no such suite; allowed: {legal}"])
+        names = ", ".join(suites) or "none: the configuration has no evaluation.suites"
+        raise ConfigError([f"--suite {arguments.suite}: no such suite; allowed: {names}"])
     if arguments.suite is not None:
         section, keys = suites[arguments.suite].reward, [suite_key(arguments.suite)]
         reward = suite_rewards({arguments.suite: suites[arguments.suite]})[arguments.suite]

@@ -79,7 +79,7 @@ def run(name: str, arguments: argparse.Namespace) -> int:
     Returns the exit code. Raises UserError with all problems of the configuration, its files or the
     run to resume, before any process group or other process exists.
     """
-    from gspo_megatron.cli.check_inputs import all_told, check_all, check_run
+    from gspo_megatron.cli.check_inputs import all_problems, check_all, check_run
     from gspo_megatron.config import check_config, load
     from gspo_megatron.config.hub import fetch_weights, hold_commits
     from gspo_megatron.config.phases import hidden_overrides, phase_configs
@@ -95,11 +95,11 @@ def run(name: str, arguments: argparse.Namespace) -> int:
         arguments.config, arguments.overrides = _branch(arguments, rank_of, node), []
         if arguments.only_make:
             return 0
-    command, told_here = command_of(name, arguments), contextlib.nullcontext()
+    command, reporting = command_of(name, arguments), contextlib.nullcontext()
     if rank_of is None:  # ranks leave these checks to the process that started them
         nproc = arguments.nproc and arguments.nproc * (node.count if node else 1)
-        told_here = all_told(nproc, fresh=fresh, change=change, command=command)
-    with told_here:
+        reporting = all_problems(nproc, fresh=fresh, change=change, command=command)
+    with reporting:
         schema: Any = load.STAGES[stage]
         config: Any = load.load_config(arguments.config, arguments.overrides, schema)
     world_size = ranks.decide_world_size(config, arguments.nproc, rank_of, node)
@@ -190,12 +190,12 @@ def _tell_interrupted(config: AnyConfig) -> None:
 
     saved = positions(run_folder(config) / CHECKPOINTS)
     if saved:
-        left = f"the same command resumes the run from {saved[0].name}"
+        outcome = f"the same command resumes the run from {saved[0].name}"
     elif config.checkpoint.interval:
-        left = "nothing was saved"
+        outcome = "nothing was saved"
     else:
-        left = "nothing was saved, because checkpoint.interval = 0"
-    print(f"interrupted: {left}", file=sys.stderr, flush=True)
+        outcome = "nothing was saved, because checkpoint.interval = 0"
+    print(f"interrupted: {outcome}", file=sys.stderr, flush=True)
 
 
 def command_of(name: str, arguments: argparse.Namespace) -> list[str]:

@@ -127,8 +127,8 @@ def run(arguments: argparse.Namespace) -> int:
     if is_step:
         run_folder = source if source.is_dir() else Path(str(config.logging.dir))
         task = _task_of_step(arguments, task, run_folder)
-    given = arguments.tolerance
-    tolerance = TOLERANCES[arguments.precision] if given is None else given
+    tolerance = arguments.tolerance
+    tolerance = TOLERANCES[arguments.precision] if tolerance is None else tolerance
     on_cpu = arguments.reference_on_cpu
     worst, loss = _compare_all(str(file), task, every, tolerance, on_cpu=on_cpu)
     good = worst <= tolerance

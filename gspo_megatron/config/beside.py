@@ -63,13 +63,13 @@ def _below(node: Any, parts: list[str], above: str) -> Iterator[Place]:
 def with_paths_beside(values: Mapping[str, Any], file: Path, above: str = "") -> dict[str, Any]:
     """Return the sections of a configuration file. Paths that exist only beside the file get the
     file's folder in front. above: the key that the sections are part of, for messages."""
-    found = copy.deepcopy(dict(values))
-    for key, holder, at in places(found, _INPUTS):
+    sections = copy.deepcopy(dict(values))
+    for key, holder, at in places(sections, _INPUTS):
         holder[at] = _of_path(f"{above}{key}", holder[at], file)
-    for section, given in found.items():
-        if isinstance(given, Mapping):
-            _find_modules(f"{above}{section}", given, file)
-    evaluation, training = found.get("evaluation"), found.get("training")
+    for section, section_values in sections.items():
+        if isinstance(section_values, Mapping):
+            _find_modules(f"{above}{section}", section_values, file)
+    evaluation, training = sections.get("evaluation"), sections.get("training")
     if isinstance(evaluation, dict) and isinstance(evaluation.get("suites"), Mapping):
         of_suites = f"{above}evaluation.suites."
         evaluation["suites"] = suites_beside(evaluation["suites"], file, of_suites)
@@ -80,26 +80,26 @@ def with_paths_beside(values: Mapping[str, Any], file: Path, above: str = "") ->
             else each
             for number, each in enumerate(training["phases"])
         ]
-    return found
+    return sections
 
 
 def suites_beside(suites: Mapping[Any, Any], file: Path, above: str = "") -> dict[Any, Any]:
     """Return suites by name, with their paths replaced as in `with_paths_beside`. A suite may also
     be the path of another file."""
-    found = copy.deepcopy(dict(suites))
-    for name, suite in found.items():
+    result = copy.deepcopy(dict(suites))
+    for name, suite in result.items():
         if isinstance(suite, str):
             path, colon, inner = suite.rpartition(":")
             if colon and not _is_there(Path(suite)) and not _is_there(file.parent / suite):
-                found[name] = f"{_of_path(f'{above}{name}', path, file)}:{inner}"
+                result[name] = f"{_of_path(f'{above}{name}', path, file)}:{inner}"
             else:
-                found[name] = _of_path(f"{above}{name}", suite, file)
+                result[name] = _of_path(f"{above}{name}", suite, file)
             continue
         for key, holder, at in places(suite, _OF_SUITE):
             holder[at] = _of_path(f"{above}{name}.{key}", holder[at], file)
         if isinstance(suite, Mapping) and isinstance(suite.get("reward"), Mapping):
             _find_modules(f"{above}{name}.reward", suite["reward"], file)
-    return found
+    return result
 
 
 def path_problems(values: Mapping[str, Any]) -> list[str]:
@@ -161,10 +161,10 @@ def tell_once(text: str) -> None:
 
     The ranks inherit the list of printed messages from that process.
     """
-    told = os.environ.get(_TOLD, "").split("\n")
+    printed = os.environ.get(_TOLD, "").split("\n")
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
-    if text not in told and rank == "0":
-        os.environ[_TOLD] = "\n".join([*told, text])
+    if text not in printed and rank == "0":
+        os.environ[_TOLD] = "\n".join([*printed, text])
         print(text, file=sys.stderr, flush=True)
 
 

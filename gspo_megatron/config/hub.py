@@ -43,24 +43,24 @@ def with_folders(values: Mapping[str, Any], name: str) -> tuple[dict[str, Any], 
     Settings, tokenizers and data are downloaded here; `fetch_weights` downloads weights. name: the
     name of the default run folder. Returns the values, and the problems.
     """
-    given = [
+    named_places = [
         (place, named)
         for kind in _KEYS
         for place in places(values, _KEYS[kind])
         if (named := hub.parse_name(place[1][place[2]], kind)) is not None
     ]
-    if not given:
+    if not named_places:
         return dict(values), []
-    found = copy.deepcopy(dict(values))
-    folder = folder_in(found, f"runs/{name}")
+    result = copy.deepcopy(dict(values))
+    folder = folder_in(result, f"runs/{name}")
     commits, problems = read_commits(folder), list[str]()
     rank = os.environ.get("RANK")
-    asked = {each.asked for _, each in given if each.commit is None}
+    asked = {each.asked for _, each in named_places if each.commit is None}
     if rank not in (None, "0") and asked - {*commits, *hub.known_commits()}:
         commits = _wait_for_commits(folder, asked)
     resolved = []
     for kind in _KEYS:
-        for key, holder, at in places(found, _KEYS[kind]):
+        for key, holder, at in places(result, _KEYS[kind]):
             named = hub.parse_name(holder[at], kind)
             if named is None:
                 continue
@@ -75,14 +75,14 @@ def with_folders(values: Mapping[str, Any], name: str) -> tuple[dict[str, Any], 
             path = hub.tokenizer_in(path) if key == "data.tokenizer" else path
             hub.register(path, named)
             holder[at] = str(path)
-    return found, problems
+    return result, problems
 
 
 def folder_in(values: Mapping[str, Any], default: str) -> Path:
     """Return the run folder that the values of a configuration name, or else the default."""
     section = values.get("logging")
-    given = section.get("dir") if isinstance(section, Mapping) else None
-    return Path(given if isinstance(given, str) and given else default)
+    path = section.get("dir") if isinstance(section, Mapping) else None
+    return Path(path if isinstance(path, str) and path else default)
 
 
 def fetch_weights(config: Any) -> None:
@@ -108,8 +108,8 @@ def hold_commits(config: Any) -> None:
 
 def read_commits(folder: Path) -> dict[str, str]:
     """Return the commits in the hub.json of a run folder, by `HubName.asked`."""
-    found = object_in(folder / HUB_FILE)
-    return {key: value for key, value in found.items() if isinstance(value, str)}
+    commits = object_in(folder / HUB_FILE)
+    return {key: value for key, value in commits.items() if isinstance(value, str)}
 
 
 def write_commits(folder: Path) -> None:
@@ -125,8 +125,8 @@ def _wait_for_commits(folder: Path, asked: set[str]) -> dict[str, str]:
     """Wait until rank 0 has found the commits, so that all nodes use the same commits.
 
     Raises DataError."""
-    until = time.monotonic() + RANK_SECONDS
-    while time.monotonic() < until:
+    deadline = time.monotonic() + RANK_SECONDS
+    while time.monotonic() < deadline:
         commits = read_commits(folder)
         if asked <= commits.keys():
             return commits

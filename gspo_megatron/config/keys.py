@@ -31,9 +31,9 @@ class Key:
     resume: str  # whether the key may change when a run is resumed
 
     def __str__(self) -> str:
-        legal = f"; allowed: {self.legal}" if self.legal else ""
+        limits = f"; allowed: {self.legal}" if self.legal else ""
         default = self.default if self.default == "required" else f"default {self.default}"
-        return f"{self.name} ({self.type}, {default}): {self.meaning}{legal}"
+        return f"{self.name} ({self.type}, {default}): {self.meaning}{limits}"
 
 
 def list_keys(stage: str) -> Iterator[Key]:
@@ -47,8 +47,8 @@ def _list_section(section: str, described: Mapping[str, Any], inner: Any) -> Ite
     """Yield the keys of a section. inner: the nested sections, by pydantic's names."""
     for name, node in described["properties"].items():
         if "$ref" in node:
-            below = inner[node["$ref"].rpartition("/")[2]]
-            yield from _list_section(f"{section}.{name}", below, inner)
+            nested = inner[node["$ref"].rpartition("/")[2]]
+            yield from _list_section(f"{section}.{name}", nested, inner)
             continue
         default = dump_yaml(node["default"]) if "default" in node else "required"
         yield Key(
@@ -56,12 +56,12 @@ def _list_section(section: str, described: Mapping[str, Any], inner: Any) -> Ite
             _type(node),
             default.removesuffix("...\n").strip(),
             node["description"],
-            ", ".join(_legal(node)),
+            ", ".join(_limits_of(node)),
             RESUME[node["resume"]],
         )
         for named in node.get("patternProperties", {}).values():  # the user gives the names
-            below = inner[named["$ref"].rpartition("/")[2]]
-            yield from _list_section(f"{section}.{name}.{NAME}", below, inner)
+            nested = inner[named["$ref"].rpartition("/")[2]]
+            yield from _list_section(f"{section}.{name}.{NAME}", nested, inner)
 
 
 def find_keys(word: str = "", stage: str | None = None) -> list[str]:
@@ -89,14 +89,14 @@ def _type(node: dict[str, Any]) -> str:
     return _TYPES.get(name, name)
 
 
-def _legal(node: dict[str, Any]) -> list[str]:
+def _limits_of(node: dict[str, Any]) -> list[str]:
     """Return the values of a choice, or the limits of a number."""
     if "const" in node:
         return [node["const"]]
-    found = [str(value) for value in node.get("enum", [])]
-    found += [text.format(node[limit]) for limit, text in _LIMITS.items() if limit in node]
+    limits = [str(value) for value in node.get("enum", [])]
+    limits += [text.format(node[limit]) for limit, text in _LIMITS.items() if limit in node]
     if node.get("pattern", "").endswith(r":\w+$"):
-        found.append("package.module:name")
+        limits.append("package.module:name")
     for inner in (*node.get("anyOf", ()), *([node["items"]] if "items" in node else ())):
-        found += _legal(inner)
-    return list(dict.fromkeys(found))
+        limits += _limits_of(inner)
+    return list(dict.fromkeys(limits))

@@ -57,10 +57,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: Any = C
 def _refuse_other_stage(values: Mapping[str, Any], path: Path, schema: Any) -> None:
     """Raise ConfigError if the values name the training data of another stage, and none of this."""
     data = values.get("data")
-    given = data if isinstance(data, Mapping) else {}
+    section = data if isinstance(data, Mapping) else {}
     for stage, other in STAGES.items():
         key = other.inputs[0]
-        if given.get(key) and not given.get(schema.inputs[0]):
+        if section.get(key) and not section.get(schema.inputs[0]):
             command = "train" if stage == "rl" else stage.replace("_", "-")
             wrong = f"with data.{key} it is a configuration of `gspo-megatron {command}`"
             raise ConfigError([f"{path}: {wrong}; allowed here: data.{schema.inputs[0]}"])
@@ -170,14 +170,14 @@ def to_shown_yaml(config: Config | StageConfig, unread: Mapping[str, str]) -> st
 
 
 def _replaced_names(config: Config | StageConfig) -> dict[str, str]:
-    found = {}
+    replaced = {}
     # objective.name is not listed: its advantage also serves objective.import_path
     for name in ("environment", "reward"):
         section = getattr(config, name, None)  # not every stage has all of these sections
         for key in ("import_path", "verifiers"):
             if getattr(section, key, None) is not None:
-                found[f"{name}.name"] = f"{name}.{key} replaces it"
-    return found
+                replaced[f"{name}.name"] = f"{name}.{key} replaces it"
+    return replaced
 
 
 def apply_overrides(
@@ -239,22 +239,23 @@ def with_suites_of_files(values: Mapping[str, Any]) -> tuple[dict[str, Any], lis
     suites = section.get("suites") if isinstance(section, Mapping) else None
     if not isinstance(suites, Mapping):
         return dict(values), []
-    found: dict[Any, Any] = {}
-    for name, given in suites.items():
-        found[name] = given
-        if isinstance(given, str):
+    result: dict[Any, Any] = {}
+    for name, suite in suites.items():
+        result[name] = suite
+        if isinstance(suite, str):
             try:
-                of_file = suites_of_file(given)
-                found[name] = of_file.get(name, next(iter(of_file.values())))
+                of_file = suites_of_file(suite)
+                result[name] = of_file.get(name, next(iter(of_file.values())))
                 if name not in of_file and len(of_file) > 1:
-                    legal = ", ".join(f"{given}:{each}" for each in of_file)
+                    allowed = ", ".join(f"{suite}:{each}" for each in of_file)
                     problems.append(
-                        f"evaluation.suites.{name} = {given}: has several suites; allowed: {legal}"
+                        f"evaluation.suites.{name} = {suite}: has several suites; "
+                        f"allowed: {allowed}"
                     )
             except ConfigError as error:
                 problems += [f"evaluation.suites.{name}: {line}" for line in error.problems]
-                del found[name]
-    return {**values, "evaluation": {**section, "suites": found}}, problems
+                del result[name]
+    return {**values, "evaluation": {**section, "suites": result}}, problems
 
 
 def parse_suites(suites: Mapping[str, Any], overrides: Sequence[str]) -> EvaluationSection:
@@ -287,12 +288,12 @@ def parse_suites(suites: Mapping[str, Any], overrides: Sequence[str]) -> Evaluat
     return section
 
 
-def suites_of_file(given: str) -> dict[str, Any]:
+def suites_of_file(source: str) -> dict[str, Any]:
     """Return the suites of FILE.yaml by name, or only the suite NAME of FILE.yaml:NAME. Raises
     ConfigError."""
-    path, name = given, ""
-    if not os.path.exists(given) and ":" in given:  # False for an impossible name, too
-        path, _, name = given.rpartition(":")
+    path, name = source, ""
+    if not os.path.exists(source) and ":" in source:  # False for an impossible name, too
+        path, _, name = source.rpartition(":")
     suites = read_mapping(Path(path), what="file of suites")
     data = suites.get("data")
     if isinstance(data, dict) and "tokenizer" in data:
@@ -378,8 +379,8 @@ def _of_one_form(errors: Sequence[Any]) -> list[Any]:
             found.append(error)
         else:
             others.setdefault(above, error)
-    told = [error["loc"] for error in found]
-    left = [e for above, e in others.items() if not any(p[: len(above)] == above for p in told)]
+    places = [error["loc"] for error in found]
+    left = [e for above, e in others.items() if not any(p[: len(above)] == above for p in places)]
     return [*found, *left]
 
 
@@ -389,8 +390,8 @@ def _describe(error: Any, schema: type[BaseModel]) -> str:
     places = [*map(str, location)]
     is_suite = places[:2] == ["evaluation", "suites"] and len(places) > 2
     if is_suite and places[3:] == ["[key]"]:
-        legal = "allowed: letters, digits, _ and -, as in aime-24; a number in quotes"
-        return f"evaluation.suites: {location[2]!r} cannot be the name of a suite; {legal}"
+        allowed = "allowed: letters, digits, _ and -, as in aime-24; a number in quotes"
+        return f"evaluation.suites: {location[2]!r} cannot be the name of a suite; {allowed}"
     is_name, key = places[-1] == "[key]", places[0]
     for part in location[1 : len(location) - is_name]:
         key += f"[{part}]" if isinstance(part, int) else f".{part}"
@@ -418,8 +419,8 @@ def _describe(error: Any, schema: type[BaseModel]) -> str:
     if kind in ("model_type", "dict_type"):
         return problem(key, value, "must be a mapping of keys, as in `key: value`")
     if kind == "literal_error":
-        legal = error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
-        hint, listing = suggest(str(value), legal), f"allowed: {', '.join(legal)}"
+        allowed = error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+        hint, listing = suggest(str(value), allowed), f"allowed: {', '.join(allowed)}"
         hint = hint if hint == listing else f"{hint} {listing}"
         if is_name:
             return f"{key}: unknown key; {hint}"
@@ -463,30 +464,31 @@ def stage_of(values: Mapping[str, Any]) -> str:
 
     Raises ConfigError if no stage or several stages fit."""
     data = values.get("data")
-    given = data if isinstance(data, Mapping) else {}
+    data_section = data if isinstance(data, Mapping) else {}
     inputs = {stage: schema.inputs[0] for stage, schema in STAGES.items()}
-    named = {stage: f"data.{key}" for stage, key in inputs.items() if given.get(key)}
+    named = {stage: f"data.{key}" for stage, key in inputs.items() if data_section.get(key)}
     if len(named) > 1:
         several = ", ".join(f"{key} ({stage})" for stage, key in named.items())
         raise ConfigError([f"has training data for several stages: {several}; keep one of them"])
     if named:
         return next(iter(named))
     known = {stage: {*schema.model_fields, *keys_of(schema)} for stage, schema in STAGES.items()}
-    telling: dict[str, list[str]] = {}  # section or key that not all stages have -> its stages
+    # for each section or key that only some stages have: these stages
+    stages_of: dict[str, list[str]] = {}
     for name, section in values.items():
         keys = section if isinstance(section, Mapping) else ()
         for place in (str(name), *(f"{name}.{key}" for key in keys)):
             stages = [stage for stage, places in known.items() if place in places]
             if 0 < len(stages) < len(STAGES):
-                telling[place] = stages
-    left = [stage for stage in STAGES if all(stage in stages for stages in telling.values())]
-    if len(left) > 1:  # a preference model is meant only if nothing else fits
-        left = [stage for stage in left if stage != PreferenceConfig.phase]
-    if len(left) == 1:
-        return left[0]
-    if not left:
-        places = ", ".join(f"{key} ({' or '.join(stages)})" for key, stages in telling.items())
+                stages_of[place] = stages
+    fitting = [stage for stage in STAGES if all(stage in stages for stages in stages_of.values())]
+    if len(fitting) > 1:  # a preference model is meant only if nothing else fits
+        fitting = [stage for stage in fitting if stage != PreferenceConfig.phase]
+    if len(fitting) == 1:
+        return fitting[0]
+    if not fitting:
+        places = ", ".join(f"{key} ({' or '.join(stages)})" for key, stages in stages_of.items())
         raise ConfigError([f"has keys of different stages: {places}; keep those of one"])
-    legal = ", ".join(f"data.{inputs[stage]} ({stage})" for stage in left)
-    wrong = f"may be a configuration of {' or '.join(left)}"
-    raise ConfigError([f"{wrong}: allowed: one of {legal}, or give --stage"])
+    allowed = ", ".join(f"data.{inputs[stage]} ({stage})" for stage in fitting)
+    wrong = f"may be a configuration of {' or '.join(fitting)}"
+    raise ConfigError([f"{wrong}: allowed: one of {allowed}, or give --stage"])

@@ -99,7 +99,8 @@ _NULLABLE_SIZES = ("num_query_groups", "kv_channels", "ffn_hidden_size", "num_mo
     "moe_shared_expert_intermediate_size",
 )
 
-# Fields for the layers that have something: every n-th layer, or a flag for each layer.
+# Fields that say which layers have experts, linear attention or a window. An integer n means every
+# n-th layer; a list has 0 or 1 for each layer.
 LAYER_PATTERNS = ("moe_layer_freq", "linear_attention_freq", "window_attn_skip_freq")
 
 
@@ -157,20 +158,20 @@ def _name_problem(section_key: str, name: Any, fields: Mapping[str, Any]) -> str
         return f"has a key of its own; use {own_keys[name]}"
     if name in fields or name in _REFUSED:
         return _REFUSED.get(name)
-    legal = fields.keys() - own_keys.keys() - _REFUSED.keys()
-    close = nearest(str(name), legal)  # several hundred legal names are too many to list
+    allowed = fields.keys() - own_keys.keys() - _REFUSED.keys()
+    close = nearest(str(name), allowed)  # several hundred names are too many to list
     hint = f"; {did_you_mean(close)}" if close else ""
     return f"the installed {MEGATRON_CLASSES[section_key][0]} has no such field{hint}"
 
 
-def _value_problem(name: str, wanted: Any, value: Any) -> str | None:
+def _value_problem(name: str, hint: Any, value: Any) -> str | None:
     nullable = name not in _SIZES
     if isinstance(value, float) and not math.isfinite(value):
         return "must be a finite number"
     if name in _NAMED_VALUES:
         named = _NAMED_VALUES[name]
         return None if value in named else "must be one of " + ", ".join(named)
-    if value is None and nullable and type(None) in typing.get_args(wanted):
+    if value is None and nullable and type(None) in typing.get_args(hint):
         return None
     if not nullable or name in _NULLABLE_SIZES:
         fits = type(value) is int and value >= 1
@@ -179,36 +180,36 @@ def _value_problem(name: str, wanted: Any, value: Any) -> str | None:
         fits = type(value) is int and value >= 1
         fits = fits or (isinstance(value, list) and all(each in (0, 1) for each in value))
         return None if fits else "must be an integer from 1, or a list with 0 or 1 for each layer"
-    if any(word in str(wanted) for word in ("Callable", "torch.dtype", "ContextManager")):
-        return f"takes {_words(wanted)}, which a configuration file cannot hold; leave it out"
-    return None if _fits(wanted, value) else f"must be {_words(wanted)}"
+    if any(word in str(hint) for word in ("Callable", "torch.dtype", "ContextManager")):
+        return f"takes {_words(hint)}, which a configuration file cannot hold; leave it out"
+    return None if _fits(hint, value) else f"must be {_words(hint)}"
 
 
-def _fits(wanted: Any, value: Any) -> bool:
+def _fits(hint: Any, value: Any) -> bool:
     """Return whether a value has a type. Types other than scalars, None, Literal and unions pass,
     because megatron-core checks them."""
-    if wanted is type(None):
+    if hint is type(None):
         return value is None
-    if wanted in (int, float, bool, str):
-        # `1` is a legal value of a float field
-        return type(value) is wanted or (wanted is float and type(value) is int)
-    if typing.get_origin(wanted) is Literal:
-        return value in typing.get_args(wanted)
-    if typing.get_origin(wanted) in (Union, types.UnionType):
-        return any(_fits(each, value) for each in typing.get_args(wanted))
+    if hint in (int, float, bool, str):
+        # a float field also takes `1`
+        return type(value) is hint or (hint is float and type(value) is int)
+    if typing.get_origin(hint) is Literal:
+        return value in typing.get_args(hint)
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        return any(_fits(each, value) for each in typing.get_args(hint))
     return True
 
 
-def _words(wanted: Any) -> str:
+def _words(hint: Any) -> str:
     """Describe a type for the user."""
-    if wanted is type(None):
+    if hint is type(None):
         return "null"
-    arguments = typing.get_args(wanted)
-    if typing.get_origin(wanted) is Literal:
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(map(str, arguments))
-    if typing.get_origin(wanted) in (Union, types.UnionType):
+    if typing.get_origin(hint) in (Union, types.UnionType):
         return " or ".join(map(_words, arguments))
-    if not isinstance(wanted, type):
-        return str(wanted)
-    scalar = wanted in (int, float, bool, str)
-    return wanted.__name__ if scalar else f"{wanted.__module__}.{wanted.__name__}"
+    if not isinstance(hint, type):
+        return str(hint)
+    scalar = hint in (int, float, bool, str)
+    return hint.__name__ if scalar else f"{hint.__module__}.{hint.__name__}"

@@ -70,14 +70,14 @@ def unread(plan: Plan, section: str, names: Iterable[str], why: str) -> Problems
 def world_size_fits(plan: Plan) -> Problems:
     layout, world = plan.layout, plan.world_size
     model, experts = layout.model_parallel_size, layout.expert_parallel_size
-    legal = f"allowed: multiples of {replace(layout, dp=None).world_size}"
+    allowed = f"allowed: multiples of {replace(layout, dp=None).world_size}"
     if world % model:
         sizes = f"{layout.tp} * {layout.pp} * {layout.cp}"
-        yield "world size", f"not divisible by tp * pp * cp = {sizes} = {model}; {legal}"
+        yield "world size", f"not divisible by tp * pp * cp = {sizes} = {model}; {allowed}"
     if world % experts:
         sizes = f"{layout.etp or 1} * {layout.ep} * {layout.pp} = {experts}"
         wrong = f"not divisible by etp * ep * pp = {sizes}, the ranks that hold all experts"
-        yield "world size", f"{wrong}; {legal}"
+        yield "world size", f"{wrong}; {allowed}"
     if layout.dp is not None and layout.dp * model != world:
         wrong = f"with tp * pp * cp = {model} that takes {layout.dp * model} ranks, not {world}"
         yield "parallel.data_parallel_size", f"{wrong}; allowed: null, which takes all ranks"
@@ -160,12 +160,12 @@ def shares_prompts(config: Any) -> bool:
     By default this is off if the routers' biases are trained. These biases depend on how many
     tokens each expert gets, and would count a prompt once.
     """
-    shape, wanted = config.resolved_model(), config.training.share_prompts
-    if wanted is None:
+    shape, shares = config.resolved_model(), config.training.share_prompts
+    if shares is None:
         rate = shape.megatron.get("moe_router_bias_update_rate")
         has_bias = bool(shape.megatron.get("moe_router_enable_expert_bias"))
-        wanted = not has_bias or rate == 0 or config.model.lora.rank > 0
-    return wanted and sharing_obstacle(config, shape, config.layout()) is None
+        shares = not has_bias or rate == 0 or config.model.lora.rank > 0
+    return shares and sharing_obstacle(config, shape, config.layout()) is None
 
 
 def prompts_can_be_shared(plan: Plan) -> Problems:
@@ -250,12 +250,12 @@ _BALANCING = {
 
 
 def model_does_not_depend_on_the_layout(plan: Plan) -> Problems:
-    given = plan.config.model.megatron
+    fields = plan.config.model.megatron
     for name, wrong in _OF_LAYOUT.items():
-        if given.get(name):
+        if fields.get(name):
             yield f"model.megatron.{name}", f"{wrong}; allowed: leave it out"
     name = "moe_router_load_balancing_type"
-    kinds = given.get(name)
+    kinds = fields.get(name)
     for kind, wrong in _BALANCING.items():
         if kind == kinds or (isinstance(kinds, list) and kind in kinds):
             yield f"model.megatron.{name}", f"{wrong}; allowed: aux_loss, seq_aux_loss or none"
@@ -298,8 +298,8 @@ def stage_problems(layers: int, layout: Layout, megatron: dict[str, Any]) -> Pro
         if (layers + extra) % chunks:
             all_of = f"{layers} layers" + (f" and {extra} for embedding and loss" if extra else "")
             wrong = f"{all_of} do not split evenly into {_chunks(layout)} chunks"
-            legal = f"allowed: pp * vpp that divides {layers + extra}"
-            yield _PP, f"{wrong}; {legal}, or {_uneven(layers, layout, bool(extra))}"
+            allowed = f"allowed: pp * vpp that divides {layers + extra}"
+            yield _PP, f"{wrong}; {allowed}, or {_uneven(layers, layout, bool(extra))}"
 
 
 def uneven_stages(layers: int, layout: Layout) -> tuple[int, int] | None:
@@ -337,31 +337,33 @@ def _chunks(layout: Layout) -> str:
 
 
 def _first_and_last(layers: int, layout: Layout, megatron: dict[str, Any]) -> Problems:
-    given = {name: megatron[name] for name in (FIRST, LAST) if megatron.get(name) is not None}
+    counts = {name: megatron[name] for name in (FIRST, LAST) if megatron.get(name) is not None}
     chunks = layout.vpp or 1
-    for name, count in given.items():
+    for name, count in counts.items():
         if not isinstance(count, int) or not 0 < count < layers or count % chunks:
             rule = f", a multiple of vpp = {chunks}" if chunks > 1 else ""
             yield f"model.megatron.{name}", f"allowed: 1 to {layers - 1}{rule}"
             return
-    stages, left = layout.pp - len(given), layers - sum(given.values())
+    stages, left = layout.pp - len(counts), layers - sum(counts.values())
     if stages < 0 or (stages == 0 and left) or (stages and (left <= 0 or left % (stages * chunks))):
         wrong = f"leaves {left} of {layers} layers for {max(stages, 0)} other stages"
-        legal = "allowed: a number that leaves them equal shares"
-        yield f"model.megatron.{next(iter(given))}", f"{wrong}; {legal}"
+        allowed = "allowed: a number that leaves them equal shares"
+        yield f"model.megatron.{next(iter(counts))}", f"{wrong}; {allowed}"
 
 
 def _written_out(layers: int, layout: Layout, written: Any) -> str | None:
+    """Return what is wrong with a pipeline layout that names every layer, such as Et*3|t*4L, or
+    None. E is the embedding, t a layer, L the loss, and | begins the next stage."""
     if not isinstance(written, str):
         return "allowed: a text such as Et*3|t*4L"
     text = written.replace(",", "")
     for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):  # as Megatron-Core parses the text
         text = re.sub(repeated, lambda match: match[1] * int(match[2]), text)
-    stages, wanted = len(text.split("|")), layout.pp * (layout.vpp or 1)
+    stages, expected = len(text.split("|")), layout.pp * (layout.vpp or 1)
     if re.search(r"[^EtL|]", text):
         return "allowed: E (embedding), t (a layer), L (loss), |, and t*3"
-    if stages != wanted:
-        return f"{stages} stages; allowed: pp * vpp = {_chunks(layout)} = {wanted}"
+    if stages != expected:
+        return f"{stages} stages; allowed: pp * vpp = {_chunks(layout)} = {expected}"
     if text.count("t") != layers:
         return f"{text.count('t')} layers; the model has {layers}"
     if not re.fullmatch(r"E[t|]*L", text):
@@ -393,8 +395,8 @@ def adapters_fit(plan: Plan) -> Problems:
     if not lora.rank:
         if lora.checkpoint is not None:
             wrong = "there are no adapters with model.lora.rank = 0"
-            legal = "null, or set model.lora.rank to the rank of these adapters"
-            yield "model.lora.checkpoint", f"{wrong}; allowed: {legal}"
+            allowed = "null, or set model.lora.rank to the rank of these adapters"
+            yield "model.lora.checkpoint", f"{wrong}; allowed: {allowed}"
         return
     if getattr(plan.config, "phase", None) == "pretrain":
         yield key, "pre-training trains all weights; allowed: 0"
@@ -413,12 +415,12 @@ def adapters_fit(plan: Plan) -> Problems:
     joint = "qkv" in model.family(shape).names
     if joint and tp > 1 and any("linear_qkv" in each.owner for each in adapted.values()):
         wrong = "the model's files have q, k and v in one matrix, whose adapter cannot be cut"
-        legal = "allowed: 1, or model.lora.targets without query_key_value"
-        yield "parallel.tensor_model_parallel_size", f"{wrong}; {legal}"
+        allowed = "allowed: 1, or model.lora.targets without query_key_value"
+        yield "parallel.tensor_model_parallel_size", f"{wrong}; {allowed}"
     elif mixed and tp > shape.num_query_groups:
         wrong = "adapters of q, k and v need whole query groups on each rank"
-        legal = f"allowed: at most num_query_groups = {shape.num_query_groups}, or other targets"
-        yield "parallel.tensor_model_parallel_size", f"{wrong}; {legal}"
+        allowed = f"allowed: at most num_query_groups = {shape.num_query_groups}, or other targets"
+        yield "parallel.tensor_model_parallel_size", f"{wrong}; {allowed}"
 
 
 _PRECISION = "training.precision"
@@ -447,16 +449,16 @@ def precision_is_possible(plan: Plan) -> Problems:
             split = f" over {parts} ranks is {size // parts} each" if parts > 1 else f" is {size}"
             wrong = f"{name}{split}; FP8 matrix products take multiples of {fp8.multiple}"
             yield _PRECISION, f"{wrong}; allowed: bf16"
-    given = plan.shape.megatron
+    fields = plan.shape.megatron
     if fp8.recipe == "delayed":
         for name, reason in _NOT_DELAYED.items():
-            if given.get(name):
+            if fields.get(name):
                 wrong = f"not with training.precision = {precision}: {reason}; allowed: false"
                 yield f"model.megatron.{name}", wrong
-    elif given.get("first_last_layers_bf16"):
+    elif fields.get("first_last_layers_bf16"):
         most = plan.shape.num_layers // plan.layout.pp
         for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
-            if not 0 <= given.get(name, 1) <= most:
+            if not 0 <= fields.get(name, 1) <= most:
                 wrong = f"a pipeline stage has {most} layers; allowed: 0 to {most}"
                 yield f"model.megatron.{name}", wrong
 

@@ -344,8 +344,8 @@ def resolve_objective(section: ObjectiveSection) -> Recipe:
     chosen = {part: getattr(section, part) for part in _PARTS if getattr(section, part) is not None}
     recipe = replace(named, **chosen)
     parameters = _rule_numbers(named, recipe)
-    given = {name: getattr(section, name) for name in parameters}
-    parameters |= {name: value for name, value in given.items() if value is not None}
+    own_values = {name: getattr(section, name) for name in parameters}
+    parameters |= {name: value for name, value in own_values.items() if value is not None}
     corrections = {name: _bounds(section, name) for name in _corrections_of(section)}
     return replace(recipe, parameters=parameters, corrections=corrections)
 
@@ -361,9 +361,9 @@ def narrow_clip_warnings(section: ObjectiveSection) -> list[str]:
     narrow = {name: recipe.parameters[name] for name in ("clip_low", "clip_high")}
     if min(narrow.values()) >= WIDE_CLIP:
         return []
-    given = " and ".join(f"objective.{name} = {value:g}" for name, value in narrow.items())
+    values = " and ".join(f"objective.{name} = {value:g}" for name, value in narrow.items())
     return [
-        f"{given}: a range for ratios of whole sequences; {section.name} clips ratios of "
+        f"{values}: a range for ratios of whole sequences; {section.name} clips ratios of "
         f"{'whole products' if recipe.ratio == 'sequence_product' else 'single tokens'}, which "
         "vary much more. For its own range: objective.clip_low=null objective.clip_high=null"
     ]
@@ -377,8 +377,8 @@ def learns_from_parts(section: ObjectiveSection) -> bool:
 
 
 def _corrections_of(section: ObjectiveSection) -> list[str]:
-    given = section.correction
-    return given if isinstance(given, list) else [] if given in (None, "none") else [given]
+    value = section.correction
+    return value if isinstance(value, list) else [] if value in (None, "none") else [value]
 
 
 def _bounds(section: ObjectiveSection, name: str) -> dict[str, float]:
@@ -386,8 +386,8 @@ def _bounds(section: ObjectiveSection, name: str) -> dict[str, float]:
     corrections to numbers. If there is only one correction, a single number is enough."""
     bounds = dict(CORRECTIONS[name].defaults)
     for side in bounds:
-        given = getattr(section, side)
-        value = given.get(name) if isinstance(given, dict) else given
+        bound = getattr(section, side)
+        value = bound.get(name) if isinstance(bound, dict) else bound
         bounds[side] = bounds[side] if value is None else value
     return bounds
 
@@ -441,15 +441,15 @@ def _custom_objective(section: ObjectiveSection, _: Recipe) -> _Problems:
 
 def _parts_mix(section: ObjectiveSection, recipe: Recipe) -> _Problems:
     if recipe.ratio not in RULES[recipe.rule].ratios:
-        legal = ", ".join(name for name, rule in RULES.items() if recipe.ratio in rule.ratios)
-        yield "rule", f"is not defined on ratio {recipe.ratio}; allowed: {legal}"
+        allowed = ", ".join(name for name, rule in RULES.items() if recipe.ratio in rule.ratios)
+        yield "rule", f"is not defined on ratio {recipe.ratio}; allowed: {allowed}"
     named = RECIPES[section.name]
     sums_tokens = recipe.ratio != "token" and recipe.aggregation != "sequence_mean"
     # A named recipe that has this combination itself (luspo) intends it; else it is a mistake.
     if sums_tokens and (recipe.ratio, recipe.aggregation) != (named.ratio, named.aggregation):
         wrong = f"a sum over tokens weights the ratio of a sequence ({recipe.ratio}) by its length"
-        legal = "sequence_mean, or objective.name = luspo if you want this"
-        yield "aggregation", f"{wrong}; allowed: {legal}"
+        allowed = "sequence_mean, or objective.name = luspo if you want this"
+        yield "aggregation", f"{wrong}; allowed: {allowed}"
 
 
 def _corrections_mix(section: ObjectiveSection, recipe: Recipe) -> _Problems:
@@ -475,8 +475,8 @@ def _correction_problems(name: str, recipe: Recipe) -> Iterator[str]:
     of_sequences = [other for other, each in CORRECTIONS.items() if each.level == "sequence"]
     if correction.level == "token" and recipe.ratio != "token":
         wrong = f"weights single tokens, but a whole sequence has one ratio ({recipe.ratio})"
-        legal = ", ".join(each for each in of_sequences if "product" not in each)
-        yield f"{wrong}; allowed: {legal}"
+        allowed = ", ".join(each for each in of_sequences if "product" not in each)
+        yield f"{wrong}; allowed: {allowed}"
     if name == "sequence_product_tis" and recipe.ratio in ("sequence", "sequence_token"):
         wrong = "its product over all tokens changes exponentially with the length, while ratio "
         wrong += f"{recipe.ratio} is a geometric mean: it makes the update many times smaller"
@@ -533,8 +533,8 @@ def _clip_range_is_sane(section: ObjectiveSection, recipe: Recipe) -> _Problems:
         if not section.allow_wide_clip and (getattr(section, name) or 0) >= WIDE_CLIP:
             wrong = f"a range for ratios of single tokens; {section.name} clips ratios of whole "
             wrong += "sequences, which vary much less, so it would clip few of them"
-            legal = f"below {WIDE_CLIP}, or objective.allow_wide_clip = true"
-            yield name, f"{wrong}; allowed: {legal}"
+            allowed = f"below {WIDE_CLIP}, or objective.allow_wide_clip = true"
+            yield name, f"{wrong}; allowed: {allowed}"
 
 
 _RULES_OF_RECIPES = (

@@ -110,16 +110,16 @@ def hidden_overrides(config: Any, overrides: Sequence[str], step: int) -> list[s
     """Return a line for each override ("section.key=value") that has no effect at a step, because a
     phase sets the same key to another value."""
     own, of_phase = config.model_dump(), at_step(config, step).model_dump()
-    found = []
+    lines = []
     for override in overrides:
-        given = override.partition("=")[0].strip()
-        key = RENAMED.get(given, given)
+        name = override.partition("=")[0].strip()
+        key = RENAMED.get(name, name)
         if _value_of(own, key) != _value_of(of_phase, key):
-            found.append(
+            lines.append(
                 f"{key}: training.phases sets another value for step {step}; change it there, or "
                 "add training.phases=[]"
             )
-    return found
+    return lines
 
 
 def _value_of(values: Any, key: str) -> Any:

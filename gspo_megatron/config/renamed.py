@@ -52,12 +52,12 @@ def _renamed_in(values: Mapping[str, Any], above: str) -> tuple[dict[str, Any], 
         for part in path:  # copies, because the caller's values must not change
             node[part] = dict(node[part])
             node = node[part]
-        given, new_name = node.pop(old_name), new.rpartition(".")[2]
+        value, new_name = node.pop(old_name), new.rpartition(".")[2]
         if new_name in node:
             problems.append(
-                problem(f"{above}{old}", given, f"its new name {new} is set, too; keep that")
+                problem(f"{above}{old}", value, f"its new name {new} is set, too; keep that")
             )
-        node.setdefault(new_name, given)
+        node.setdefault(new_name, value)
     return result, problems
 
 
@@ -76,8 +76,8 @@ def warn_of_old_names(values: Mapping[str, Any], overrides: Sequence[str]) -> No
         values,
         *(phases.get("phases") or [] if isinstance(phases.get("phases"), list) else []),
     ]
-    given = {override.partition("=")[0].strip() for override in overrides}
+    overridden = {override.partition("=")[0].strip() for override in overrides}
     for old, new in RENAMED.items():
         *path, name = old.split(".")
-        if old in given or any(name in (_section(place, path) or ()) for place in places):
+        if old in overridden or any(name in (_section(place, path) or ()) for place in places):
             tell_once(f"{old} is now called {new}; the old name still works")

@@ -100,7 +100,7 @@ def decides_rollouts(config: Config) -> dict[str, Any]:
     decide whether there are such answers.
     """
     keys, unread = keys_of(type(config)), ("objective.", "optimizer.")
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         key: value
         for key, value in _leaves(config.model_dump(mode="json"))
         if (top := key_above(key, keys)) is not None
@@ -111,12 +111,12 @@ def decides_rollouts(config: Config) -> dict[str, Any]:
     distillation = config.objective.distillation
     if distillation.urls or distillation.field is not None:
         kinds = {name: each.url is not None for name, each in distillation.named.items()}
-        found["objective.distillation"] = [kinds, distillation.field, distillation.candidates]
+        values["objective.distillation"] = [kinds, distillation.field, distillation.candidates]
     if learns_from_parts(config.objective):  # the scores are stored as advantages
-        found["objective.advantage"] = config.objective.advantage_std
+        values["objective.advantage"] = config.objective.advantage_std
     if config.reward.model.is_on:  # a model in a folder scores later; its scores are not stored
-        found["reward.model"] = config.reward.model.url is not None
-    return found
+        values["reward.model"] = config.reward.model.url is not None
+    return values
 
 
 # Keys of earlier versions that had an effect only before the first RL step.

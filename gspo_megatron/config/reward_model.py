@@ -74,25 +74,25 @@ class RewardModelSection(Section):
 
 def reward_model_problems(reward: RewardSection) -> Iterator[tuple[str, str]]:
     """Yield the problems of reward.model: the key below `reward`, and what is wrong."""
-    given = reward.model
-    if not given.is_on:
+    model = reward.model
+    if not model.is_on:
         if reward.name == REWARD_MODEL and reward.import_path is None:
             wrong = "needs a model that scores; allowed: reward.model.url or reward.model.folder"
             yield "name", wrong
         wrong = "nothing reads it without reward.model.url or reward.model.folder"
-        for name, _ in given.unread(RewardModelSection.model_fields, wrong):
+        for name, _ in model.unread(RewardModelSection.model_fields, wrong):
             yield f"model.{name}", f"{wrong}; allowed: leave it out"
         return
-    if given.url is not None:
-        if given.folder is not None:
+    if model.url is not None:
+        if model.folder is not None:
             yield "model.url", "reward.model.folder names a model already; allowed: one of them"
-        if not re.fullmatch(r"https?://[^/\s]+/?", given.url):
+        if not re.fullmatch(r"https?://[^/\s]+/?", model.url):
             yield "model.url", "allowed: http://host:port"
-        if given.tokenizer is None:
+        if model.tokenizer is None:
             wrong = "reward.model.url needs the model's own tokenizer, which makes the tokens"
             yield "model.tokenizer", f"{wrong}; allowed: a Hugging Face folder"
-    elif given.batch_size != _BATCH:
+    elif model.batch_size != _BATCH:
         yield "model.batch_size", f"nothing reads it without reward.model.url; allowed: {_BATCH}"
-    if given.chat_template is False and given.chat_template_options:
+    if model.chat_template is False and model.chat_template_options:
         wrong = "nothing reads it with chat_template = false; allowed: {}"
         yield "model.chat_template_options", wrong

@@ -92,16 +92,16 @@ def inputs_are_given(plan: Plan) -> Problems:
     data, (learned, evaluated) = plan.config.data, plan.config.inputs
     learns = plan.config.training.steps != 0
     if plan.for_training and learns and not getattr(data, learned):
-        legal = "a list of prefixes" if learned == "train" else "a .jsonl or .parquet file"
-        yield f"data.{learned}", f"needed to train; allowed: {legal}"
+        allowed = "a list of prefixes" if learned == "train" else "a .jsonl or .parquet file"
+        yield f"data.{learned}", f"needed to train; allowed: {allowed}"
     names = [name for name in (evaluated, "evaluation_share") if hasattr(data, name)]
-    given = any(getattr(data, name) for name in names)
+    has_data = any(getattr(data, name) for name in names)
     suites = isinstance(plan.config, Config) and bool(plan.config.evaluation.suites)
-    if plan.config.training.evaluation_interval and not given:
+    if plan.config.training.evaluation_interval and not has_data:
         keys = " or ".join(f"data.{name}" for name in names)
         wrong = f"there is nothing to evaluate on; allowed: 0, or give {keys}"
         yield "training.evaluation_interval", wrong
-    if plan.for_training and not learns and not (given or suites):
+    if plan.for_training and not learns and not (has_data or suites):
         wrong = "evaluates only, and there is nothing to evaluate on; allowed: from 1, or give "
         yield "training.steps", f"{wrong}data.{evaluated} or evaluation.suites"
 
@@ -119,8 +119,8 @@ def checkpoints_can_be_kept(plan: Plan) -> Problems:
             yield "parallel.ddp.use_distributed_optimizer", lost.format("true")
     elif training.steps != 0 and (does := getattr(training, "on_collapse", "warn")) != "warn":
         wrong = "without checkpoints, a run that collapses can be neither saved nor rolled back"
-        legal = f"from 1, or training.on_collapse = warn in place of {does}"
-        yield "checkpoint.interval", f"{wrong}; allowed: {legal}"
+        allowed = f"from 1, or training.on_collapse = warn in place of {does}"
+        yield "checkpoint.interval", f"{wrong}; allowed: {allowed}"
     if getattr(training, "on_collapse", "warn") == "rollback" and training.steps >> STEP_BITS:
         wrong = "in so many steps, two rollbacks would draw the same samples"
         yield "training.steps", f"{wrong}; allowed: below {1 << STEP_BITS}, or on_collapse = stop"
@@ -159,33 +159,33 @@ def _best_metric_is_measured(plan: Plan) -> Problems:
     """
     name = plan.config.checkpoint.best_metric
     if isinstance(plan.config, Config):
-        legal = ["evaluation/accuracy", "evaluation/reward"]
+        allowed = ["evaluation/accuracy", "evaluation/reward"]
         for suite, section in plan.config.evaluation.suites.items():
             powers = {1 << n for n in range(section.samples.bit_length())} | {section.samples}
             figures = [*_SUITE_FIGURES, *(f"pass_at_{k}" for k in sorted(powers))]
             figures += [f"maj_at_{section.samples}"] * (section.samples > 1)
-            legal += [f"evaluation/{suite}/{figure}" for figure in figures]
+            allowed += [f"evaluation/{suite}/{figure}" for figure in figures]
     else:
-        legal = ["evaluation/logprob"]
+        allowed = ["evaluation/logprob"]
         if isinstance(plan.config, PreferenceConfig):
             regression = plan.config.preference.loss == "regression"
-            legal = ["evaluation/correlation" if regression else "evaluation/accuracy"]
+            allowed = ["evaluation/correlation" if regression else "evaluation/accuracy"]
     figure = name.rpartition("/")[2]
     if name.startswith("evaluation/") and figure in ("loss", "failed", "left_out", "truncated"):
         wrong = "lower is better, and the checkpoints with the highest are kept"
-        yield "checkpoint.best_metric", f"{wrong}; allowed: {legal[0]}"
+        yield "checkpoint.best_metric", f"{wrong}; allowed: {allowed[0]}"
         return
     first, slash, _ = name.partition("/")
-    without = {each.partition("/")[2]: each for each in legal}
-    meant = nearest(name, legal)
+    without = {each.partition("/")[2]: each for each in allowed}
+    meant = nearest(name, allowed)
     if first != "evaluation":  # the first word is misspelt or missing
         is_slip = nearest(first, ["evaluation"]) if slash else meant or nearest(name, without)
         if not is_slip or first == "selection" or name in ("loss", "reward/mean"):
             return
         meant = meant or [without[each] for each in nearest(name, without)]
     beside = [f"evaluation/{figure}" for figure in ("accuracy_low", "accuracy_high", "prompts")]
-    if name not in legal + beside:
-        hint = did_you_mean(meant) if meant else f"allowed: {', '.join(legal[:8])}"
+    if name not in allowed + beside:
+        hint = did_you_mean(meant) if meant else f"allowed: {', '.join(allowed[:8])}"
         yield "checkpoint.best_metric", f"no evaluation of this run has it; {hint}"
 
 
@@ -346,22 +346,23 @@ def routing_can_be_replayed(plan: Plan) -> Problems:
 
 def _unreplayable(megatron: Mapping[str, Any], replays: bool) -> list[str]:
     """Return the problems of settings that bypass the routers' hooks, or drop replayed tokens."""
-    found = []  # (problem, what is allowed together with the routing key)
+    problems = []  # (problem, what is allowed together with the routing key)
     hook = "the hook that replays experts"
     if megatron.get("moe_router_fusion"):
-        found.append((f"a fused router does not call {hook}", "{}moe_router_fusion = false"))
+        problems.append((f"a fused router does not call {hook}", "{}moe_router_fusion = false"))
     if "quantile_balancing" in str(megatron.get("moe_router_load_balancing_type")):
         wrong = f"quantile balancing does not call {hook}"
-        found.append((wrong, "another {}moe_router_load_balancing_type"))
+        problems.append((wrong, "another {}moe_router_load_balancing_type"))
     for name in ("enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl"):
         if megatron.get(name, "none") not in (None, False, "none"):
-            found.append((f"a captured CUDA graph calls {hook} only once", f"no {{}}{name}"))
+            problems.append((f"a captured CUDA graph calls {hook} only once", f"no {{}}{name}"))
     for name in ("moe_expert_capacity_factor", "moe_expert_rank_capacity_factor"):
         if replays and megatron.get(name) is not None:
             wrong = "full experts drop tokens after the choice, so the experts that are used would "
-            found.append((f"{wrong}not be those that are replayed", f"{{}}{name} = null"))
+            problems.append((f"{wrong}not be those that are replayed", f"{{}}{name} = null"))
     return [
-        f"{wrong}; allowed with it: {legal.format('model.megatron.')}" for wrong, legal in found
+        f"{wrong}; allowed with it: {allowed.format('model.megatron.')}"
+        for wrong, allowed in problems
     ]
 
 
@@ -413,9 +414,10 @@ def preferences_are_sound(plan: Plan) -> Problems:
         reason = f"data.format = {data.format} names the fields"
     yield from unread(plan, "data", idle, reason)
     if data.format is not None and (data.format == "helpsteer") != regression:
-        legal = "helpsteer" if regression else "another format"
+        allowed = "helpsteer" if regression else "another format"
         wrong = f"its rows are {'pairs' if regression else 'ratings'}"
-        yield "data.format", f"{wrong}; allowed with preference.loss = {preference.loss}: {legal}"
+        of_loss = f"preference.loss = {preference.loss}"
+        yield "data.format", f"{wrong}; allowed with {of_loss}: {allowed}"
     if regression and preference.center_coefficient:
         wrong = "the ratings already fix the level of the scores"
         yield "preference.center_coefficient", f"{wrong}; allowed with loss = regression: 0.0"

@@ -514,8 +514,8 @@ class RunConfig(Section):
         nor these keys set get TransformerConfig's defaults. Raises ConfigError like
         `starting_shape`."""
         start = self.model.starting_shape()
-        given = {name: getattr(self.model, name) for name in WHOLE_MODEL_KEYS}
-        return shape_of(start, self.model.megatron, **given)
+        sizes = {name: getattr(self.model, name) for name in WHOLE_MODEL_KEYS}
+        return shape_of(start, self.model.megatron, **sizes)
 
 
 def suite_key(name: str) -> str:

@@ -53,10 +53,11 @@ def scorer_problems(config: RunConfig, folder: str, world_size: int) -> list[str
         plan = Plan(own, world_size, for_training=False)
         experts = plan.shape.num_moe_experts is not None
         rules = [rule for rule in MODEL_RULES if experts or rule is not experts_divide]
-        found = [(key, plan.value(key), wrong) for rule in rules for key, wrong in rule(plan)]
+        problems = [(key, plan.value(key), wrong) for rule in rules for key, wrong in rule(plan)]
     except ConfigError as error:
         return error.problems
-    return [problem(key, value, f"the model in {folder}: {wrong}") for key, value, wrong in found]
+    what = f"the model in {folder}"
+    return [problem(key, value, f"{what}: {wrong}") for key, value, wrong in problems]
 
 
 def reward_model_fits(plan: Plan) -> Problems:

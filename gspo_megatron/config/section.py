@@ -38,15 +38,15 @@ HubPaths = Annotated[
 Weights = list[Annotated[float, Field(gt=0)]]
 
 
-def _date(given: Any) -> str:
+def _date(value: Any) -> str:
     """Return a day, month or year as text.
 
     In YAML a year without quotes is a number. Some YAML readers turn a day without quotes into a
     date.
     """
-    if isinstance(given, datetime.date):
-        given = given.strftime("%Y-%m-%d")
-    text = str(given) if type(given) is int else given
+    if isinstance(value, datetime.date):
+        value = value.strftime("%Y-%m-%d")
+    text = str(value) if type(value) is int else value
     if isinstance(text, str):
         for form, size in (("%Y-%m-%d", 10), ("%Y-%m", 7), ("%Y", 4)):
             with contextlib.suppress(ValueError):
@@ -117,8 +117,8 @@ class Section(BaseModel):
         for name in names:
             usual = type(self).model_fields[name].default
             if getattr(self, name) != usual:
-                legal = usual if isinstance(usual, str) else format_value(usual)
-                yield name, f"{why}; allowed: {legal}"
+                allowed = usual if isinstance(usual, str) else format_value(usual)
+                yield name, f"{why}; allowed: {allowed}"
 
     def require_whole(self) -> None:
         """Raise UnknownValueError if a value is unknown, here or in a nested section."""

@@ -52,7 +52,7 @@ class SelectionSection(Section):
         }
         for reason, names in idle.items():
             wrong = f"nothing reads it with data.selection.{reason}"
-            for name, told in self.unread(names, wrong):
-                yield f"data.selection.{name}", told
+            for name, problem in self.unread(names, wrong):
+                yield f"data.selection.{name}", problem
         if self.is_on and self.low > self.high:
             yield "data.selection.low", f"above high; allowed: at most {format_value(self.high)}"

@@ -45,9 +45,9 @@ def servers_are_there(plan: Plan) -> Problems:
     another engine, check that no key of servers is set."""
     engine, servers = plan.config.rollout.engine, plan.config.rollout.vllm
     why = f"nothing reads it with rollout.engine = {engine}"
-    given = dict(servers.unread(type(servers).model_fields, why))
+    set_keys = dict(servers.unread(type(servers).model_fields, why))
     if engine != "vllm":
-        yield from ((f"rollout.vllm.{n}", f"{w}, or engine = vllm") for n, w in given.items())
+        yield from ((f"rollout.vllm.{n}", f"{w}, or engine = vllm") for n, w in set_keys.items())
         return
     if bool(servers.servers) == bool(servers.urls):
         wrong = "rollout.vllm.urls names running ones" if servers.urls else "there are no servers"
@@ -59,7 +59,7 @@ def servers_are_there(plan: Plan) -> Problems:
         if count > 1:
             yield "rollout.vllm.urls", f"{url} is listed {count} times; allowed: each server once"
     for name in ("tensor_parallel_size", "python", "options") if servers.urls else ():
-        if name in given:
+        if name in set_keys:
             wrong = "is for servers that the run starts; allowed: leave it out"
             yield f"rollout.vllm.{name}", wrong
     if plan.here and servers.python is not None and shutil.which(servers.python) is None:

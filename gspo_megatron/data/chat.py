@@ -39,7 +39,7 @@ CHATML = (
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Variables that every template gets, so they are not options. (Special tokens, which come from the
 # tokenizer, are not options either.)
-_GIVEN = {"messages", "add_generation_prompt", "raise_exception", "strftime_now"}
+_NOT_OPTIONS = {"messages", "add_generation_prompt", "raise_exception", "strftime_now"}
 _SYMBOL = re.compile(r"<\|[^|<>\s]+\|>")
 _WIDE_SYMBOL = re.compile(r"<｜[^｜<>\s]+｜>")  # DeepSeek's templates have such symbols
 
@@ -184,12 +184,12 @@ def check_template(tokenizer: Tokenizer, prompt: Sequence[Message] | None = None
 
 def _option_faults(tokenizer: Tokenizer, template: str) -> list[str]:
     """Return one line for each option that the template never reads."""
-    read = _read_by(template) - _GIVEN
-    legal = sorted(name for name in read if not name.endswith("_token"))
+    read = _read_by(template) - _NOT_OPTIONS
+    options = sorted(name for name in read if not name.endswith("_token"))
     lines = []
     for name, value in tokenizer.template_options.items():
-        if name not in legal:
-            hint = suggest(name, legal) if legal else "it reads none"
+        if name not in options:
+            hint = suggest(name, options) if options else "it reads none"
             wrong = f"the chat template of {tokenizer.name} never reads it; {hint}"
             lines.append(problem(f"data.chat_template_options.{name}", value, wrong))
     return lines

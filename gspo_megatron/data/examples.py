@@ -70,11 +70,11 @@ class SupervisedData:
     """All examples of a file by number."""
 
     def __init__(self, examples: Iterator[Example], counts: Counts) -> None:
-        found = list(examples)
+        listed = list(examples)
         self.counts = counts
-        self._tokens = FlatArrays([each.token_ids for each in found], np.int32)
-        self._masks = FlatArrays([each.loss_mask for each in found], bool)
-        self._sources = [each.source for each in found]
+        self._tokens = FlatArrays([each.token_ids for each in listed], np.int32)
+        self._masks = FlatArrays([each.loss_mask for each in listed], bool)
+        self._sources = [each.source for each in listed]
 
     def __len__(self) -> int:
         return len(self._sources)

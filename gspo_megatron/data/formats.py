@@ -36,13 +36,13 @@ class FieldMap:
         """Return (setting, field) for each field that is read."""
         of_prompt = f"{self.section}.{'prompt_field' if self.template is None else 'template'}"
         of_format = self.format and f"{self.section}.format = {self.format}"
-        found = [(of_prompt, name) for name in self.prompt_fields()]
+        settings = [(of_prompt, name) for name in self.prompt_fields()]
         if self.answer is not None:
-            found.append((f"{self.section}.answer_field", self.answer))
-        found = [(of_format or setting, name) for setting, name in found]
+            settings.append((f"{self.section}.answer_field", self.answer))
+        settings = [(of_format or setting, name) for setting, name in settings]
         if self.window is not None and self.window.field is not None:
-            found.append((f"{self.section}.filter.field", self.window.field))
-        return found
+            settings.append((f"{self.section}.filter.field", self.window.field))
+        return settings
 
     def prompt_fields(self) -> list[str]:
         """Return the fields that make the prompt, each once."""

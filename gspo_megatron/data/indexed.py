@@ -62,10 +62,10 @@ def read_index(path: str | Path) -> Index:
     _, version, code, sequences, ends = _HEADER.unpack_from(content)
     if version != 1 or code not in _DTYPES:
         raise DataError(f"{path}: version {version}, type code {code}: not an index of tokens")
-    wanted = _HEADER.size + sequences * (4 + 8) + ends * 8
-    if len(content) != wanted:
+    needed = _HEADER.size + sequences * (4 + 8) + ends * 8
+    if len(content) != needed:
         raise DataError(
-            f"{path}: has {len(content)} bytes, {wanted} are wanted for its {sequences} sequences: "
+            f"{path}: has {len(content)} bytes, {needed} are wanted for its {sequences} sequences: "
             "cut off or damaged"
         )
     at = _HEADER.size
@@ -110,14 +110,14 @@ def check_dataset(prefix: str | Path, model_vocab_size: int | None = None) -> Ma
     covered = len(documents) and documents[0] == 0 and documents[-1] == len(lengths)
     if not covered or (np.diff(documents) < 0).any():
         problems.add(f"{idx_path}", "documents do not cover all sequences: damaged")
-    wanted = int(lengths.sum(dtype=np.int64)) * index.dtype.itemsize
+    expected = int(lengths.sum(dtype=np.int64)) * index.dtype.itemsize
     with os_errors(bin_path, "cannot be read"):
         size = bin_path.stat().st_size
         tokens = np.fromfile(bin_path, index.dtype, _CHECKED_TOKENS)
-    if size != wanted:
+    if size != expected:
         problems.add(
             f"{bin_path}",
-            f"has {size} bytes, but {idx_path} describes {wanted}: they do not belong together",
+            f"has {size} bytes, but {idx_path} describes {expected}: they do not belong together",
         )
     if model_vocab_size is not None:
         wrong = tokens[(tokens < 0) | (tokens >= model_vocab_size)]

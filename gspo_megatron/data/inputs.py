@@ -172,12 +172,12 @@ def prompt_forms(config: Config) -> dict[str, PromptForm]:
 
 def _first(files: list[list[Prompt]], limit: int | None) -> list[list[Prompt]]:
     """Return the first `limit` prompts over all files; all prompts if the limit is None."""
-    left = sum(map(len, files)) if limit is None else limit
-    kept = []
+    room = sum(map(len, files)) if limit is None else limit
+    chosen = []
     for prompts in files:
-        kept.append(prompts[:left])
-        left -= len(kept[-1])
-    return kept
+        chosen.append(prompts[:room])
+        room -= len(chosen[-1])
+    return chosen
 
 
 def _check_template(config: Config, tokenizer: Tokenizer, files: Iterable[list[Prompt]]) -> None:
@@ -249,20 +249,20 @@ def _read_rows(
     form = None
     with contextlib.suppress(ConfigError):  # the model's shape is wrong; already reported
         form = config.data.model_copy(update={"max_tokens": config.max_tokens()})
-    found: dict[str, Rows] = {}
+    rows_by_key: dict[str, Rows] = {}
     warnings: list[str] = []
     for key, paths in config.input_files().items():
         with gathered_in(problems):
             if tokenizer is None or form is None:
                 check_rows(Path(paths[0]), "file")  # raises if there is no such file
                 continue
-            found[key] = data = load(paths[0], tokenizer, form)
+            rows_by_key[key] = data = load(paths[0], tokenizer, form)
             warnings += data.counts.odd.warnings(key, len(data.lengths))
     if problems:
         raise ConfigError(problems)
     if tokenizer is None or form is None:
         raise UnknownValueError
-    return tokenizer, found, warnings
+    return tokenizer, rows_by_key, warnings
 
 
 def read_pretraining(config: PretrainingConfig) -> PretrainingInputs:
@@ -289,8 +289,8 @@ def read_pretraining(config: PretrainingConfig) -> PretrainingInputs:
             if manifest.eod_id is not None:
                 ends.setdefault(manifest.eod_id, prefix)
     if len(ends) > 1:
-        found = ", ".join(f"{end} in {prefix}" for end, prefix in ends.items())
-        problems.append(f"data.train: documents end in different tokens: {found}; make them alike")
+        named = ", ".join(f"{end} in {prefix}" for end, prefix in ends.items())
+        problems.append(f"data.train: documents end in different tokens: {named}; make them alike")
     share = config.data.evaluation_share
     shares = (evaluation_documents(config, prefix) for prefix in config.data.train)
     if not problems and share and not any(shares):
@@ -315,31 +315,31 @@ def corpus_tokens(prefix: str) -> int:
 
 def model_vocab_size(config: AnyConfig, tokenizer: Tokenizer) -> int:
     """Return the configured vocabulary size of the model, or else the tokenizer's."""
-    wanted = config.resolved_model().vocab_size
-    return tokenizer.vocab_size if wanted is None else wanted
+    size = config.resolved_model().vocab_size
+    return tokenizer.vocab_size if size is None else size
 
 
 def _load_tokenizer(config: AnyConfig) -> tuple[Tokenizer | None, list[str]]:
     """Return the configured tokenizer (None if it cannot be loaded) and the problems with it."""
     problems: list[str] = []
-    wanted = None
+    size = None
     with gathered_in(problems):
         data, model = config.data, config.model
         options = getattr(data, "chat_template_options", None)  # pre-training has no such key
         name, tokenizer = data.tokenizer, load_tokenizer(data.tokenizer, options)
-        wanted = model_vocab_size(config, tokenizer)
-    if wanted is None:
+        size = model_vocab_size(config, tokenizer)
+    if size is None:
         return None, problems
     by_weights = model.hf_path is not None or (model.preset is None and model.vocab_size is None)
-    if wanted < tokenizer.vocab_size and by_weights:
+    if size < tokenizer.vocab_size and by_weights:
         key = "checkpoint_path" if model.hf_path is None else "hf_path"
         problems.append(
             f"data.tokenizer = {name}: it has {tokenizer.vocab_size} ids, the model in "
-            f"model.{key} = {getattr(model, key)} {wanted}; allowed: at most {wanted}"
+            f"model.{key} = {getattr(model, key)} {size}; allowed: at most {size}"
         )
-    elif wanted < tokenizer.vocab_size:
+    elif size < tokenizer.vocab_size:
         problems.append(
-            f"model.vocab_size = {wanted}: the tokenizer {name} has {tokenizer.vocab_size} ids; "
+            f"model.vocab_size = {size}: the tokenizer {name} has {tokenizer.vocab_size} ids; "
             f"allowed: {tokenizer.vocab_size} or more"
         )
     return tokenizer, problems

@@ -134,12 +134,12 @@ class _FileOrder:
         """Number of prompts used so far."""
         return self._epoch * self.size + self._position - len(self._deferred)
 
-    def next(self, wanted: int) -> list[int]:
-        """Return the next indices; all are different unless `wanted` exceeds the file's size."""
-        step, self._deferred = self._deferred[:wanted], self._deferred[wanted:]
-        unique = wanted <= self.size
+    def next(self, count: int) -> list[int]:
+        """Return the next indices; all are different unless `count` exceeds the file's size."""
+        step, self._deferred = self._deferred[:count], self._deferred[count:]
+        unique = count <= self.size
         taken = set(step)
-        while len(step) < wanted:
+        while len(step) < count:
             if self._position == self.size:
                 self._epoch += 1
                 self._position = 0

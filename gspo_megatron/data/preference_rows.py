@@ -82,16 +82,16 @@ FORMATS = {
 def fields_of(data: PreferenceDataSection, *, regression: bool) -> PreferenceFields:
     """Return the fields that the configuration chooses. With `regression` rows have ratings."""
     if data.format is not None:
-        found = replace(FORMATS[data.format], format=data.format)
+        fields = replace(FORMATS[data.format], format=data.format)
     else:
-        found = PreferenceFields(
+        fields = PreferenceFields(
             data.prompt_field,
             data.chosen_field,
             data.rejected_field,
             response=data.response_field,
             rating=data.rating_field if regression else None,
         )
-    return replace(found, margin=data.margin_field, source=data.source_field or found.source)
+    return replace(fields, margin=data.margin_field, source=data.source_field or fields.source)
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,8 @@ def _get(row: Mapping[str, Any], name: str, fields: PreferenceFields) -> Any:
 def _number(value: Any, name: str) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         with contextlib.suppress(OverflowError):
-            if math.isfinite(found := float(value)):
-                return found
+            if math.isfinite(number := float(value)):
+                return number
     what = value if isinstance(value, float) else json_type(value)
     raise ValueError(f"field {name!r} is {what}; a finite number is wanted")
 
@@ -168,16 +168,16 @@ def _margins(row: Mapping[str, Any], fields: PreferenceFields, count: int) -> li
     if fields.margin is None:
         return [0.0] * count
     name = fields.margin
-    given = _get(row, name, fields)
-    listed = given if isinstance(given, list) else [given] * count
+    value = _get(row, name, fields)
+    listed = value if isinstance(value, list) else [value] * count
     if len(listed) != count:
         raise ValueError(f"field {name!r} has {len(listed)} margins for {count} rejected responses")
-    found = [_number(each, name) for each in listed]
+    margins = [_number(each, name) for each in listed]
     if name == fields.strength:  # its sign says which response is better
-        return [abs(each) for each in found]
-    if min(found) < 0:
-        raise ValueError(f"field {name!r} is {min(found):g}; a margin is a number from 0")
-    return found
+        return [abs(each) for each in margins]
+    if min(margins) < 0:
+        raise ValueError(f"field {name!r} is {min(margins):g}; a margin is a number from 0")
+    return margins
 
 
 def _whole(

@@ -125,9 +125,9 @@ class _Reader:
         if self.form.chat_template:
             self._check_template()
         for where, row in read_rows(path, self.fields.settings(), self.problems):
-            found = self._of_row(where, row)
-            if found is not None:
-                yield found
+            preference = self._of_row(where, row)
+            if preference is not None:
+                yield preference
         if self.form.chat_template_options and not self.checked:
             self.problems.add(*IDLE_OPTIONS)
 

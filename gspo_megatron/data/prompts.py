@@ -82,19 +82,20 @@ def read_prompts(
     too. `source` is "path:line", counted from 1 (for Parquet: the row).
     """
     settings = fields.settings()
+    # `Prompt.fields` leaves out fields that are the whole prompt or the whole answer.
     whole = {
         None if fields.template else fields.prompt,
         None if fields.read_answer else fields.answer,
     }
     for where, row in read_rows(Path(path), settings, problems, what="prompt file"):
-        found = {name: find_field(row, name, setting) for setting, name in settings}
-        is_inside, fault = _in_window(fields, found)
+        row_values = {name: find_field(row, name, setting) for setting, name in settings}
+        is_inside, fault = _in_window(fields, row_values)
         if not is_inside:
             continue
-        text, prompt_fault = _read_prompt(fields, found)
+        text, prompt_fault = _read_prompt(fields, row_values)
         faults, answer = [prompt_fault, fault], None
         if fields.answer is not None:
-            answer, fault = found[fields.answer]
+            answer, fault = row_values[fields.answer]
             if fault is None:
                 answer, fault = _read_answer(fields, answer)
             faults.append(fault)
@@ -110,8 +111,8 @@ def read_prompts(
         messages = ()
         if isinstance(text, list):
             messages = tuple(map(plain_message, text))
-            asked = [message for message in messages if message["role"] == USER] or messages
-            text = asked[-1]["content"]
+            of_user = [message for message in messages if message["role"] == USER] or messages
+            text = of_user[-1]["content"]
         elif chat_template:
             messages = ({"role": USER, "content": text},)
         if messages:
@@ -120,14 +121,14 @@ def read_prompts(
         yield Prompt(text, answer, where, others, messages=messages, row_id=row_id)
 
 
-def _in_window(fields: FieldMap, found: Mapping[str, Any]) -> tuple[bool, str | None]:
+def _in_window(fields: FieldMap, row_values: Mapping[str, Any]) -> tuple[bool, str | None]:
     """Return whether a row's date lies in the window, and the fault of the date or None.
 
-    `found` has (value, fault) by field. A row with a fault counts as inside."""
+    `row_values` has (value, fault) by field. A row with a fault counts as inside."""
     window = fields.window
     if window is None or window.field is None:
         return True, None
-    value, fault = found[window.field]
+    value, fault = row_values[window.field]
     if fault is not None:
         return True, fault
     date = value.isoformat() if isinstance(value, datetime.date) else value
@@ -138,20 +139,20 @@ def _in_window(fields: FieldMap, found: Mapping[str, Any]) -> tuple[bool, str | 
     return date[: len(first)] >= first and date[: len(last)] <= last, None
 
 
-def _read_prompt(fields: FieldMap, found: Mapping[str, Any]) -> tuple[Any, str | None]:
+def _read_prompt(fields: FieldMap, row_values: Mapping[str, Any]) -> tuple[Any, str | None]:
     """Return the prompt (text or messages), and the fault of its first bad field or None."""
     names = fields.prompt_fields()
-    fault = next((found[name][1] for name in names if found[name][1]), None)
+    fault = next((row_values[name][1] for name in names if row_values[name][1]), None)
     if fault is None and fields.template is None:
-        value = found[fields.prompt][0]
+        value = row_values[fields.prompt][0]
         return value, _prompt_fault(fields.prompt, value)
     for name in names if fault is None else ():
-        value = found[name][0]
+        value = row_values[name][0]
         fault = text_fault("" if type(value) in (int, float) else value)
         if fault is not None:
-            wanted = fault.replace("a string is", "a string or a number is")
-            return None, f"field {name!r} {wanted}"
-    values = {name: found[name][0] for name in names}
+            wrong = fault.replace("a string is", "a string or a number is")
+            return None, f"field {name!r} {wrong}"
+    values = {name: row_values[name][0] for name in names}
     return (None, fault) if fault is not None else (fields.fill(values), None)
 
 

@@ -27,15 +27,15 @@ Span = tuple[int, int]  # [start, end) of characters
 # Renders messages and tools. Returns the text, and the spans of the answers if the template marks
 # them.
 Render = Callable[[Sequence[Any], Sequence[Any]], tuple[str, "list[Span] | None"]]
-Shade = Callable[[str], str]
+Replace = Callable[[str], str]
 
 # The private-use planes of Unicode. No template and hardly any data has such characters.
 _PRIVATE = range(0xF0000, 0x110000)
-_SHADED = re.compile("[\U000f0000-\U0010ffff]+")
-_HIDDEN = "\U000f0000"
+_PRIVATE_RUNS = re.compile("[\U000f0000-\U0010ffff]+")
+_FILLER = "\U000f0000"  # stands for a quoted character; no control token contains it
 _GENERATION_MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # they read no variable
 # Characters that `tojson` changes (templates also trim spaces and control characters).
-_CHANGED = '"\\'
+_ESCAPED = '"\\'
 
 
 @dataclass(frozen=True)
@@ -99,21 +99,21 @@ class Controls:
 
     def of(self, rendered: Rendered) -> list[str]:
         """Return the control tokens that the template writes."""
-        found = self.pieces(rendered.text, rendered.quoted)
-        return [self.names[number] for _, number in found if number is not None]
+        pieces = self.pieces(rendered.text, rendered.quoted)
+        return [self.names[number] for _, number in pieces if number is not None]
 
     def pieces(self, text: str, quoted: Sequence[Span]) -> Iterator[tuple[Span, int | None]]:
         """Split `text` into control tokens and other text; yield (span, id or None).
 
         A control token that contains a character of `quoted` is other text. Other text has the id
         None and must be encoded without control tokens."""
-        end, hidden = 0, text
-        if quoted:
+        end, searched = 0, text
+        if quoted:  # hide these characters from the search; positions stay the same
             letters = list(text)
             for start, stop in quoted:
-                letters[start:stop] = _HIDDEN * (stop - start)
-            hidden = "".join(letters)
-        for match in self._pattern.finditer(hidden):
+                letters[start:stop] = _FILLER * (stop - start)
+            searched = "".join(letters)
+        for match in self._pattern.finditer(searched):
             (start, stop), name = match.span(), match[0]
             if name in self.strips_before:
                 start = end + len(text[end:start].rstrip())
@@ -153,44 +153,44 @@ def trace(
     Raises the error of `render` if it refuses the unchanged messages.
     """
     text, answers = render(messages, tools)
-    words, looked_for = _looks(template)
+    words, constants = _words_and_constants(template)
     texts = [*_strings(messages, words), *_strings(tools, words)]
     exchange = _Exchange(set(text).union(*texts))
 
-    def shade_quotations(part: str) -> str:
+    def replace_quotations(part: str) -> str:
         spans = controls.quotations(part)
-        return _mixed(part, exchange.strange(part), spans) if spans else part
+        return _with_spans_of(part, exchange.strange(part), spans) if spans else part
 
-    def shade_most(part: str) -> str:
-        kept = [match.span() for match in looked_for.finditer(part)]
-        shaded, spans = exchange.strange(part, most=True), controls.quotations(part)
-        shaded = _mixed(shaded, part, kept) if kept else shaded
-        return _mixed(shaded, exchange.strange(part), spans) if spans else shaded
+    def replace_most(part: str) -> str:
+        kept = [match.span() for match in constants.finditer(part)]
+        replaced, spans = exchange.strange(part, most=True), controls.quotations(part)
+        replaced = _with_spans_of(replaced, part, kept) if kept else replaced
+        return _with_spans_of(replaced, exchange.strange(part), spans) if spans else replaced
 
-    def traced_with(shade: Shade) -> Rendered:
+    def rendered_with(replace: Replace) -> Rendered:
         written, spans = render(
-            [_shaded(message, shade, words, is_message=True) for message in messages],
-            [_shaded(tool, shade, words) for tool in tools],
+            [_replaced(message, replace, words, is_message=True) for message in messages],
+            [_replaced(tool, replace, words) for tool in tools],
         )
-        quoted = [match.span() for match in _SHADED.finditer(written)]
+        quoted = [match.span() for match in _PRIVATE_RUNS.finditer(written)]
         return Rendered(exchange.plain(written), spans, quoted)
 
     safe: Rendered | None = None
-    for shade in (exchange.strange, shade_most):
+    for replace in (exchange.strange, replace_most):
         with contextlib.suppress(DataError):  # the template refuses the replaced text
-            safe = traced_with(shade)
+            safe = rendered_with(replace)
             if (safe.text, safe.answers) == (text, answers):
                 return safe
-    found = traced_with(shade_quotations)
+    result = rendered_with(replace_quotations)
     # Only the quotations were replaced here. Other data could have become a mark (for example, if
     # the template turns data into lower case). If so, use the text of the safer rendering.
     of_data = set("".join(texts).casefold())
-    more = Counter(controls.of(found)) - Counter(controls.of(safe) if safe is not None else ())
+    more = Counter(controls.of(result)) - Counter(controls.of(safe) if safe is not None else ())
     if any(of_data >= set(name.casefold()) for name in more):
         if safe is None:
             raise DataError(f"the chat template turns text of messages into {', '.join(more)}")
         return safe
-    return found
+    return result
 
 
 class _Exchange:
@@ -216,7 +216,7 @@ class _Exchange:
             with contextlib.suppress(UnicodeEncodeError):
                 table = _MOST_SHIFTED if most else _SHIFTED
                 return codecs.charmap_decode(text.encode("latin-1"), "strict", table)[0]
-        return text.translate(self._few if most else self._table)
+        return text.translate(self._most_table if most else self._table)
 
     def plain(self, text: str) -> str:
         """Restore the original characters."""
@@ -225,18 +225,18 @@ class _Exchange:
             content = text.encode("utf-32-le", errors="surrogatepass")
             if not any(content[1::4]) and not content[2::4].translate(None, b"\x00\x0f"):
                 return content[::4].decode("latin-1")
-        return text.translate(self._back)
+        return text.translate(self._inverse_table)
 
     @cached_property
-    def _few(self) -> dict[int, int]:
-        return {n: other for n, other in self._table.items() if not _is_changed(chr(n))}
+    def _most_table(self) -> dict[int, int]:
+        return {n: other for n, other in self._table.items() if not _is_trimmed_or_escaped(chr(n))}
 
     @cached_property
-    def _back(self) -> dict[int, int]:
+    def _inverse_table(self) -> dict[int, int]:
         return {other: n for n, other in self._table.items()}
 
 
-def _mixed(text: str, other: str, spans: Sequence[Span]) -> str:
+def _with_spans_of(text: str, other: str, spans: Sequence[Span]) -> str:
     """Return `text` with the characters of `other` inside `spans`."""
     letters = list(text)
     for start, end in spans:
@@ -253,7 +253,7 @@ def syntax_tree(template: str) -> nodes.Template:
 
 
 @lru_cache(maxsize=16)
-def _looks(template: str) -> tuple[frozenset[str], re.Pattern[str]]:
+def _words_and_constants(template: str) -> tuple[frozenset[str], re.Pattern[str]]:
     """Return what a template may look for in its data.
 
     Returns the words of the template, among them all keys that it reads, and a pattern that matches
@@ -261,23 +261,25 @@ def _looks(template: str) -> tuple[frozenset[str], re.Pattern[str]]:
     """
     from jinja2 import nodes
 
-    constants = syntax_tree(template).find_all(nodes.Const)
-    named = {node.value for node in constants if isinstance(node.value, str)}
-    longest_first = sorted(filter(None, named), key=len, reverse=True)
-    looked_for = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-    return frozenset(re.findall(r"\w+", template)), looked_for
+    found = syntax_tree(template).find_all(nodes.Const)
+    texts = {node.value for node in found if isinstance(node.value, str)}
+    longest_first = sorted(filter(None, texts), key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+    return frozenset(re.findall(r"\w+", template)), pattern
 
 
-def _is_changed(letter: str) -> bool:
-    return letter < " " or letter.isspace() or letter in _CHANGED
+def _is_trimmed_or_escaped(letter: str) -> bool:
+    return letter < " " or letter.isspace() or letter in _ESCAPED
 
 
 # Decoding tables for Latin-1 text: see _Exchange.
 _SHIFTED = "".join(chr(_PRIVATE.start + n) for n in range(256))
-_MOST_SHIFTED = "".join(chr(n) if _is_changed(chr(n)) else _SHIFTED[n] for n in range(256))
+_MOST_SHIFTED = "".join(
+    chr(n) if _is_trimmed_or_escaped(chr(n)) else _SHIFTED[n] for n in range(256)
+)
 
 
-def _is_clear(key: object, words: frozenset[str]) -> bool:
+def _may_be_read(key: object, words: frozenset[str]) -> bool:
     """Whether a template may read this key by name, so that the key must not change."""
     return not isinstance(key, str) or key in words
 
@@ -288,7 +290,7 @@ def _strings(value: Any, words: frozenset[str]) -> Iterator[str]:
         yield value
     elif isinstance(value, Mapping):
         for key, each in value.items():
-            if not _is_clear(key, words):
+            if not _may_be_read(key, words):
                 yield key
             yield from _strings(each, words)
     elif isinstance(value, (list, tuple)):
@@ -296,19 +298,19 @@ def _strings(value: Any, words: frozenset[str]) -> Iterator[str]:
             yield from _strings(each, words)
 
 
-def _shaded(value: Any, shade: Shade, words: frozenset[str], is_message: bool = False) -> Any:
-    """Apply `shade` to all texts of a JSON value, except the role of a message: templates write
+def _replaced(value: Any, replace: Replace, words: frozenset[str], is_message: bool = False) -> Any:
+    """Apply `replace` to all texts of a JSON value, except the role of a message: templates write
     some marks with the role's name."""
     if isinstance(value, str):
-        return shade(value)
+        return replace(value)
     if isinstance(value, Mapping):
-        shaded = {
-            key if _is_clear(key, words) else shade(key): _shaded(each, shade, words)
+        replaced = {
+            key if _may_be_read(key, words) else replace(key): _replaced(each, replace, words)
             for key, each in value.items()
         }
         if is_message and re.fullmatch(r"\w+", str(value.get("role"))):
-            shaded["role"] = value["role"]
-        return shaded
+            replaced["role"] = value["role"]
+        return replaced
     if isinstance(value, (list, tuple)):
-        return [_shaded(each, shade, words) for each in value]
+        return [_replaced(each, replace, words) for each in value]
     return value

@@ -144,20 +144,21 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a JSON object. Raises ValueError for a duplicate key, which Python's parser accepts."""
     unique = dict(pairs)
     if len(unique) < len(pairs):
-        raise ValueError(f"key {_twice(key for key, _ in pairs)} is there twice; keep one of them")
+        duplicate = _first_duplicate(key for key, _ in pairs)
+        raise ValueError(f"key {duplicate} is there twice; keep one of them")
     return unique
 
 
-def _twice(names: Iterable[str]) -> str:
+def _first_duplicate(names: Iterable[str]) -> str:
     """Return the first of the names that occurs several times, for a message."""
     return f"{next(name for name, count in Counter(names).items() if count > 1)!r:.60}"
 
 
-def _real(value: Any) -> Any:
+def _without_nulls(value: Any) -> Any:
     """Return a value of a Parquet row without the nulls of its mappings."""
     if isinstance(value, dict):
-        return {key: _real(each) for key, each in value.items() if each is not None}
-    return [*map(_real, value)] if isinstance(value, list) else value
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [*map(_without_nulls, value)] if isinstance(value, list) else value
 
 
 def _read_parquet(path: Path, columns: Sequence[Choice], problems: Problems) -> Iterator[Row]:
@@ -170,7 +171,7 @@ def _read_parquet(path: Path, columns: Sequence[Choice], problems: Problems) -> 
             present = file.schema_arrow.names
             if len({*present}) < len(present):
                 raise DataError(
-                    f"{path}: column {_twice(present)} is there twice; keep one of them"
+                    f"{path}: column {_first_duplicate(present)} is there twice; keep one of them"
                 )
             absent = [each for each in columns if not {each[1], _top(each[1])} & {*present}]
             for key, name in absent:
@@ -184,7 +185,8 @@ def _read_parquet(path: Path, columns: Sequence[Choice], problems: Problems) -> 
             for batch in file.iter_batches():
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{path}:{number}", row | {key: _real(row[key]) for key in nested}
+                    plain = {key: _without_nulls(row[key]) for key in nested}
+                    yield f"{path}:{number}", row | plain
     except UnicodeDecodeError:
         problems.add(f"{path}:{number + 1}", "not valid UTF-8 in this row or shortly after")
     except (pyarrow.ArrowException, OSError, OverflowError) as error:  # a date that Python lacks

@@ -67,10 +67,10 @@ class PromptFigures:
 
 def figures_of(records: Iterable[Record]) -> dict[str, PromptFigures]:
     """Return the figures of each prompt that was drawn, by its identity."""
-    found: dict[str, PromptFigures] = defaultdict(PromptFigures)
+    figures: dict[str, PromptFigures] = defaultdict(PromptFigures)
     for record in records:
-        found[record["prompt"]].add(record)
-    return dict(found)
+        figures[record["prompt"]].add(record)
+    return dict(figures)
 
 
 class PromptSelection:
@@ -142,7 +142,7 @@ class PromptSelection:
         from `taken`, the step's rows so far. They are chosen by the figures of all earlier
         steps."""
         self._refills += 1
-        self._fold(self._step - 2)
+        self._add_records_up_to(self._step - 2)
         return self._choose(self._draw - 1, self._refills, {*taken})
 
     def state_dict(self) -> dict[str, Any]:
@@ -186,7 +186,7 @@ class PromptSelection:
 
     def metrics(self) -> dict[str, float]:
         """Return how many prompts the last draw could choose from."""
-        retired, band = self._kinds(self._step - 1)
+        retired, band = self._retired_and_band(self._step - 1)
         unseen = np.isnan(self._rate)
         return {
             "selection/band": float((band & ~unseen).sum()),
@@ -197,14 +197,14 @@ class PromptSelection:
     def _rows_of(self, draw: int) -> list[int]:
         if draw not in self._drawn:
             step = self._step + draw - self._draw
-            self._fold(step - 1 - self._staleness)
+            self._add_records_up_to(step - 1 - self._staleness)
             # The results of these draws are not known yet.
             recent = range(draw - self._staleness, draw)
-            under_way = {row for each in recent for row in self._drawn.get(each, ())}
-            self._drawn[draw] = self._choose(draw, 0, under_way, step)
+            drawn_recently = {row for each in recent for row in self._drawn.get(each, ())}
+            self._drawn[draw] = self._choose(draw, 0, drawn_recently, step)
         return self._drawn[draw]
 
-    def _fold(self, limit: int) -> None:
+    def _add_records_up_to(self, limit: int) -> None:
         """Add the records up to step `limit` to the figures. `limit` must not be smaller than in
         the last call."""
         while self._waiting and self._waiting[0]["step"] <= limit:
@@ -217,7 +217,7 @@ class PromptSelection:
             self._rate[rows] = figures.last_rate
             self._in_a_row[rows] = figures.in_a_row
 
-    def _kinds(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+    def _retired_and_band(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Return which prompts are retired at a step, and which are in the band of pass rates,
         [prompts] bool each. New prompts, and prompts to be revived, are also in the band."""
         section, size = self.section, len(self._prompts)
@@ -245,7 +245,7 @@ class PromptSelection:
         words = [self._seed % 2**32, self._seed // 2**32, draw, request]
         # RandomState is used because its streams are the same in all versions of NumPy.
         order = np.random.RandomState(words).permutation(len(self._prompts))
-        retired, band = self._kinds(self._step - 1 if step is None else step)
+        retired, band = self._retired_and_band(self._step - 1 if step is None else step)
         by_age = order[np.argsort(self._last_step[order], kind="stable")]
         at_random = order[~retired[order]]
         chosen: dict[int, None] = {}
@@ -257,10 +257,10 @@ class PromptSelection:
                 if row not in left_out:
                     chosen[row] = None
 
-        wanted = self._prompts_per_step
+        needed = self._prompts_per_step
         take(at_random, 0 if request else self.explored(draw), avoided)
         for left_out in (avoided, set[int]()):
             for rows in (by_age[band[by_age]], at_random, by_age):
-                take(rows, wanted, left_out)
+                take(rows, needed, left_out)
         rows = [*chosen]
-        return [rows[number % len(rows)] for number in range(wanted)]
+        return [rows[number % len(rows)] for number in range(needed)]

@@ -84,8 +84,8 @@ class Tokenizer(ABC):
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode several texts in one call of the library."""
-        found = self._ids(list(texts)) if texts else []  # transformers refuses an empty list
-        return [self._checked(text, ids) for text, ids in zip(texts, found, strict=True)]
+        all_ids = self._ids(list(texts)) if texts else []  # transformers refuses an empty list
+        return [self._checked(text, ids) for text, ids in zip(texts, all_ids, strict=True)]
 
     def render(
         self,
@@ -367,17 +367,17 @@ def _spelled(
     """Replace each control token of `encoded` by the tokens of its single letters.
 
     `letter` returns the ids of one letter."""
-    found = Encoded([], [], [])
+    result = Encoded([], [], [])
     for number, start, end in zip(encoded.ids, encoded.starts, encoded.ends, strict=True):
         if controls.place(number, text, (start, end)) is None:
             parts = [(number, start, end)]
         else:
             parts = [(n, at, at + 1) for at in range(start, end) for n in letter(text[at])]
         for n, first, last in parts:
-            found.ids.append(n)
-            found.starts.append(first)
-            found.ends.append(last)
-    return found
+            result.ids.append(n)
+            result.starts.append(first)
+            result.ends.append(last)
+    return result
 
 
 def _encode_pieces(
@@ -389,16 +389,16 @@ def _encode_pieces(
     """Encode a chat template's output; the `quoted` spans are data, not template text.
 
     `as_text(part, is_first)` encodes a part that contains no control tokens."""
-    found = Encoded([], [], [])
+    result = Encoded([], [], [])
     for (start, end), number in controls.pieces(text, quoted):
         if number is None:
             part = as_text(text[start:end], start == 0)
         else:
             part = Encoded([number], [0], [end - start])
-        found.ids.extend(part.ids)
-        found.starts.extend(start + each for each in part.starts)
-        found.ends.extend(start + each for each in part.ends)
-    return found
+        result.ids.extend(part.ids)
+        result.starts.extend(start + each for each in part.starts)
+        result.ends.extend(start + each for each in part.ends)
+    return result
 
 
 def files_beside(tokenizer: str | Path) -> list[Path]:
@@ -431,8 +431,8 @@ def _load_hugging_face(path: Path) -> Any:
     if not any((path / name).is_file() for name in HUGGING_FACE_FILES):
         inside = path / "tokenizer.model"
         advice = f"name the file {inside}" if inside.is_file() else HELP
-        wanted = " or ".join(HUGGING_FACE_FILES)
-        raise DataError(f"{path}: a folder without {wanted}; {advice}")
+        files = " or ".join(HUGGING_FACE_FILES)
+        raise DataError(f"{path}: a folder without {files}; {advice}")
     import transformers
     from transformers.utils import logging
 

@@ -69,21 +69,23 @@ class Agent:
 
     async def rollout(self, client: Client, task: Prompt) -> Trajectory | None:
         url, key = await self._gateway.url(), new_key()
-        place = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key}
+        variables = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key}
         with self._gateway.session(client, key) as session:
-            code, said = await self._run(client, task, place)
+            code, output_end = await self._run(client, task, variables)
         session.check()
         if session.reward is None and session.is_over:
             raise LimitReached
         if code and not session.is_over:
-            raise EpisodeError(f"the agent ended with exit code {code}: {said}")
+            raise EpisodeError(f"the agent ended with exit code {code}: {output_end}")
         return session.reward
 
-    async def _run(self, client: Client, task: Prompt, place: dict[str, str]) -> tuple[int, str]:
+    async def _run(
+        self, client: Client, task: Prompt, variables: dict[str, str]
+    ) -> tuple[int, str]:
         """Run the program; return its exit code and the end of its output."""
         row = {**task.fields, "prompt": task.text, "answer": task.answer, "row_id": task.row_id}
         row["messages"] = list(task.messages)
-        given = json.dumps(row, default=str).encode()  # a Parquet file may have dates
+        stdin = json.dumps(row, default=str).encode()  # a Parquet file may have dates
         lifeline, ours = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
@@ -93,16 +95,16 @@ class Agent:
                 stderr=asyncio.subprocess.STDOUT,
                 pass_fds=(lifeline,),
                 start_new_session=True,
-                env={**reaching_loopback(os.environ), **place},
+                env={**reaching_loopback(os.environ), **variables},
             )
         except BaseException:
             os.close(ours)
             raise
         finally:
             os.close(lifeline)
-        output = asyncio.ensure_future(_end_of_output(process, given))
+        output = asyncio.ensure_future(_end_of_output(process, stdin))
         try:
-            said = await within(self._seconds, client, asyncio.shield(output))
+            last_bytes = await within(self._seconds, client, asyncio.shield(output))
         except asyncio.TimeoutError:
             raise EpisodeError(
                 f"the agent took longer than environment.options.seconds = {self._seconds:g}"
@@ -111,16 +113,16 @@ class Agent:
             os.close(ours)  # ends the program and everything that it has started
             await asyncio.shield(output)
         assert process.returncode is not None
-        text = " ".join(said.decode(errors="replace").split())
+        text = " ".join(last_bytes.decode(errors="replace").split())
         return process.returncode, text[-_SHOWN_CHARACTERS:]
 
 
-async def _end_of_output(process: asyncio.subprocess.Process, given: bytes) -> bytes:
-    """Write `given` to the program, and return the last bytes of its output after its end.
+async def _end_of_output(process: asyncio.subprocess.Process, content: bytes) -> bytes:
+    """Write `content` to the program, and return the last bytes of its output after its end.
 
     Reads to the end of the output, because asyncio's `wait` returns only then."""
     assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(given)
+    process.stdin.write(content)
     process.stdin.close()  # once all is written; a program that does not read it is no error
     last = b""
     while block := await process.stdout.read(1 << 16):

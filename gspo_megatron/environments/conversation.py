@@ -124,11 +124,11 @@ class Conversation:
         end = written.text.rfind(mark)
         if end < 0 or not self._is_branch(written.text[:end], transcript):
             return None
-        start, whole = end + len(mark), written.text[end + len(mark) :]
+        start, text = end + len(mark), written.text[end + len(mark) :]
         # Skip the end-of-turn token if the policy has written it.
-        if whole.startswith(ending := self._ending(transcript.turns[-1])):
+        if text.startswith(ending := self._ending(transcript.turns[-1])):
             start += len(ending)
-        return Next(self._encoded(written.part(start)), whole)
+        return Next(self._encoded(written.part(start)), text)
 
     def _is_branch(self, text: str, transcript: Transcript) -> bool:
         """Whether a template's `text` equals the branch so far, ignoring white space.
@@ -139,11 +139,12 @@ class Conversation:
         turns = [self.text_of(turn) for turn in transcript.turns[start:]]
         between = self._texts[start:]
         if any(part is None for part in between):
-            return _holds(text, turns)
+            return _contains_in_order(text, turns)
         if start not in self._openings:  # the task's prompt
             self._openings[start] = self._rendered(self._first).text
         parts = (part for pair in zip(between, turns, strict=True) for part in pair)
-        return _squeezed(text) == _squeezed(self._openings[start] + "".join(filter(None, parts)))
+        branch = self._openings[start] + "".join(filter(None, parts))
+        return _without_spaces(text) == _without_spaces(branch)
 
     def _opening_of(self, messages: Sequence[Message]) -> Opening:
         rendered = self._rendered(messages)
@@ -168,15 +169,15 @@ def _mark_for(messages: Sequence[Message]) -> str:
     return next(mark for mark in map(chr, _MARKS) if mark not in texts)
 
 
-def _squeezed(text: str) -> str:
+def _without_spaces(text: str) -> str:
     """Return `text` without spaces and line breaks."""
     return "".join(text.split())
 
 
-def _holds(text: str, parts: Iterable[str]) -> bool:
+def _contains_in_order(text: str, parts: Iterable[str]) -> bool:
     """Whether `text` contains these parts in their order, ignoring white space."""
-    text, start = _squeezed(text), 0
-    for part in map(_squeezed, parts):
+    text, start = _without_spaces(text), 0
+    for part in map(_without_spaces, parts):
         place = text.find(part, start)
         if place < 0:
             return False

@@ -214,9 +214,9 @@ class Client:
             self.conversation.opened(number, opening)
         transcript.add(between, written)
         self.is_cut = written.truncated and (max_tokens is None or max_tokens >= room)
-        told = self.conversation.text_of(written)
-        self.conversation.add(messages, following, told)
-        return Turn(told, tuple(written.token_ids), written.truncated)
+        text = self.conversation.text_of(written)
+        self.conversation.add(messages, following, text)
+        return Turn(text, tuple(written.token_ids), written.truncated)
 
     # Removing turns
 
@@ -239,8 +239,8 @@ class Client:
         the first prompt with a full response."""
         limit = self.limits.response_tokens
         longest = len(self.transcript.prompt) + limit
-        left = limit - self.transcript.num_response_tokens - between
-        return min(longest - len(before), left)
+        remaining = limit - self.transcript.num_response_tokens - between
+        return min(longest - len(before), remaining)
 
 
 @dataclass(frozen=True)
@@ -273,10 +273,10 @@ def given_reward(
     if not isinstance(trajectory, Trajectory):
         kind = type(trajectory).__name__
         raise EpisodeError(f"rollout returned a {kind}; allowed: a Trajectory, or None")
-    given: Any = trajectory.reward
+    reward: Any = trajectory.reward
     count = len(transcript.turns)
     if trajectory.turn_rewards is not None:
-        if given is not None:
+        if reward is not None:
             raise EpisodeError("a trajectory has a reward or rewards of turns, not both")
         if not isinstance(trajectory.turn_rewards, Iterable):
             kind = type(trajectory.turn_rewards).__name__
@@ -284,13 +284,13 @@ def given_reward(
         rewards = list(trajectory.turn_rewards)
         if len(rewards) != count:
             raise EpisodeError(f"{len(rewards)} turn_rewards for {count} turns")
-        given = TurnRewards(rewards, transcript.turn_ends())
-    if given is not None and count:
+        reward = TurnRewards(rewards, transcript.turn_ends())
+    if reward is not None and count:
         try:
-            checked(given, transcript.num_response_tokens)
+            checked(reward, transcript.num_response_tokens)
         except NoRewardError as error:
             raise EpisodeError(f"rollout gave as reward {error}") from error
-    return given
+    return reward
 
 
 @dataclass(frozen=True)
@@ -374,10 +374,10 @@ async def within(seconds: float, client: Client, work: Awaitable[_T]) -> _T:
     task, start = asyncio.ensure_future(work), time.monotonic()
     try:
         while not task.done():
-            left = seconds - (time.monotonic() - start - client.seconds_waited)
-            if left <= 0:
+            remaining = seconds - (time.monotonic() - start - client.seconds_waited)
+            if remaining <= 0:
                 raise asyncio.TimeoutError
-            await asyncio.wait([task], timeout=max(left, 0.1))
+            await asyncio.wait([task], timeout=max(remaining, 0.1))
         return task.result()
     finally:
         task.cancel()

@@ -23,7 +23,7 @@ from gspo_megatron.errors import EpisodeError, RolloutError, UserError
 from gspo_megatron.files import parse_json
 
 MODEL = "policy"
-# Keys that change what a turn means -> their legal values. (Sampling settings are the run's, and
+# Keys that change what a turn means -> their allowed values. (Sampling settings are the run's, and
 # are ignored.)
 _ONLY: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -80,17 +80,17 @@ class EpisodeSession:
     _choosing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _running: set[asyncio.Task[dict[str, Any]]] = field(default_factory=set)
 
-    async def complete(self, asked: Mapping[str, Any], request: Any) -> dict[str, Any]:
+    async def complete(self, content: Mapping[str, Any], request: Any) -> dict[str, Any]:
         """Answer a request of /v1/chat/completions. Raises _RefusedError, _ReplacedError,
         UserError and LimitReached."""
-        body = json.dumps(asked, sort_keys=True)
+        body = json.dumps(content, sort_keys=True)
         async with self._choosing:
             turn = self._last
             if turn is None or turn.body != body or (turn.is_read and not _is_repeated(request)):
                 await self._drop_unread()
                 if self._is_closed:
                     raise _RefusedError("the episode is over")
-                turn = self._last = self._begin(body, asked)
+                turn = self._last = self._begin(body, content)
             turn.listeners.append(request)
         try:
             return await asyncio.shield(turn.answer)
@@ -102,10 +102,10 @@ class EpisodeSession:
             turn.listeners.remove(request)
             turn.is_read |= _is_there(request)
 
-    def _begin(self, body: str, asked: Mapping[str, Any]) -> _AnsweredTurn:
+    def _begin(self, body: str, content: Mapping[str, Any]) -> _AnsweredTurn:
         """Begin a turn, which goes on if the client disconnects."""
         position, known = self.client.position(), self.known
-        work = asyncio.ensure_future(self._turn(asked))
+        work = asyncio.ensure_future(self._turn(content))
         self._running.add(work)
         work.add_done_callback(self._running.discard)
         return _AnsweredTurn(body, position, known, work)
@@ -136,26 +136,26 @@ class EpisodeSession:
         self.client.go_back(turn.before)
         self.known = turn.known
 
-    async def _turn(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        for key, legal in _ONLY.items():
-            if asked.get(key) not in (None, *legal):
-                raise _RefusedError(f"{key} = {asked[key]}: not supported; allowed: {legal[0]}")
+    async def _turn(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        for key, allowed in _ONLY.items():
+            if content.get(key) not in (None, *allowed):
+                raise _RefusedError(f"{key} = {content[key]}: not supported; allowed: {allowed[0]}")
         for key, kind in _KINDS.items():
-            if asked.get(key) and type(asked[key]) is not kind:
-                wanted = {int: "a number", list: "a list", dict: "an object"}[kind]
-                raise _RefusedError(f"{key} = {asked[key]!r:.60}: {wanted} is wanted")
-        given, tools = plain_messages(asked.get("messages")), asked.get("tools") or []
-        limits = (asked.get(key) for key in ("max_completion_tokens", "max_tokens"))
+            if content.get(key) and type(content[key]) is not kind:
+                expected = {int: "a number", list: "a list", dict: "an object"}[kind]
+                raise _RefusedError(f"{key} = {content[key]!r:.60}: {expected} is wanted")
+        messages, tools = plain_messages(content.get("messages")), content.get("tools") or []
+        limits = (content.get(key) for key in ("max_completion_tokens", "max_tokens"))
         limit = next((each for each in limits if each is not None), None)
         if limit is not None and (type(limit) is not int or limit < 1):
             raise _RefusedError(f"max_tokens = {limit}: allowed: 1 or more")
         count = len(self.known)
-        continues = given[:count] == self.known and tools == self.client.conversation.tools
-        if count and continues and len(given) > count:
-            turn = await self.client.generate(given[count:], max_tokens=limit)
+        continues = messages[:count] == self.known and tools == self.client.conversation.tools
+        if count and continues and len(messages) > count:
+            turn = await self.client.generate(messages[count:], max_tokens=limit)
         else:  # the first request, or a changed history
             before = self.client.position()
-            self.client.begin(given, tools)
+            self.client.begin(messages, tools)
             try:
                 turn = await self.client.generate(max_tokens=limit)
             except LimitReached:  # the program may go on with the history before
@@ -163,7 +163,7 @@ class EpisodeSession:
                 self.client.is_cut = True
                 raise
         message = assistant_message(turn.text, bool(tools), len(self.client.transcript.turns))
-        self.known = [*given, *plain_messages([message])]
+        self.known = [*messages, *plain_messages([message])]
         used = len(self.client.transcript.turns[-1].token_ids)
         reason = "tool_calls" if "tool_calls" in message else "stop"
         return {
@@ -271,10 +271,10 @@ class Gateway:
         session = None
         try:
             session = self._session(request)
-            asked = await _json(request)
-            answer = await session.complete(asked, request)
-            if asked.get("stream"):
-                return web.Response(text=_as_stream(answer, asked), content_type=_STREAM)
+            content = await _json(request)
+            answer = await session.complete(content, request)
+            if content.get("stream"):
+                return web.Response(text=_as_stream(answer, content), content_type=_STREAM)
             return web.json_response(answer)
         except LimitReached as error:
             assert session is not None
@@ -283,8 +283,8 @@ class Gateway:
         except _ReplacedError:
             return _refusal("a later request has replaced this one", "invalid_request_error")
         except Exception as error:  # noqa: BLE001 (a text that the tokenizer cannot encode, ...)
-            is_told = isinstance(error, (_RefusedError, UserError))
-            text = str(error) if is_told else f"{type(error).__name__}: {error}"
+            has_own_text = isinstance(error, (_RefusedError, UserError))
+            text = str(error) if has_own_text else f"{type(error).__name__}: {error}"
             if session is not None and session.problem is None:
                 is_engines = isinstance(error, RolloutError)
                 session.problem = error if is_engines else EpisodeError(f"a request: {text}")
@@ -299,9 +299,9 @@ class Gateway:
         from aiohttp import web
 
         try:
-            session, given = self._session(request), await _json(request)
-            known = {k: v for k, v in given.items() if k in ("reward", "turn_rewards")}
-            if len(known) != 1 or len(given) != 1:
+            session, content = self._session(request), await _json(request)
+            known = {k: v for k, v in content.items() if k in ("reward", "turn_rewards")}
+            if len(known) != 1 or len(content) != 1:
                 raise _RefusedError("allowed: one of reward and turn_rewards")
         except _RefusedError as error:
             return _refusal(str(error), "invalid_request_error")
@@ -311,13 +311,13 @@ class Gateway:
 
 async def _json(request: Any) -> dict[str, Any]:
     with contextlib.suppress(ValueError):
-        found = parse_json(await request.read())
-        if isinstance(found, dict):
-            return found
+        content = parse_json(await request.read())
+        if isinstance(content, dict):
+            return content
     raise _RefusedError("the request is not a JSON object")
 
 
-def _as_stream(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
+def _as_stream(answer: Mapping[str, Any], content: Mapping[str, Any]) -> str:
     """Write an answer as a stream, with the whole message as one chunk."""
     (choice,) = answer["choices"]
     calls = choice["message"].get("tool_calls", ())
@@ -328,7 +328,7 @@ def _as_stream(answer: Mapping[str, Any], asked: Mapping[str, Any]) -> str:
         {"choices": [{"index": 0, "delta": message, "finish_reason": None}]},
         {"choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
     ]
-    if (asked.get("stream_options") or {}).get("include_usage"):
+    if (content.get("stream_options") or {}).get("include_usage"):
         pieces.append({"choices": [], "usage": answer["usage"]})
     head = {
         **{key: answer[key] for key in ("id", "created", "model")},

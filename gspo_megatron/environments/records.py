@@ -66,10 +66,12 @@ def _turns(episode: Episode, rewards: Sequence[float] | None) -> Iterator[dict[s
     transcript, tokenizer = episode.transcript, episode.client.tokenizer
     for branch, part in enumerate(transcript.branches()):
         for number in part.turns:
-            said, between = episode.client.conversation.added[number], transcript.between[number]
-            for message in said:
+            messages = episode.client.conversation.added[number]
+            between = transcript.between[number]
+            for message in messages:
                 yield {**_of_message(message), "branch": branch, "trained": False}
-            if not said and (number == 0 or between):  # the turn answers text instead of messages
+            # The turn answers text instead of messages.
+            if not messages and (number == 0 or between):
                 ids = between if number else part.prompt
                 role, text = "environment" if number else "prompt", visible(tokenizer, ids)
                 yield {"role": role, "text": text, "branch": branch, "trained": False}

@@ -59,9 +59,9 @@ def get_environment(
     elif name == SINGLE_TURN:
         make = _single_turn
     else:
-        legal = ", ".join(sorted([SINGLE_TURN, *_REGISTRY]))
+        allowed = ", ".join(sorted([SINGLE_TURN, *_REGISTRY]))
         raise EpisodeError(
-            f"environment.name = {name}: no such environment; allowed: {legal}, or give your own "
+            f"environment.name = {name}: no such environment; allowed: {allowed}, or give your own "
             "with environment.import_path"
         )
     return _made(name, make, options or {})

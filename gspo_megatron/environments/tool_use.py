@@ -62,8 +62,8 @@ class ToolUse:
         names = ["calculator"] if tools is None else tools
         unknown = [name for name in names if name not in _TOOLS]
         if unknown or not names:
-            legal = ", ".join(_TOOLS)
-            raise ValueError(f"environment.options.tools = {names}; allowed: some of {legal}")
+            allowed = ", ".join(_TOOLS)
+            raise ValueError(f"environment.options.tools = {names}; allowed: some of {allowed}")
         if "python" in names and (fault := sandbox.fault()) is not None:
             raise ValueError(f"environment.options.tools = {names}: python: {fault}")
         self._tools = {name: _TOOLS[name] for name in names}
@@ -78,13 +78,13 @@ class ToolUse:
 
     async def _answer(self, text: str) -> str:
         try:
-            tool, argument = self._understood(text)
+            tool, argument = self._parsed_call(text)
             answer = await tool.call(argument)
         except ToolError as error:
             answer = f"error: {error}"
         return answer[:_SHOWN_CHARACTERS]
 
-    def _understood(self, text: str) -> tuple[Tool, str]:
+    def _parsed_call(self, text: str) -> tuple[Tool, str]:
         try:
             call = json.loads(text)
         except (ValueError, RecursionError) as error:

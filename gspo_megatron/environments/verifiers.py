@@ -179,8 +179,8 @@ class Verifiers:
         process = _VerifiersProcess(running, writer, end)
         process.tell(settings)
         try:
-            said = await asyncio.wait_for(reader.readline(), self._seconds)
-            problem = json.loads(said).get("problem") if said else "its process ended at once"
+            line = await asyncio.wait_for(reader.readline(), self._seconds)
+            problem = json.loads(line).get("problem") if line else "its process ended at once"
             if problem is not None:
                 raise UnplayableError(f"environment.verifiers = {settings['taskset']}: {problem}")
         except asyncio.TimeoutError:
@@ -198,5 +198,6 @@ class Verifiers:
 
 def _environment() -> dict[str, str]:
     """Return the environment variables without the paths of this interpreter's packages."""
-    kept = reaching_loopback(os.environ)
-    return {key: value for key, value in kept.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
+    removed = ("PYTHONPATH", "PYTHONHOME")
+    variables = reaching_loopback(os.environ)
+    return {name: value for name, value in variables.items() if name not in removed}

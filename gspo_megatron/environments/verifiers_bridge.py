@@ -47,22 +47,22 @@ def load(settings: dict[str, Any]) -> Any:
 
     name, options = settings["taskset"], dict(settings["options"])
     taskset = {**options.get("taskset", {}), "id": name}
-    usual = env_config_type(name, options.get("id", ""))
+    config_type = env_config_type(name, options.get("id", ""))
     roles = agent_config_fields(resolve_env_config({**options, "taskset": taskset}))
     for role, config in roles.items():
-        given = dict(options.get(role, {}))
+        of_role = dict(options.get(role, {}))
         # With the defaults of verifiers, a task could run on a machine rented from the company that
         # makes verifiers, or the policy would get a shell on this machine.
-        if "runtime" not in given and type(config.runtime) is PrimeConfig:
-            given["runtime"] = {"type": "subprocess"}
+        if "runtime" not in of_role and type(config.runtime) is PrimeConfig:
+            of_role["runtime"] = {"type": "subprocess"}
         if config.harness is None and default_harness_id(name) == "bash":
-            given["harness"] = {"id": "null"}
+            of_role["harness"] = {"id": "null"}
         if config.max_turns is None and settings.get("max_turns"):
-            given["max_turns"] = settings["max_turns"]
-        options[role] = given
+            of_role["max_turns"] = settings["max_turns"]
+        options[role] = of_role
     environment = load_environment(resolve_env_config({**options, "taskset": taskset}))
-    if not isinstance(environment.config, usual):
-        raise UnfitError(f"its configuration is no {usual.__name__}")
+    if not isinstance(environment.config, config_type):
+        raise UnfitError(f"its configuration is no {config_type.__name__}")
     data = type(environment.taskset).task_type().data_type()
     lost = [field for field, info in data.model_fields.items() if info.exclude]
     if lost:
@@ -92,9 +92,10 @@ def _messages(data: dict[str, Any], key: str) -> list[dict[str, str]]:
         system = [{"role": "system", "content": data["system_prompt"]}]
     if isinstance(prompt, list):
         texts = [(m.get("role"), m.get("content")) for m in prompt]
-        said = [{"role": role, "content": text} for role, text in texts if isinstance(text, str)]
-        if said:
-            return [*system, *said]
+        texts = [(role, text) for role, text in texts if isinstance(text, str)]
+        messages = [{"role": role, "content": text} for role, text in texts]
+        if messages:
+            return [*system, *messages]
     # If the task has no prompt, the environment's simulated user speaks first. The row then has the
     # task's name as its prompt.
     text = prompt if isinstance(prompt, str) else data.get("name") or key
@@ -132,7 +133,7 @@ class Bridge:
         try:
             answer = await self._play(order["task"], order["key"])
         except (Exception, SystemExit) as error:  # noqa: BLE001 (any code of the taskset)
-            answer = {"error": _named(error)}
+            answer = {"error": _described(error)}
         finally:
             del self.playing[order["id"]]
         _tell(writer, {"id": order["id"], **answer})
@@ -150,8 +151,8 @@ class Bridge:
         episode = await self.environment.run_slot(slot, ModelContext(POLICY, client))
         if not episode.ok:
             errors = [each.last_error for each in (episode, *episode.traces) if each.last_error]
-            said = f"{errors[0].type}: {errors[0].message}" if errors else "it failed"
-            return {"error": _cut(said)}
+            problem = f"{errors[0].type}: {errors[0].message}" if errors else "it failed"
+            return {"error": _cut(problem)}
         traces = [each for each in episode.traces if each.agent.trainable]
         if len(traces) != 1:
             return {"error": f"{len(traces)} agents are the policy in an episode; allowed: one"}
@@ -162,9 +163,9 @@ def _tell(writer: asyncio.StreamWriter, answer: dict[str, Any]) -> None:
     writer.write(json.dumps(answer).encode() + b"\n")
 
 
-def _named(error: BaseException) -> str:
-    told = str(error) if isinstance(error, UnfitError) else f"{type(error).__name__}: {error}"
-    return _cut(told)
+def _described(error: BaseException) -> str:
+    text = str(error) if isinstance(error, UnfitError) else f"{type(error).__name__}: {error}"
+    return _cut(text)
 
 
 def _cut(text: str) -> str:
@@ -181,7 +182,7 @@ async def play(descriptor: int) -> None:
     try:
         environment = load(settings)
     except Exception as error:  # noqa: BLE001 (any code of the taskset)
-        _tell(writer, {"problem": _named(error)})
+        _tell(writer, {"problem": _described(error)})
         await writer.drain()
         return
     with contextlib.suppress(ConnectionError):
@@ -204,7 +205,7 @@ def main() -> None:
     try:
         print_tasks(json.loads(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
     except Exception as error:  # noqa: BLE001 (any code of the taskset)
-        sys.exit(_named(error))
+        sys.exit(_described(error))
 
 
 if __name__ == "__main__":

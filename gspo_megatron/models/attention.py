@@ -120,8 +120,9 @@ class KeyValueCache:
                     continue
                 # for each place of the window, the last position of the prompt that has this place
                 last = lengths[:, None] - 1
-                kept = last - (last - torch.arange(places, device=last.device)) % places
-                cached[rows] = of_prompts[chosen[:, None], :, kept.clamp(min=0)].transpose(1, 2)
+                positions = last - (last - torch.arange(places, device=last.device)) % places
+                positions = positions.clamp(min=0)
+                cached[rows] = of_prompts[chosen[:, None], :, positions].transpose(1, 2)
 
     def _places(self, layer: int, states: Tensor) -> int:
         """Return how many keys the cache holds for a row of a layer; for a delta net, the fixed
@@ -249,19 +250,19 @@ class KeyValueCache:
             # A query sees all keys of a full window. Their order does not matter.
             mask, rows = part.mask[..., :places], part.rows
             seen = (keys[:, :, : mask.shape[-1]], values[:, :, : mask.shape[-1]])
-            asked = query
+            part_query = query
             if rows is not None:
                 seen = tuple(states.index_select(0, rows) for states in seen)
-                asked = query.index_select(0, rows)
+                part_query = query.index_select(0, rows)
             if by_products:
                 bias = part.bias(heads, query.dtype)[..., :places]
-                found = _attend_by_products(asked, *seen, scale, bias, sinks)
+                part_out = _attend_by_products(part_query, *seen, scale, bias, sinks)
             else:
-                found = attend(asked, *seen, scale, mask, sinks)
+                part_out = attend(part_query, *seen, scale, mask, sinks)
             if rows is None:
-                out = found
+                out = part_out
             else:
-                out[rows] = found
+                out[rows] = part_out
         return out.flatten(1)
 
 
@@ -316,10 +317,10 @@ class CachedSelfAttention(SelfAttention):
         """Return the rank's queries, keys, values and, if asked for, gates. If there are more
         tensor-parallel ranks than query groups, Megatron-Core takes the rank's part of a group's
         queries, but the gates of the whole group."""
-        found = super().get_query_key_value_tensors(*args, **kwargs)
+        result = super().get_query_key_value_tensors(*args, **kwargs)
         if not kwargs.get("output_gate"):
-            return found
-        query, key, value, gate = found
+            return result
+        query, key, value, gate = result
         heads = query.shape[2]
         if gate.shape[2] > heads:
             ranks = self.config.tensor_model_parallel_size // self.config.num_query_groups
@@ -334,8 +335,8 @@ class CachedSelfAttention(SelfAttention):
         gated = {"output_gate": True} if self.config.attention_output_gate else {}
         query, key, value, *gate = self.get_query_key_value_tensors(hidden_states, **gated)
         neighbours = self.config.rotary_interleaved
-        turned = rotate(torch.cat((query, key), dim=2), cache.cos, cache.sin, neighbours)
-        query, key = turned.split((query.shape[2], key.shape[2]), dim=2)
+        rotated = rotate(torch.cat((query, key), dim=2), cache.cos, cache.sin, neighbours)
+        query, key = rotated.split((query.shape[2], key.shape[2]), dim=2)
         scale = self.config.softmax_scale or self.hidden_size_per_attention_head**-0.5
         rest = scale, *window_and_sinks(self)
         out = cache.attend(self.layer_number, query, key, value, *rest)

@@ -217,15 +217,15 @@ class GradientSums:
         hidden: Tensor,
         weight: Tensor,
         row_blocks: Sequence[slice],
-        wanted: Sequence[bool],
+        needs_grad: Sequence[bool],
         factors: Tensor | None,
     ) -> None:
         """factors: [rows], by which the gradients of the logits are multiplied."""
         self.weight, self.factors = weight, factors
         self.hidden = hidden if factors is None else (hidden * factors[:, None]).to(hidden.dtype)
         precise = torch.promote_types(hidden.dtype, torch.float32)
-        self.hidden_grad = torch.zeros_like(hidden, dtype=precise) if wanted[0] else None
-        self.weight_grad = torch.zeros_like(weight) if wanted[1] else None
+        self.hidden_grad = torch.zeros_like(hidden, dtype=precise) if needs_grad[0] else None
+        self.weight_grad = torch.zeros_like(weight) if needs_grad[1] else None
         self.block_dtype = precise if len(row_blocks) > 1 else weight.dtype
 
     def add(self, rows: slice, columns: slice, gradient: Tensor) -> None:

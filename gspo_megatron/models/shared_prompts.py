@@ -144,10 +144,10 @@ class RotaryAngles(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the angles; for YaRN also the factor of cos and sin."""
         shared, self._shared = self._shared, None
-        found = self.stock(*args, **kwargs)
+        stock_result = self.stock(*args, **kwargs)
         if self.angles is None and shared is None:
-            return found
-        angles, *factor = found if isinstance(found, tuple) else (found,)
+            return stock_result
+        angles, *factor = stock_result if isinstance(stock_result, tuple) else (stock_result,)
         taken = self.angles if shared is None else shared.take_angles(angles)
         return (taken, *factor) if factor else taken
 

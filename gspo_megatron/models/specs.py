@@ -74,7 +74,7 @@ class TorchSpecProvider(LocalSpecProvider):
 
 
 def choose_backend(
-    wanted: str, precision: str, fields: Mapping[str, Any] | None = None, *, packing: bool = False
+    backend: str, precision: str, fields: Mapping[str, Any] | None = None, *, packing: bool = False
 ) -> str:
     """The layer backend to use. `auto` is Transformer Engine if it is installed and there is a GPU,
     except in fp32 and fp64, for which Transformer Engine has few kernels or none, and for latent
@@ -82,12 +82,12 @@ def choose_backend(
     micro-batches are packed sequences."""
     installed = importlib.util.find_spec("transformer_engine") is not None
     usable = installed and torch.cuda.is_available()
-    if wanted == "transformer_engine" and not usable:
+    if backend == "transformer_engine" and not usable:
         missing = "the package transformer-engine" if torch.cuda.is_available() else "a CUDA device"
         raise UserError(
             f"model.backend = transformer_engine: {missing} is missing; use torch_native or auto"
         )
-    if wanted == "auto":
+    if backend == "auto":
         fits, fields = usable and precision not in ("fp32", "fp64"), fields or {}
         fits = fits and (not packing or _softmax_fault(fields) is None)
         if fields.get("multi_latent_attention") and precision == "bf16":  # no other layers have FP8
@@ -95,7 +95,7 @@ def choose_backend(
             epsilon = fields.get("layernorm_epsilon", MLATransformerConfig.layernorm_epsilon)
             fits &= _latent_fault(of_queries, epsilon) is None
         return "transformer_engine" if fits else "torch_native"
-    return wanted
+    return backend
 
 
 def block_spec(

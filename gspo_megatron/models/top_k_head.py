@@ -84,27 +84,27 @@ class _Buckets(torch.autograd.Function):
         owned = (local >= 0) & (local < used)  # [rows, k]
         # for each block of columns: maximum, and sum of exponentials without the candidates
         maxima, sums = hidden.new_empty((2, len(column_blocks), len(hidden)), dtype=dtype)
-        found = hidden.new_zeros(local.shape, dtype=dtype)  # logits of the candidates
+        candidate_logits = hidden.new_zeros(local.shape, dtype=dtype)  # logits of the candidates
         buffer = tile_buffer(hidden, row_blocks, column_blocks, dtype)
         inputs, factor = to_base_2(hidden, temperature, dtype)
         for place, columns in enumerate(column_blocks):
             for rows in row_blocks:
                 logits = tile_logits(inputs[rows], weight[columns], factor, buffer)
                 index, inside = locate(local[rows], columns)
-                found[rows] += logits.gather(1, index).where(inside, 0.0)
+                candidate_logits[rows] += logits.gather(1, index).where(inside, 0.0)
                 maxima[place, rows] = logits.amax(-1)
                 exponentials = logits.sub_(maxima[place, rows, None]).exp2_()
-                _take_out(exponentials, index, inside)
+                _zero_candidates(exponentials, index, inside)
                 sums[place, rows] = exponentials.sum(-1)
         maximum = row_maximum(maxima, process_group)  # [rows]
         rest = (sums * (maxima - maximum).exp2()).sum(0)
         # [rows, 2 k + 1]; the last k count the ranks that own a candidate. A candidate without an
         # owner has the probability 0.
-        parts = torch.cat([rest[:, None], found, owned.to(dtype)], 1)
+        parts = torch.cat([rest[:, None], candidate_logits, owned.to(dtype)], 1)
         if process_group is not None:
             dist.all_reduce(parts, group=process_group)
-        rest, found, owners = parts.split([1, *2 * [local.shape[1]]], 1)
-        shifted = (found - maximum[:, None]).where(owners > 0, -torch.inf)  # [rows, k]
+        rest, candidate_logits, owners = parts.split([1, *2 * [local.shape[1]]], 1)
+        shifted = (candidate_logits - maximum[:, None]).where(owners > 0, -torch.inf)  # [rows, k]
         log_sum = (rest[:, 0] + shifted.exp2().sum(1)).log2()
         smallest = rest.new_full((), SMALLEST_REST).log2()
         log_rest = (rest.log2() - log_sum[:, None]).clamp_min(smallest)
@@ -138,14 +138,14 @@ class _Buckets(torch.autograd.Function):
                 index, inside = locate(local[rows], columns)
                 logits = tile_logits(inputs[rows], weight[columns], factor, buffer)
                 p = logits.sub_(logsumexp[rows, None]).exp2_()
-                _take_out(p, index, inside)
+                _zero_candidates(p, index, inside)
                 p *= of_rest[rows]
                 p.scatter_add_(1, index, of_candidates[rows].where(inside, 0.0))
                 sums.add(rows, columns, p.to(hidden.dtype))
         return *sums.result(), None, None, None, None, None
 
 
-def _take_out(values: Tensor, index: Tensor, inside: Tensor) -> None:
+def _zero_candidates(values: Tensor, index: Tensor, inside: Tensor) -> None:
     """Set the values of the candidates inside this tile to exactly 0, by subtracting each from
     itself. Candidates outside this tile have an index, too, but nothing is subtracted at this
     index."""
@@ -175,8 +175,8 @@ def most_probable(
     tokens = torch.full((len(hidden), k), NO_TOKEN, device=hidden.device)
     for columns in column_blocks:
         for rows in row_blocks:
-            found = tile_logits(hidden[rows], weight[columns], 1.0, buffer)
-            values, places = found.topk(min(k, found.shape[1]))
+            tile = tile_logits(hidden[rows], weight[columns], 1.0, buffer)
+            values, places = tile.topk(min(k, tile.shape[1]))
             more = torch.cat([logits[rows], values], 1)
             ids = torch.cat([tokens[rows], places + (columns.start + vocab_start)], 1)
             logits[rows], chosen = more.topk(k)

@@ -125,9 +125,9 @@ def refuse_impossible(precision: str, backend: str) -> None:
     """Raise UserError, in one line, if FP8 is configured and the layers or the device lack it."""
     if precision not in FP8:
         return
-    legal, reason = "bf16", engine_lacks()
+    allowed, reason = "bf16", engine_lacks()
     if backend != "transformer_engine":
-        legal, reason = "fp32 or bf16", reason or "needs a CUDA device"
+        allowed, reason = "fp32 or bf16", reason or "needs a CUDA device"
         if torch.cuda.is_available():
             reason = f"model.backend is {backend} here, which has no FP8: set transformer_engine"
     else:
@@ -139,7 +139,7 @@ def refuse_impossible(precision: str, backend: str) -> None:
             f"; this is a {torch.cuda.get_device_name()} ({'.'.join(map(str, capability))}) with "
             f"torch for CUDA {torch.version.cuda}"
         )
-    raise UserError(problem("training.precision", precision, f"{reason}; allowed: {legal}"))
+    raise UserError(problem("training.precision", precision, f"{reason}; allowed: {allowed}"))
 
 
 @contextlib.contextmanager

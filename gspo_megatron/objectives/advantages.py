@@ -111,15 +111,15 @@ def custom_advantages(import_path: str) -> Callable[[Tensor, Tensor], Tensor]:
 
     def advantages(rewards: Tensor, group_index: Tensor) -> Tensor:
         with without_exit(name):
-            found = function(rewards, group_index)
-        shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            result = function(rewards, group_index)
+        shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
         if shape != tuple(rewards.shape):
             raise UserError(
                 f"{name}: returned {shape}, not a tensor of shape {tuple(rewards.shape)}"
             )
-        if not found.isfinite().all():
+        if not result.isfinite().all():
             raise UserError(f"{name}: returned numbers that are not finite")
-        return found.detach().float()
+        return result.detach().float()
 
     return advantages
 
@@ -127,9 +127,9 @@ def custom_advantages(import_path: str) -> Callable[[Tensor, Tensor], Tensor]:
 def _turn_problems(section: ObjectiveSection) -> Iterator[str]:
     recipe = resolve_objective(section)
 
-    def wrong(key: str, why: str, legal: str, value: object = None) -> str:
+    def wrong(key: str, why: str, allowed: str, value: object = None) -> str:
         value = getattr(section, key) if value is None else value
-        reason = f"there are rewards of turns, {why}; allowed: {legal}"
+        reason = f"there are rewards of turns, {why}; allowed: {allowed}"
         return problem(f"objective.{key}", value, reason)
 
     if section.import_path is None and recipe.terms != "token":
@@ -142,8 +142,8 @@ def _turn_problems(section: ObjectiveSection) -> Iterator[str]:
     if section.advantage_import_path is not None:
         yield wrong("advantage_import_path", "but the function judges whole responses", "null")
     elif recipe.advantage not in ("group_mean_std", "group_mean"):
-        why, legal = "for which it is not defined", "group_mean_std, group_mean"
-        yield wrong("advantage", why, legal, recipe.advantage)
+        why, allowed = "for which it is not defined", "group_mean_std, group_mean"
+        yield wrong("advantage", why, allowed, recipe.advantage)
     if section.kl_in == "reward":
         why = "but the divergence is subtracted from the reward of a whole response"
         yield wrong("kl_in", why, "loss")

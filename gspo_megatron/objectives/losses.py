@@ -343,11 +343,11 @@ def _checked_loss(
     results = [("the loss", outputs.loss, (), "a scalar")]
     for key, mean in outputs.means.items():
         results.append((f"means[{key!r}]", mean, (2,), "what objectives.pair returns"))
-    for what, value, shape, legal in results:
+    for what, value, shape, expected in results:
         is_tensor = isinstance(value, Tensor)
         if not is_tensor or value.shape != shape:
             found = (
                 f"has shape {tuple(value.shape)}" if is_tensor else f"is a {type(value).__name__}"
             )
-            raise UserError(f"{name}: {what} {found}; allowed: {legal}")
+            raise UserError(f"{name}: {what} {found}; allowed: {expected}")
     return outputs

@@ -224,12 +224,12 @@ def _enough(*variants: VariantRuns) -> bool:
 def pairs(variants: Sequence[VariantRuns]) -> list[tuple[VariantRuns, VariantRuns]]:
     """Return the pairs to compare: every variant with the first one, and NAME+REPLAY with NAME."""
     first, by_name = variants[0], {variant.name: variant for variant in variants}
-    found = [(variant, first) for variant in variants[1:]]
+    compared = [(variant, first) for variant in variants[1:]]
     for variant in variants:
         name, plus, _ = variant.name.rpartition("+")
         if plus and by_name.get(name, first) is not first:
-            found.append((variant, by_name[name]))
-    return found
+            compared.append((variant, by_name[name]))
+    return compared
 
 
 def _compared(variants: Sequence[VariantRuns]) -> list[Measure]:
@@ -272,15 +272,15 @@ def write_ablation_report(variants: Sequence[VariantRuns], out: Path) -> tuple[P
 
 def findings(variants: Sequence[VariantRuns]) -> list[str]:
     """Return the main results as sentences. They follow from the metrics and the stated rules."""
-    found = []
+    sentences = []
     left_out = [
         f"{v.name}, seed {seed} ({why})" for v in variants for seed, why in v.unfinished.items()
     ]
     if left_out:
-        found.append(f"Left out, because not finished: {'; '.join(left_out)}.")
+        sentences.append(f"Left out, because not finished: {'; '.join(left_out)}.")
     present = [variant for variant in variants if variant.runs]
     if len(present) > 1:
-        found += _said_of_differences(present)
+        sentences += _sentences_on_differences(present)
     collapses = [
         f"{v.name}, seed {seed} ({why})"
         for v in present
@@ -289,40 +289,42 @@ def findings(variants: Sequence[VariantRuns]) -> list[str]:
     ]
     total = sum(len(variant.runs) for variant in present)
     if collapses:
-        found.append(f"Collapsed, {len(collapses)} of {total} runs: {'; '.join(collapses)}.")
+        sentences.append(f"Collapsed, {len(collapses)} of {total} runs: {'; '.join(collapses)}.")
     else:
-        found.append(f"None of the {total} runs collapsed by the rule below.")
-    return found
+        sentences.append(f"None of the {total} runs collapsed by the rule below.")
+    return sentences
 
 
-def _said_of_differences(variants: Sequence[VariantRuns]) -> list[str]:
+def _sentences_on_differences(variants: Sequence[VariantRuns]) -> list[str]:
     """Return sentences about the significant, the insignificant and the untested differences."""
-    said, others, seeds = [], [], 0
+    sentences, undecided, seeds = [], [], 0
     for measure in _compared(variants):
-        found = [(one, other, difference(one, other, measure)) for one, other in pairs(variants)]
-        seeds = max([seeds, *(each.seeds for *_, each in found if each)])
+        differences = [
+            (one, other, difference(one, other, measure)) for one, other in pairs(variants)
+        ]
+        seeds = max([seeds, *(each.seeds for *_, each in differences if each)])
         significant = [
             f"{one.name} − {other.name} = {each.text(measure)}"
-            for one, other, each in found
+            for one, other, each in differences
             if each and each.significant
         ]
         if significant:
-            said.append(f"Differences in {measure.name}: {'; '.join(significant)}.")
+            sentences.append(f"Differences in {measure.name}: {'; '.join(significant)}.")
         elif measure is _ACCURACY and not _enough(*variants):
             few = f"With fewer than {LEAST_PROMPTS} held-out prompts accuracies are not tested."
-            said.append(few)
+            sentences.append(few)
         else:
-            others.append(measure.name)
+            undecided.append(measure.name)
     if seeds < 2:
         return ["With one seed nothing can be said about differences."]
     if seeds < LEAST_SEEDS:
         return [f"With {seeds} seeds no difference is tested; that takes {LEAST_SEEDS} at least."]
-    if others:
-        said.append(
-            f"With {seeds} seeds no difference in {', '.join(others)} is larger than its spread "
+    if undecided:
+        sentences.append(
+            f"With {seeds} seeds no difference in {', '.join(undecided)} is larger than its spread "
             "over the seeds. This does not show that the variants are equal."
         )
-    return said
+    return sentences
 
 
 def _table(variants: Sequence[VariantRuns], measures: Sequence[Measure]) -> Table:
@@ -330,8 +332,8 @@ def _table(variants: Sequence[VariantRuns], measures: Sequence[Measure]) -> Tabl
     shown = [measure for measure in measures if any(map(measure.of, variants))]
     rows = []
     for variant in variants:
-        found = ((measure, measure.of(variant)) for measure in shown)
-        cells = (mean_and_spread([*map(of.get, variant.runs)], m.write) for m, of in found)
+        columns = ((measure, measure.of(variant)) for measure in shown)
+        cells = (mean_and_spread([*map(of.get, variant.runs)], m.write) for m, of in columns)
         rows.append([variant.name, *cells])
     return Table(["variant", *(measure.name for measure in shown)], rows)
 
@@ -353,10 +355,13 @@ def _outcome_table(variants: Sequence[VariantRuns]) -> Table:
 def _difference_table(variants: Sequence[VariantRuns]) -> Table:
     measures, rows = _compared(variants), []
     for one, other in pairs(variants):
-        found = [difference(one, other, measure) for measure in measures]
-        if any(found):
-            seeds = max(each.seeds for each in found if each)
-            cells = [d.text(m) if d else MISSING for d, m in zip(found, measures, strict=True)]
+        differences = [difference(one, other, measure) for measure in measures]
+        if any(differences):
+            seeds = max(each.seeds for each in differences if each)
+            cells = [
+                each.text(measure) if each else MISSING
+                for each, measure in zip(differences, measures, strict=True)
+            ]
             rows.append([f"{one.name} − {other.name}", str(seeds), *cells])
     return Table(["difference of", "seeds", *(measure.name for measure in measures)], rows)
 

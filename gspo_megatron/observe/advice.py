@@ -118,11 +118,11 @@ class _Curves:
 
     def sections(self, name: str) -> list[Mapping[str, Any]]:
         """Return the different values of a section, in the order of the steps."""
-        found: list[Mapping[str, Any]] = []
+        values: list[Mapping[str, Any]] = []
         for config in self._configs.values():
-            if (section := config.get(name) or {}) not in found:
-                found.append(section)
-        return found
+            if (section := config.get(name) or {}) not in values:
+                values.append(section)
+        return values
 
     def unsolved(self, steps: Iterable[int]) -> list[int]:
         """Return the `steps` at which the task is not solved yet."""
@@ -206,8 +206,8 @@ def _length_explosion(curves: _Curves) -> Iterator[Finding]:
         high = [s for s, mean in means.items() if mean >= least(s) and mean >= growth * start]
         if high:
             grown = f"{write(start)} at the start and {write(means[high[-1]])} then"
-            told = text.format(grown, allowed(high[-1]))
-            yield Finding(key, tuple(high), f"length explosion, {told}", advice)
+            what = text.format(grown, allowed(high[-1]))
+            yield Finding(key, tuple(high), f"length explosion, {what}", advice)
 
 
 def _gamed_model(curves: _Curves) -> Iterator[Finding]:
@@ -231,8 +231,8 @@ def _gamed_model(curves: _Curves) -> Iterator[Finding]:
         ]
         if high:
             grown = f"{write(start)} at the start and {write(means[high[-1]])} then"
-            told = f"the reward model's score rises with {text.format(grown)}"
-            yield Finding(key, tuple(high), told, advice)
+            what = f"the reward model's score rises with {text.format(grown)}"
+            yield Finding(key, tuple(high), what, advice)
 
 
 def _equal_rewards(curves: _Curves) -> Iterator[Finding]:
@@ -253,17 +253,17 @@ def _equal_rewards(curves: _Curves) -> Iterator[Finding]:
 
 
 def _mismatch(curves: _Curves) -> Iterator[Finding]:
-    for given in curves.sections("objective"):
-        yield from _mismatch_under(given, curves)
+    for values in curves.sections("objective"):
+        yield from _mismatch_under(values, curves)
 
 
-def _mismatch_under(given: Mapping[str, Any], curves: _Curves) -> Iterator[Finding]:
+def _mismatch_under(values: Mapping[str, Any], curves: _Curves) -> Iterator[Finding]:
     """Yield the warning about the steps that have this objective."""
     try:
-        section = ObjectiveSection(**given)
+        section = ObjectiveSection(**values)
     except ValueError:  # another release wrote the configuration
         return
-    if section.import_path is not None or not given:
+    if section.import_path is not None or not values:
         return
     recipe = resolve_objective(section)
     bounds = [recipe.parameters[k] for k in ("clip_low", "clip_high") if k in recipe.parameters]
@@ -272,7 +272,7 @@ def _mismatch_under(given: Mapping[str, Any], curves: _Curves) -> Iterator[Findi
     floors = {
         step: floor
         for step, floor in curves.of(key).items()
-        if not stale.get(step) and curves.section("objective", step) == given
+        if not stale.get(step) and curves.section("objective", step) == values
     }
     above = [step for step, floor in floors.items() if bounds and floor > min(bounds)]
     if above and len(above) >= NOISY_STEPS * len(floors):

@@ -114,12 +114,12 @@ class CollapseWatch:
     def add(self, step: int, metrics: Mapping[str, Any]) -> Alarm | None:
         """Take the metrics of one more step. Returns the alarm if there is one at this step. After
         an alarm there is no second alarm until the run is healthy again."""
-        found = self._judge(step, metrics)
+        problem = self._judge(step, metrics)
         if self.healthy == step:
             self.alarm = None
-        if found is None or self.alarm is not None:
+        if problem is None or self.alarm is not None:
             return None
-        self.alarm = Alarm(step, self.healthy_step, found)
+        self.alarm = Alarm(step, self.healthy_step, problem)
         return self.alarm
 
     def lose(self, step: int, text: str) -> Alarm:
@@ -175,12 +175,12 @@ def _means(steps: list[dict[str, float]]) -> dict[str, float]:
 
 def _out_of_range(best: Mapping[str, float], now: Mapping[str, float]) -> list[str]:
     """Return a text for each figure that is out of its range."""
-    found = []
+    texts = []
     for key, sign in _SIGNS.items():
         if key not in best or key not in now:
             continue
         before, after = best[key], now[key]
         high = after > sign.most * before or after > before + sign.more
         if (high and after >= sign.floor) or after < sign.least * before:
-            found.append(f"{sign.name} {number(before)} -> {number(after)}")
-    return found
+            texts.append(f"{sign.name} {number(before)} -> {number(after)}")
+    return texts

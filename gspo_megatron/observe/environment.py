@@ -82,8 +82,8 @@ def version_in(python: str, package: str) -> str | None:
 def _cpu_name() -> str | None:
     cpuinfo = Path("/proc/cpuinfo")  # only Linux has this file
     text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
-    found = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
-    return found[1] if found else platform.processor() or None
+    match = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
+    return match[1] if match else platform.processor() or None
 
 
 def _gpus() -> dict[str, Any] | None:
@@ -154,5 +154,5 @@ def output_of(*command: str, seconds: float = 10.0, **changes: str) -> str | Non
 
 
 def _world_size() -> int:
-    found = (os.environ.get(variable, "") for variable in ("WORLD_SIZE", "SLURM_NTASKS"))
-    return next((int(text) for text in found if text.isdigit()), 1)
+    sizes = (os.environ.get(variable, "") for variable in ("WORLD_SIZE", "SLURM_NTASKS"))
+    return next((int(text) for text in sizes if text.isdigit()), 1)

@@ -21,9 +21,9 @@ def kept_metrics(number: int) -> str:
 def history(run: Path) -> list[str]:
     """Return the run's history, one sentence for each event; empty for a run without events."""
     branch, record = object_in(run / BRANCH_FILE), object_in(run / ROLLBACKS_FILE)
-    told = [_of_branch(branch)] if branch else []
+    sentences = [_of_branch(branch)] if branch else []
     rollbacks = record.get("rollbacks", [])
-    return told + [_of_rollback(each) for each in rollbacks]
+    return sentences + [_of_rollback(each) for each in rollbacks]
 
 
 def _of_branch(branch: Mapping[str, Any]) -> str:
@@ -33,10 +33,10 @@ def _of_branch(branch: Mapping[str, Any]) -> str:
     return f"This run is a branch of {', itself a branch of '.join(places)}."
 
 
-def _of_rollback(told: Mapping[str, Any]) -> str:
-    number, first, last = (told.get(key) for key in ("number", "to_step", "from_step"))
+def _of_rollback(record: Mapping[str, Any]) -> str:
+    number, first, last = (record.get(key) for key in ("number", "to_step", "from_step"))
     return (
         f"Rollback {number}: after step {last} the run went back to step {first}, because of a "
-        f"collapse ({told.get('text')}). {kept_metrics(int(number or 0))} has the metrics until "
+        f"collapse ({record.get('text')}). {kept_metrics(int(number or 0))} has the metrics until "
         "then."
     )

@@ -23,7 +23,7 @@ def bootstrap_interval(of_problems: Sequence[float], seed: int = 0) -> tuple[flo
         return float(values[0]), float(values[0])
     from scipy import stats  # this import takes 20% of a rank's start, and most runs never need it
 
-    found = stats.bootstrap(
+    result = stats.bootstrap(
         (values,),
         np.mean,
         confidence_level=CONFIDENCE,
@@ -32,7 +32,7 @@ def bootstrap_interval(of_problems: Sequence[float], seed: int = 0) -> tuple[flo
         method="percentile",
         random_state=np.random.default_rng(seed),
     )
-    return float(found.confidence_interval.low), float(found.confidence_interval.high)
+    return float(result.confidence_interval.low), float(result.confidence_interval.high)
 
 
 def share_interval(share: float, count: int) -> tuple[float, float]:

@@ -200,10 +200,10 @@ class JsonLinesWriter(AbstractContextManager):
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one record. NaN and infinities become null, because JSON lacks them."""
-        left = memoryview(_encode(jsonable(record)))
+        unwritten = memoryview(_encode(jsonable(record)))
         with self._refusals():
-            while left:  # if the disk is nearly full, write() may take only a part
-                left = left[self._file.write(left) :]
+            while unwritten:  # if the disk is nearly full, write() may take only a part
+                unwritten = unwritten[self._file.write(unwritten) :]
 
     def sync(self) -> None:
         """Wait until all written records are on the disk."""

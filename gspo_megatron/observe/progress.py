@@ -256,10 +256,10 @@ class Progress:
         if self._step >= self._total:
             time_shown = ("took", duration(now - self._started))
         else:
-            left = None
+            remaining = None
             if pace is not None:  # the remaining time counts down while a step is running
-                left = max(0.0, (self._total - self._step) * pace - (now - last_time))
-            time_shown = ("ETA", duration(left))
+                remaining = max(0.0, (self._total - self._step) * pace - (now - last_time))
+            time_shown = ("ETA", duration(remaining))
         return [time_shown] if pace is None else [("", f"{number(pace)} s/step"), time_shown]
 
     def _write_line(self) -> None:

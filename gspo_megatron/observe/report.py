@@ -168,8 +168,8 @@ def summarize(records: Sequence[Record], phase: str = RL) -> list[Summary]:
 
 
 def _summarize(records: Sequence[Record], metric: _Metric, phase: str) -> Summary:
-    found = (series(records, key, phase) for key in metric.keys)
-    steps, values = next((curve for curve in found if curve[0]), ([], []))
+    curves = (series(records, key, phase) for key in metric.keys)
+    steps, values = next((curve for curve in curves if curve[0]), ([], []))
     not_finite = sum(not math.isfinite(value) for value in values)
     count = len(values)
     averaged = window(count) if metric.is_noisy and count >= _LONG_RUN else 1
@@ -196,8 +196,8 @@ def wall_seconds(records: Sequence[Record]) -> float | None:
 
 def correct_at(folders: Sequence[Path]) -> str:
     """Write as text the smallest reward that `evaluation/accuracy` counts as correct."""
-    found = {_config_of(each).get("evaluation", {}).get("correct_at", 1.0) for each in folders}
-    return f"reward ≥ {found.pop():g}" if len(found) == 1 else "reward ≥ evaluation.correct_at"
+    least = {_config_of(each).get("evaluation", {}).get("correct_at", 1.0) for each in folders}
+    return f"reward ≥ {least.pop():g}" if len(least) == 1 else "reward ≥ evaluation.correct_at"
 
 
 def _name(metric: _Metric, folders: Sequence[Path]) -> str:
@@ -316,8 +316,8 @@ def print_results(run_dirs: Sequence[str | Path], stream: TextIO | None = None) 
         for name in ("steps", *names, "time of steps"):
             table.add_column(name, justify="right")
         for run in members:
-            found = [(kind, m.write, _summarize(run.records, m, phase)) for kind, m in columns]
-            cells = [write(getattr(summary, kind)) for kind, write, summary in found]
+            summaries = [(kind, m.write, _summarize(run.records, m, phase)) for kind, m in columns]
+            cells = [write(getattr(summary, kind)) for kind, write, summary in summaries]
             steps, wall = str(steps_done(run.records, phase)), duration(wall_seconds(run.records))
             table.add_row(run.name, steps, *cells, wall)
         console.print(table)
@@ -343,8 +343,8 @@ def _print_settings(console: Console, settings: Table) -> None:
         table.add_column(name, no_wrap=True)
     for row in settings.rows:
         table.add_row(*row)
-    wanted = console.measure(table, options=console.options.update(width=sys.maxsize)).maximum
-    if wanted <= console.width:
+    needed = console.measure(table, options=console.options.update(width=sys.maxsize)).maximum
+    if needed <= console.width:
         console.print(table)
         return
     for key, *values in settings.rows:
@@ -375,7 +375,7 @@ def _report_one(run: Run, out: Path) -> str:
     tiles.append(("steps", f"{steps_done(records, phase):,}"))
     tiles.append(("time of steps", duration(wall_seconds(records))))
     sections = [ReportSection("Metrics", [_summary_table(run.path, records)])]
-    sections += [ReportSection("History", told)] if (told := history(run.path)) else []
+    sections += [ReportSection("History", sentences)] if (sentences := history(run.path)) else []
     sections += warning_section([run])
     pictures = [*plot_run(run, out), plot_timeline(run, out / "plots" / "timeline.png")]
     if shown := [Picture(path, path.stem) for path in pictures if path is not None]:
@@ -483,8 +483,8 @@ def _warnings(runs: Sequence[Run]) -> list[tuple[str, Finding]]:
 def warning_section(runs: Sequence[Run]) -> list[ReportSection]:
     """Return a section with the warnings about the runs; an empty list without warnings."""
     rows = [
-        [name, found.metric, write_steps(found.steps), found.text, found.advice]
-        for name, found in _warnings(runs)
+        [name, finding.metric, write_steps(finding.steps), finding.text, finding.advice]
+        for name, finding in _warnings(runs)
     ]
     head = ["run", "metric", "steps", "what", "advice"]
     return [ReportSection("Warnings", [Table(head, rows, is_text=True)])] if rows else []
@@ -500,11 +500,11 @@ def _config_of(folder: Path) -> dict[str, dict[str, Any]]:
 def _read_config(path: Path) -> dict[str, dict[str, Any]]:
     """Return the sections of a configuration. Raises DataError."""
     try:
-        found = parse_yaml(path.read_text(encoding="utf-8", errors="replace"), str(path)) or {}
+        sections = parse_yaml(path.read_text(encoding="utf-8", errors="replace"), str(path)) or {}
     except ConfigError as error:
         raise DataError(str(error)) from error
-    if isinstance(found, dict) and all(isinstance(each, dict) for each in found.values()):
-        return found
+    if isinstance(sections, dict) and all(isinstance(each, dict) for each in sections.values()):
+        return sections
     raise DataError(f"{path}: not the configuration of a run; move it away for a report without")
 
 
@@ -533,8 +533,8 @@ def _differing_settings(runs: Sequence[Run]) -> Table:
 def _stages_differ(runs: Sequence[Run]) -> list[str]:
     """Return a note above the settings if the runs are of different stages; else an empty list."""
     stages = _by_phase(runs)
-    told = f"The stages differ ({', '.join(stages)}): only keys that all runs have are compared."
-    return [told] if len(stages) > 1 else []
+    note = f"The stages differ ({', '.join(stages)}): only keys that all runs have are compared."
+    return [note] if len(stages) > 1 else []
 
 
 def _sample_table(samples: Sequence[Record]) -> Table:
@@ -545,8 +545,8 @@ def _sample_table(samples: Sequence[Record]) -> Table:
     for sample in shown:
         truncated = " [truncated]" if sample.get("truncated") else ""
         names = ("step", "prompt", "response", "answer")
-        given = ("" if (found := sample.get(name)) is None else str(found) for name in names)
-        step, prompt, response, answer = given
+        texts = ("" if (value := sample.get(name)) is None else str(value) for name in names)
+        step, prompt, response, answer = texts
         if sample.get("turns"):
             response = conversation(sample)
         reward = fixed(sample.get("reward"))
@@ -573,9 +573,9 @@ def conversation(sample: Mapping[str, Any]) -> str:
 
 def _details(run: Run) -> list[str | Table | Picture | Folded]:
     """Return the run's configuration, changes and environment files as foldable texts."""
-    kept = {"Configuration": _CONFIG_FILE, "Changes": CHANGES_FILE, "Environment": _ENVIRONMENT}
+    files = {"Configuration": _CONFIG_FILE, "Changes": CHANGES_FILE, "Environment": _ENVIRONMENT}
     return [
         Folded(title, (run.path / name).read_text(encoding="utf-8", errors="replace"))
-        for title, name in kept.items()
+        for title, name in files.items()
         if (run.path / name).is_file()
     ] or ["No configuration was kept with this run."]

@@ -117,13 +117,13 @@ class RunLogger:
             return
         self.write_config(run)
         # A rollback or a resume may have gone back to a step before a recorded change.
-        kept = step if has_rollouts else step - 1
+        last_kept = step if has_rollouts else step - 1
         with JsonLinesWriter(self.folder / CHANGES_FILE) as file:
-            file.truncate_after(kept)
+            file.truncate_after(last_kept)
             if changed:
                 file.append({"phase": RL, "step": step, "changed": list(changed)})
         recorded = changed_configs(self.folder)
-        for first in [first for first in recorded if first > kept + 1]:
+        for first in [first for first in recorded if first > last_kept + 1]:
             recorded.pop(first).unlink()
         if changed or step == 0:
             recorded[step + 1] = changed_config(self.folder, step + 1)

@@ -21,13 +21,13 @@ _COLUMNS = "suite", "problems", "k", "mean@k", _INTERVAL, "pass@k", "maj@k", "cu
 
 def figures_of_suites(metrics: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Return the figures by suite, from the metrics evaluation/SUITE/FIGURE."""
-    found: dict[str, dict[str, float]] = {}
+    figures_by_suite: dict[str, dict[str, float]] = {}
     for key, value in metrics.items():
         head, _, rest = key.partition("/")
         suite, slash, figure = rest.partition("/")
         if head == "evaluation" and slash:
-            found.setdefault(suite, {})[figure] = value
-    return found
+            figures_by_suite.setdefault(suite, {})[figure] = value
+    return figures_by_suite
 
 
 def only_suites(records: Sequence[Mapping[str, Any]]) -> bool:
@@ -88,22 +88,22 @@ def suite_text(figures: Mapping[str, float]) -> str:
     """Return the figures of a suite as one line of text."""
     most = max(int(name.removeprefix("pass_at_")) for name in figures if name.startswith("pass_"))
     interval = interval_text(figures, " to ")
-    found = [f"mean@{most} {figures['mean']:.3f}" + (f" ({interval})" if interval else "")]
+    parts = [f"mean@{most} {figures['mean']:.3f}" + (f" ({interval})" if interval else "")]
     for label, name in (("pass", "pass_at_"), ("maj", "maj_at_")):
         if most > 1 and f"{name}{most}" in figures:
-            found.append(f"{label}@{most} {figures[f'{name}{most}']:.3f}")
-    found.append(f"truncated {figures['truncated']:.1%}, {figures['length']:.0f} tokens")
+            parts.append(f"{label}@{most} {figures[f'{name}{most}']:.3f}")
+    parts.append(f"truncated {figures['truncated']:.1%}, {figures['length']:.0f} tokens")
     if figures.get("failed"):
-        found.append(failed_text(figures))
-    return ", ".join(found)
+        parts.append(failed_text(figures))
+    return ", ".join(parts)
 
 
 def failed_text(figures: Mapping[str, float]) -> str:
     """Return a text that says how many calls of a suite's reward failed, and whether their
     responses counted as wrong or their problems were left out."""
     calls = int(figures["failed"])
-    told = f"{calls} call{'s' if calls > 1 else ''} of the reward failed"
+    failures = f"{calls} call{'s' if calls > 1 else ''} of the reward failed"
     left_out = int(figures["left_out"])
     if not left_out:
-        return f"{told}: counted as wrong"
-    return f"{told}: {left_out} problem{'s' if left_out > 1 else ''} left out"
+        return f"{failures}: counted as wrong"
+    return f"{failures}: {left_out} problem{'s' if left_out > 1 else ''} left out"

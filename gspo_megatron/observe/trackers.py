@@ -126,13 +126,13 @@ def _remembered_in(path: Path) -> str | None:
 
 def flattened(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     """Return a configuration as a flat dict, with keys such as "rollout.group_size"."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
-            found |= flattened(value, f"{above}{key}.")
+            flat |= flattened(value, f"{above}{key}.")
         else:
-            found[f"{above}{key}"] = value
-    return found
+            flat[f"{above}{key}"] = value
+    return flat
 
 
 _TRACKERS = {"tensorboard": _open_tensorboard, "wandb": _open_wandb, "mlflow": _open_mlflow}

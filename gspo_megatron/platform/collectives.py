@@ -44,10 +44,10 @@ def on_main(work: Callable[[], T]) -> T:
 
 def from_rank(value: T, source: int, group: dist.ProcessGroup | None = None) -> T:
     """Return, on all ranks of a group (None: on all ranks), the value of the rank `source`."""
-    told = [value]
+    holder = [value]
     if dist.get_world_size(group) > 1:
-        dist.broadcast_object_list(told, src=source, group=group)
-    return told[0]
+        dist.broadcast_object_list(holder, src=source, group=group)
+    return holder[0]
 
 
 def all_gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -83,9 +83,9 @@ def maxima(values: Sequence[int], group: dist.ProcessGroup | None = None) -> lis
     """Return the maximum of each value over the ranks of a group; None: over all ranks."""
     if dist.get_world_size(group) == 1:
         return list(values)
-    found = torch.tensor(values, device=torch.device(torch.cuda.current_device()))
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    return found.tolist()
+    tensor = torch.tensor(values, device=torch.device(torch.cuda.current_device()))
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+    return tensor.tolist()
 
 
 def any_rank(flags: Sequence[bool]) -> list[bool]:
@@ -105,8 +105,9 @@ def all_reduce_by_name(
         return ordered
     joined = torch.cat([value.flatten() for value in ordered.values()])
     dist.all_reduce(joined, operation, group=group)
-    found = joined.split([value.numel() for value in ordered.values()])
-    return {name: f.view_as(value) for (name, value), f in zip(ordered.items(), found, strict=True)}
+    pieces = joined.split([value.numel() for value in ordered.values()])
+    reduced = zip(ordered.items(), pieces, strict=True)
+    return {name: piece.view_as(value) for (name, value), piece in reduced}
 
 
 def all_gather_columns(values: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
@@ -130,16 +131,16 @@ def raised_everywhere() -> Generator[None]:
     error = None
     try:
         yield
-    except DataError as found:
-        error = str(found)
+    except DataError as caught:
+        error = str(caught)
     raise_everywhere(error)
 
 
 def raise_everywhere(error: str | None) -> None:
     """Raise DataError on all ranks if `error` is not None on any rank. Every rank must call
     this."""
-    found = all_gather_objects(error)
-    lines = list(dict.fromkeys(line for text in found if text for line in text.splitlines()))
+    errors = all_gather_objects(error)
+    lines = list(dict.fromkeys(line for text in errors if text for line in text.splitlines()))
     more = len(lines) - _LINES_SHOWN
     if more > 0:
         lines[_LINES_SHOWN:] = [f"... and {more} more"]

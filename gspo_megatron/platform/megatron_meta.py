@@ -105,11 +105,11 @@ _Result = tuple[type, tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...
 
 def _make(result: _Result) -> Any:
     kind, tensors = result
-    made = (
+    results = (
         torch.empty_strided(size, stride, dtype=dtype, device="meta")
         for size, stride, dtype in tensors
     )
-    return next(made) if kind is Tensor else kind(made)
+    return next(results) if kind is Tensor else kind(results)
 
 
 class MetaResults:
@@ -160,17 +160,17 @@ def _remembered(result: Any, inputs: Any) -> _Result | None:
         return None
     if kind is not Tensor and len(tensors) != len(result):
         return None  # the result has values that are not tensors
-    given = list(tensors_in(inputs))
-    if not all(tensor.is_meta for tensor in (*given, *tensors)):
+    of_inputs = list(tensors_in(inputs))
+    if not all(tensor.is_meta for tensor in (*of_inputs, *tensors)):
         return None
-    storages = {tensor.untyped_storage()._cdata for tensor in given}
-    found = kind, tuple((t.shape, t.stride(), t.dtype) for t in tensors)
-    for tensor, made in zip(tensors, tensors_in(_make(found))):
+    storages = {tensor.untyped_storage()._cdata for tensor in of_inputs}
+    description = kind, tuple((t.shape, t.stride(), t.dtype) for t in tensors)
+    for tensor, rebuilt in zip(tensors, tensors_in(_make(description))):
         storage = tensor.untyped_storage()
-        if storage._cdata in storages or storage.nbytes() != made.untyped_storage().nbytes():
+        if storage._cdata in storages or storage.nbytes() != rebuilt.untyped_storage().nbytes():
             return None
         storages.add(storage._cdata)
-    return found
+    return description
 
 
 @dataclass(frozen=True)

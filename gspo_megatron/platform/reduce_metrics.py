@@ -190,6 +190,6 @@ def share_with_all_stages(
     metrics: dict[str, float] | None, group: dist.ProcessGroup
 ) -> dict[str, float]:
     """Send the last pipeline stage's metrics to every stage, in one message a step."""
-    found = from_rank(metrics, dist.get_process_group_ranks(group)[-1], group)
-    assert found is not None
-    return found
+    of_last_stage = from_rank(metrics, dist.get_process_group_ranks(group)[-1], group)
+    assert of_last_stage is not None
+    return of_last_stage

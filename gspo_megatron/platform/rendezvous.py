@@ -56,10 +56,10 @@ def join_store(timeout: datetime.timedelta) -> dist.Store:
 
 def _listener(host: str, port: int) -> socket.socket:
     """Return the launcher's socket, which has listened from the beginning, or a new one."""
-    given = os.environ.pop(STORE_DESCRIPTOR, None)
-    if given is not None:
-        os.set_inheritable(int(given), False)
-        return socket.socket(fileno=int(given))
+    descriptor = os.environ.pop(STORE_DESCRIPTOR, None)
+    if descriptor is not None:
+        os.set_inheritable(int(descriptor), False)
+        return socket.socket(fileno=int(descriptor))
     address = listening_address(host)
     world_size = os.environ.get("WORLD_SIZE")
     if is_loopback(address) and os.environ.get("LOCAL_WORLD_SIZE", world_size) != world_size:
@@ -95,8 +95,8 @@ def choose_interface(master: str) -> None:
         if not addresses_of(master):
             raise
         return  # the interface is unknown here, but gloo may find it by itself
-    for name, found in psutil.net_if_addrs().items():
-        addresses = [each.address.partition("%")[0] for each in found if each.family in _FAMILIES]
+    for name, listed in psutil.net_if_addrs().items():
+        addresses = [each.address.partition("%")[0] for each in listed if each.family in _FAMILIES]
         if own in addresses or (is_loopback(own) and any(map(is_loopback, addresses))):
             os.environ[_INTERFACE] = name
             return

@@ -75,10 +75,10 @@ class SlurmJob:
 def parse_time_left(text: str) -> float | None:
     """Convert squeue's `days-hours:minutes:seconds` to seconds. Returns None for texts that are no
     time, such as UNLIMITED."""
-    found = _TIME.fullmatch(text)
-    if found is None:
+    match = _TIME.fullmatch(text)
+    if match is None:
         return None
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
@@ -158,15 +158,15 @@ class TimeWatch:
 
     def _watch(self, job: SlurmJob) -> None:
         while not self._stop.is_requested:
-            left = job.seconds_left()
+            remaining = job.seconds_left()
             needed = self._margin + self._stop.longest_step
-            if left is not None and left <= needed:
-                text = f"{job}: {left:.0f} s left, and a stop may take {needed:.0f} s: stopping"
+            if remaining is not None and remaining <= needed:
+                text = f"{remaining:.0f} s left, and a stop may take {needed:.0f} s: stopping"
                 self._stop.request()
                 with contextlib.suppress(OSError):  # the log may be on a full disk
-                    print(text, file=sys.stderr, flush=True)
+                    print(f"{job}: {text}", file=sys.stderr, flush=True)
                 return
-            wait = _LONGEST_WAIT if left is None else (left - needed) / 2
+            wait = _LONGEST_WAIT if remaining is None else (remaining - needed) / 2
             if self._ended.wait(min(_LONGEST_WAIT, max(1.0, wait))):
                 return
 

@@ -48,51 +48,51 @@ def resolve(
 
     Raises NamesError.
     """
-    trees, told = _parsed([*setup, *tests]), _Reference(reference)
+    trees, of_row = _parsed([*setup, *tests]), _Reference(reference)
     if trees is None:  # The code is invalid. Running the tests will report the error.
         return Names((), () if entry is None else (entry,))
     free = _free(trees)
     if entry is not None:
         free.setdefault(entry, [])
-    before: dict[str, None] = {}  # ordered set of code lines
-    asked, rest, theirs = [], [], []
+    first_lines: dict[str, None] = {}  # ordered set of code lines
+    asked, rest, helpers = [], [], []
     for name, uses in free.items():
-        if name == entry or (entry is None and name in told.defined):
+        if name == entry or (entry is None and name in of_row.defined):
             asked.append(name)
-        elif name in told.defined:
+        elif name in of_row.defined:
             # a helper of the row, even if a library function has the same name
-            theirs.append(name)
+            helpers.append(name)
         elif hasattr(builtins, name):
             continue
-        elif (line := told.imports.get(name) or _module_import(name, uses)) is not None:
-            before[line] = None
+        elif (line := of_row.imports.get(name) or _module_import(name, uses)) is not None:
+            first_lines[line] = None
         else:
             rest.append(name)
     known = [name for name in rest if name in _library()]
-    others = [*theirs, *(name for name in rest if name not in known)]
+    others = [*helpers, *(name for name in rest if name not in known)]
     if entry is None:
         asked += others
         others = []
         # the row may ask for a function with the name of a library function, such as gcd
         if not asked:
             asked = _innermost(trees, known)
-    before.update((_library()[name], None) for name in known if name not in asked)
+    first_lines.update((_library()[name], None) for name in known if name not in asked)
     judges = [name for name in _judges(trees[len(setup) :], asked) if name != entry]
-    if wrong := [name for name in (*others, *judges) if name not in told.defined]:
+    if wrong := [name for name in (*others, *judges) if name not in of_row.defined]:
         raise NamesError(
             f"its tests judge the solution by {', '.join(dict.fromkeys(wrong))}, which would be "
             "the solution's own; define it in the row's test_setup_code or test"
         )
     if judges or others:
-        before[reference] = None
-    return Names(tuple(before), tuple(name for name in asked if name not in judges))
+        first_lines[reference] = None
+    return Names(tuple(first_lines), tuple(name for name in asked if name not in judges))
 
 
 def names_in(text: str) -> set[str]:
     """Return the names that the code of a row defines and imports. Returns an empty set if the text
     is not valid code."""
-    told = _Reference(text)
-    return told.defined | told.imports.keys()
+    of_row = _Reference(text)
+    return of_row.defined | of_row.imports.keys()
 
 
 class _Reference:
@@ -167,12 +167,12 @@ def _public(module: str) -> frozenset[str]:
 @functools.cache
 def _library() -> dict[str, str]:
     """Return the import statement of each public name in `_MODULES`."""
-    found: dict[str, str] = {}
+    imports: dict[str, str] = {}
     for module in _MODULES:
         listed = getattr(importlib.import_module(module), "__all__", None) or _public(module)
         for name in sorted(listed):
-            found.setdefault(name, f"from {module} import {name}")
-    return found
+            imports.setdefault(name, f"from {module} import {name}")
+    return imports
 
 
 def _module_import(name: str, uses: Sequence[ast.AST | None]) -> str | None:

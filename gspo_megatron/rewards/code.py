@@ -60,7 +60,6 @@ _PRINT_OUTPUT = "print(open('output.txt').read())\n"
 
 # Runs programs: the module `sandbox`, or an object with the same functions `run`, `call`, `judge`.
 Runner = Any
-# Runs a program with a runner; returns why the test failed, or None if it passed.
 # A test takes a runner, a program, the limits of one program, and the time (monotonic) at which all
 # tests must have ended. It returns why the program failed, or None.
 Test = Callable[[Runner, bytes, Limits, float], str | None]
@@ -298,44 +297,48 @@ class _Texts(pickle.Unpickler):
 def _input_output(tests: Mapping[str, Any]) -> Iterator[Test]:
     """Yield the tests of an APPS row: calls of `fn_name` if it is set, else input and output."""
     name = tests.get("fn_name")
-    for given, wanted in zip(tests["inputs"], tests["outputs"], strict=True):
+    for given, expected in zip(tests["inputs"], tests["outputs"], strict=True):
         if name:
             # The answer may be wrapped in a list with one element. Both forms are accepted.
-            is_wrapped = isinstance(wanted, list) and len(wanted) == 1
-            yield _returns(name, given, [wanted, *(wanted if is_wrapped else ())])
+            is_wrapped = isinstance(expected, list) and len(expected) == 1
+            yield _returns(name, given, [expected, *(expected if is_wrapped else ())])
         else:
-            yield _prints(*("\n".join(t) if isinstance(t, list) else t for t in (given, wanted)))
+            sides = (given, expected)
+            yield _prints(*("\n".join(t) if isinstance(t, list) else t for t in sides))
 
 
-def _prints(given: str, wanted: str, *, in_files: bool = False, checker: str | None = None) -> Test:
+def _prints(
+    input_text: str, expected: str, *, in_files: bool = False, checker: str | None = None
+) -> Test:
     """Return a test of an output. in_files: the program reads input.txt and writes output.txt.
     checker: a program that prints 1 for a right output, if several outputs are right."""
-    stdin, right, judging = given.encode(), wanted.encode(), (checker or "").encode()
+    stdin, expected_bytes = input_text.encode(), expected.encode()
+    checker_program = (checker or "").encode()
 
     def test(runner: Runner, program: bytes, limits: Limits, deadline: float) -> str | None:
         if in_files:
-            whole = _WITH_INPUT + _with_files({"solution.py": program}) + _PRINT_OUTPUT
-            program = whole.encode()
+            wrapped = _WITH_INPUT + _with_files({"solution.py": program}) + _PRINT_OUTPUT
+            program = wrapped.encode()
         outcome = _outcome(runner, "run", program, stdin, limits)
         if outcome.failure is not None:
             return outcome.failure
-        if not judging:
-            found = outcome.stdout.decode(errors="replace")
-            return None if same_output(found, wanted) else "wrong output"
+        if not checker_program:
+            printed = outcome.stdout.decode(errors="replace")
+            return None if same_output(printed, expected) else "wrong output"
         files = {
-            "checker.py": judging,
+            "checker.py": checker_program,
             "input.txt": stdin,
-            "correct_output.txt": right,
+            "correct_output.txt": expected_bytes,
             "solution_output.txt": outcome.stdout,
         }
-        left = deadline - time.monotonic()
-        if left <= 0:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
             return "its checker: time limit for all tests"
-        limits = replace(limits, seconds=min(limits.seconds, left / 2))
-        checked = _outcome(runner, "run", _with_files(files).encode(), b"", limits)
-        if checked.failure is not None:
-            return f"its checker: {checked.failure}"
-        return None if checked.stdout.split()[-1:] == [b"1"] else "wrong output"
+        limits = replace(limits, seconds=min(limits.seconds, remaining / 2))
+        verdict = _outcome(runner, "run", _with_files(files).encode(), b"", limits)
+        if verdict.failure is not None:
+            return f"its checker: {verdict.failure}"
+        return None if verdict.stdout.split()[-1:] == [b"1"] else "wrong output"
 
     return test
 
@@ -371,34 +374,34 @@ def _runner(path: str) -> Runner:
 
 def _runner_class(path: str) -> type:
     key = "reward.options.runner"
-    found = load_function(key, path, RewardError, "class")
-    if not isinstance(found, type) or not callable(getattr(found, "run", None)):
+    runner_class = load_function(key, path, RewardError, "class")
+    if not isinstance(runner_class, type) or not callable(getattr(runner_class, "run", None)):
         raise RewardError(f"{key} = {path}: is no class with a function 'run'")
-    return found
+    return runner_class
 
 
-def same_output(found: str, wanted: str) -> bool:
+def same_output(printed: str, expected: str) -> bool:
     """Return whether two outputs are equal, line by line and word by word. Numbers with a decimal
     point may differ by 1e-6."""
-    rows = [[line.split() for line in text.strip().splitlines()] for text in (found, wanted)]
+    rows = [[line.split() for line in text.strip().splitlines()] for text in (printed, expected)]
     return all(
-        x is not None and y is not None and (x == y or _close(x, y))
+        x is not None and y is not None and (x == y or _are_close(x, y))
         for line, other in itertools.zip_longest(*rows, fillvalue=[None])
         for x, y in itertools.zip_longest(line, other)
     )
 
 
-def _close(found: str, wanted: str) -> bool:
-    if "." not in wanted:
+def _are_close(printed: str, expected: str) -> bool:
+    if "." not in expected:
         return False
     try:
-        return math.isclose(float(found), float(wanted), rel_tol=1e-6, abs_tol=1e-6)
+        return math.isclose(float(printed), float(expected), rel_tol=1e-6, abs_tol=1e-6)
     except ValueError:
         return False
 
 
-def _returns(name: str, arguments: list[Any], wanted: list[Any]) -> Test:
-    """Return a test of a function's result. Any of the values in `wanted` counts as right."""
+def _returns(name: str, arguments: list[Any], accepted: list[Any]) -> Test:
+    """Return a test of a function's result. Any of the values in `accepted` counts as right."""
     if not (isinstance(name, str) and isinstance(arguments, list)):
         raise TypeError("a call wants the name of a function and a list of arguments")
 
@@ -407,8 +410,8 @@ def _returns(name: str, arguments: list[Any], wanted: list[Any]) -> Test:
         if outcome.failure is not None:
             return outcome.failure
         try:
-            found = read_result(outcome.result)
-            is_right = any(found.equals(value) for value in wanted)
+            result = read_result(outcome.result)
+            is_right = any(result.equals(value) for value in accepted)
         except UnreadableError as error:  # the solution wrote other bytes instead of a result
             return str(error)
         return None if is_right else "wrong result"

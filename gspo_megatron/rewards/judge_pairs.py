@@ -122,24 +122,24 @@ def win_rates(count: int, verdicts: Sequence[tuple[int, int, float, float]]) -> 
     """
     if not verdicts:
         return [Reasoned(0.5, "nothing to compare with") for _ in range(count)]
-    wins, asked = [0.0] * count, [0] * count
+    wins, comparisons = [0.0] * count, [0] * count
     consistent = ties = unreadable = 0
     for i, j, of_i, of_j in verdicts:
         consistent += of_i == 1.0 - of_j  # False if a verdict is NaN
         ties += (of_i == 0.5) + (of_j == 0.5)
         unreadable += math.isnan(of_i) + math.isnan(of_j)
         for first, second, verdict in ((i, j, of_i), (j, i, of_j)):
-            got = 0.5 if math.isnan(verdict) else verdict
-            wins[first] += got
-            wins[second] += 1.0 - got
-            asked[first] += 1
-            asked[second] += 1
+            share = 0.5 if math.isnan(verdict) else verdict
+            wins[first] += share
+            wins[second] += 1.0 - share
+            comparisons[first] += 1
+            comparisons[second] += 1
     number = len(verdicts)
     values = (consistent / number, ties / (2 * number), unreadable / (2 * number))
     figures = dict(zip(FIGURES, values, strict=True))
     return [
-        Reasoned(won / of, f"won {won:g} of {of} comparisons", figures)
-        for won, of in zip(wins, asked, strict=True)
+        Reasoned(won / total, f"won {won:g} of {total} comparisons", figures)
+        for won, total in zip(wins, comparisons, strict=True)
     ]
 
 
@@ -191,9 +191,9 @@ def section_fault(section: RewardSection) -> str | None:
     return None
 
 
-def _read(said: str) -> float | None:
-    found = _VERDICT.findall(said)
-    return _OF_FIRST[found[-1].lower()] if found else None
+def _read(text: str) -> float | None:
+    verdicts = _VERDICT.findall(text)
+    return _OF_FIRST[verdicts[-1].lower()] if verdicts else None
 
 
 async def _answers(server: JudgeServer, questions: Sequence[Question], row_id: str) -> list[float]:
@@ -213,12 +213,12 @@ async def _answers(server: JudgeServer, questions: Sequence[Question], row_id: s
             if failures:
                 return UNREADABLE  # the caller raises an error, so nobody reads this value
             try:
-                said = await server.said(question)
+                text = await server.ask(question)
             except Exception as error:  # noqa: BLE001 (raised below)
                 failures.append(error)
                 return UNREADABLE
-        if (verdict := _read(said)) is not None:
-            keep(question, said, row_id=row_id)
+        if (verdict := _read(text)) is not None:
+            keep(question, text, row_id=row_id)
         _ANSWERED[question.name] = UNREADABLE if verdict is None else verdict
         if len(_ANSWERED) > _MOST_ANSWERED:
             _ANSWERED.popitem(last=False)

@@ -75,7 +75,7 @@ class JudgeServer:
         path = Path(self.cache) / name[:2] / f"{name}.json" if self.cache else None
         return Question(request, name, path)
 
-    async def said(self, question: Question) -> str:
+    async def ask(self, question: Question) -> str:
         """Ask the question; return the judge's answer.
 
         Raises RewardError for mistakes of the user (wrong URL, model or key), and ConnectionError
@@ -115,11 +115,11 @@ def cached(question: Question, read: Callable[[str], _T | None]) -> _T | None:
     return None
 
 
-def keep(question: Question, said: str, **others: Any) -> None:
+def keep(question: Question, answer: str, **others: Any) -> None:
     """Write an answer into the cache, if there is a cache. others: additional fields, for people to
     read."""
     if question.path is not None:
-        write_atomically(question.path, json.dumps({"said": said, **others}).encode())
+        write_atomically(question.path, json.dumps({"said": answer, **others}).encode())
 
 
 def slots() -> asyncio.Semaphore:
@@ -139,8 +139,8 @@ def filled(template: str, sample: Sample, texts: Mapping[str, str]) -> str:
 
     def text_of(place: re.Match[str]) -> str:
         if (name := place[1]) not in known:
-            legal = ", ".join(sorted(known))
-            raise RewardError(f"reward.options.template: no {{{name}}}; allowed: {legal}")
+            allowed = ", ".join(sorted(known))
+            raise RewardError(f"reward.options.template: no {{{name}}}; allowed: {allowed}")
         value = known[name]
         # A Parquet file may have dates, which JSON lacks.
         as_json = json.dumps(value, ensure_ascii=False, default=str)

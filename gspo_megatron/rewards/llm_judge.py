@@ -82,8 +82,8 @@ async def llm_judge(
     question = server.question(filled(template, sample, {"response": sample.response}))
     if (known := cached(question, read)) is not None:
         return known / best
-    said = await server.said(question)
-    if (score := read(said)) is None:
-        raise ValueError(f'the judge gave no "Score: N" from 0 to {best:g}: ... {said[-200:]!r}')
-    keep(question, said, score=score, row_id=sample.row_id)
+    text = await server.ask(question)
+    if (score := read(text)) is None:
+        raise ValueError(f'the judge gave no "Score: N" from 0 to {best:g}: ... {text[-200:]!r}')
+    keep(question, text, score=score, row_id=sample.row_id)
     return score / best

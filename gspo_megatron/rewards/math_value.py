@@ -71,24 +71,24 @@ def _exact(form: Any) -> Fraction | None:
     values = [value for value in arguments if value is not None]
     if not values or len(values) < len(arguments):
         return None
-    found: Fraction | None = None
+    result: Fraction | None = None
     if kind == "UnevaluatedExpr":
-        found = values[0]
+        result = values[0]
     elif kind == "Add":
-        found = sum(values, Fraction(0))
+        result = sum(values, Fraction(0))
     elif kind == "Mul":
-        found = Fraction(1)
+        result = Fraction(1)
         for value in values:
-            if not _is_small(found := found * value):
+            if not _is_small(result := result * value):
                 return None
     elif kind == "Pow":
-        found = _power(*values)
+        result = _power(*values)
     elif kind == "factorial" and values[0].denominator == 1:
         number = values[0].numerator
-        found = Fraction(math.factorial(number)) if 0 <= number <= _MOST_FACTORIAL else None
+        result = Fraction(math.factorial(number)) if 0 <= number <= _MOST_FACTORIAL else None
     elif kind == "Abs":
-        found = abs(values[0])
-    return found if found is not None and _is_small(found) else None
+        result = abs(values[0])
+    return result if result is not None and _is_small(result) else None
 
 
 def is_too_large(form: Any) -> bool:

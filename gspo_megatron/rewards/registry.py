@@ -168,10 +168,10 @@ def get_reward(
         )
     problems = option_problems("reward", reward.name, reward.function, options)
     if not problems:
-        given = {key: options[key] for key in reward.positive if key in options}
+        numbers = {key: options[key] for key in reward.positive if key in options}
         problems = [
             f"reward.options.{key} = {value!r}: allowed: a finite number above 0"
-            for key, value in given.items()
+            for key, value in numbers.items()
             if not 0 < value < math.inf
         ]
     problems += _problems_of_form(reward, workers)
@@ -187,8 +187,8 @@ def _of_mode(reward: Reward, options: dict[str, Any]) -> Reward:
     if (mode := options.pop("mode")) == DEFAULT_MODE:
         return reward
     if not isinstance(mode, str) or mode not in reward.modes:
-        legal = ", ".join([DEFAULT_MODE, *reward.modes])
-        raise RewardError(f"reward.options.mode = {mode!r}: no such mode; allowed: {legal}")
+        allowed = ", ".join([DEFAULT_MODE, *reward.modes])
+        raise RewardError(f"reward.options.mode = {mode!r}: no such mode; allowed: {allowed}")
     return reward.modes[mode]
 
 
@@ -204,20 +204,20 @@ def check_section(reward: Reward, section: RewardSection, size: int) -> None:
 def suite_rewards(suites: Mapping[str, SuiteSection]) -> dict[str, Reward]:
     """Return the reward of each evaluation suite, by the suite's name. Raises ConfigError with all
     problems."""
-    found, problems = {}, []
+    rewards, problems = {}, []
     for name, suite in suites.items():
-        wanted, wrong = suite.reward, []
+        section, wrong = suite.reward, []
         with gathered_in(wrong):
-            reward = get_reward(wanted.name, wanted.import_path, wanted.options, wanted.workers)
+            reward = get_reward(section.name, section.import_path, section.options, section.workers)
             if reward.answers is not None and suite.format is None and suite.answer_field is None:
                 wrong.append(
-                    f"reward.name = {wanted.name}: compares with answers: give answer_field"
+                    f"reward.name = {section.name}: compares with answers: give answer_field"
                 )
-            found[name] = reward
+            rewards[name] = reward
         problems += [f"{suite_key(name)}: {line}" for line in wrong]
     if problems:
         raise ConfigError(problems)
-    return found
+    return rewards
 
 
 def check_answers(reward: Reward, prompts: Iterable[Prompt]) -> None:

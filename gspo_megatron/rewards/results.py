@@ -41,23 +41,23 @@ class Result:
     value: Any
     deadline: float
 
-    def equals(self, wanted: Any) -> bool:
-        """Whether the result equals the JSON value `wanted`.
+    def equals(self, expected: Any) -> bool:
+        """Whether the result equals the JSON value `expected`.
 
-        Tuples count as lists, and keys as texts. Where `wanted` has a float, the result may differ
-        from it by 1e-6, except inside dictionaries."""
+        Tuples count as lists, and keys as texts. Where `expected` has a float, the result may
+        differ from it by 1e-6, except inside dictionaries."""
         try:
-            return _same(self.value, wanted, self.deadline, exact=False)
+            return _same(self.value, expected, self.deadline, exact=False)
         except (RecursionError, MemoryError) as error:
             raise UnreadableError("no result") from error
 
 
-def read_result(told: bytes, seconds: float = _SECONDS) -> Result:
+def read_result(content: bytes, seconds: float = _SECONDS) -> Result:
     """Read the output of `sandbox_harness.encode`. Raises UnreadableError."""
     deadline = time.monotonic() + seconds
     try:
         parsed = json.loads(
-            told,
+            content,
             object_pairs_hook=_marked,
             parse_int=_refuse,
             parse_float=_refuse,
@@ -84,14 +84,14 @@ def _refuse(text: str) -> NoReturn:
     raise ValueError("a bare number")
 
 
-def _value(told: Any, deadline: float) -> Any:
+def _value(node: Any, deadline: float) -> Any:
     if time.monotonic() > deadline:
         raise UnreadableError("no result: it takes too long to read")
-    if told is None or isinstance(told, (bool, str)):
-        return told
-    if not isinstance(told, _Marked):
+    if node is None or isinstance(node, (bool, str)):
+        return node
+    if not isinstance(node, _Marked):
         raise ValueError("a bare list")
-    kind, content = told
+    kind, content = node
     if kind == "int":
         return int(content, 16)
     if kind == "float":
@@ -101,12 +101,12 @@ def _value(told: Any, deadline: float) -> Any:
     if not isinstance(content, list):
         raise ValueError("no list of items")
     if kind == "dict":
-        found = []
+        pairs = []
         for pair in content:
             if not isinstance(pair, list) or len(pair) != 2:
                 raise ValueError("no pair of key and value")
-            found.append((_key(_value(pair[0], deadline)), _value(pair[1], deadline)))
-        return _sorted(found)
+            pairs.append((_key(_value(pair[0], deadline)), _value(pair[1], deadline)))
+        return _sorted(pairs)
     items = [_value(item, deadline) for item in content]
     return items if kind in ("list", "tuple") else _ODD
 
@@ -136,26 +136,26 @@ def _sorted(pairs: list[tuple[str, Any]]) -> _Pairs:
     )
 
 
-def _same(found: Any, wanted: Any, deadline: float, *, exact: bool) -> bool:
+def _same(found: Any, expected: Any, deadline: float, *, exact: bool) -> bool:
     if time.monotonic() > deadline:
         raise UnreadableError("no result: it takes too long to compare")
-    if isinstance(wanted, (list, tuple)):
+    if isinstance(expected, (list, tuple)):
         return (
             isinstance(found, list)
-            and len(found) == len(wanted)
-            and all(_same(f, w, deadline, exact=exact) for f, w in zip(found, wanted))
+            and len(found) == len(expected)
+            and all(_same(*pair, deadline, exact=exact) for pair in zip(found, expected))
         )
-    if isinstance(wanted, dict):
-        if not isinstance(found, _Pairs) or len(found.pairs) != len(wanted):
+    if isinstance(expected, dict):
+        if not isinstance(found, _Pairs) or len(found.pairs) != len(expected):
             return False
-        other = _sorted([(str(key), value) for key, value in wanted.items()]).pairs
+        other = _sorted([(str(key), value) for key, value in expected.items()]).pairs
         return all(
             key == name and _same(value, item, deadline, exact=True)
             for (key, value), (name, item) in zip(found.pairs, other)
         )
-    if not exact and isinstance(wanted, float) and isinstance(found, (int, float)):
+    if not exact and isinstance(expected, float) and isinstance(found, (int, float)):
         try:
-            return math.isclose(found, wanted, rel_tol=1e-6, abs_tol=1e-6)
+            return math.isclose(found, expected, rel_tol=1e-6, abs_tol=1e-6)
         except OverflowError:  # an integer beyond the range of floats
             return False
-    return bool(found == wanted)
+    return bool(found == expected)

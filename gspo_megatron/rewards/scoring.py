@@ -113,7 +113,7 @@ class Scorer:
         self._busy = BusySeconds()
         # Of the current calls: when they began, how many they are, and how many are done.
         self._began, self._calls, self._done = 0.0, 0, 0
-        self._named: set[str] = set()  # kinds of failures that were printed
+        self._printed_kinds: set[str] = set()  # kinds of failures that were printed
         # the clients of the function belong to this loop
         self._loop = OwnLoop()
         count = reward.workers if section.workers is None else section.workers
@@ -137,7 +137,7 @@ class Scorer:
         if self.workers is not None or self.reward.is_async:
             return self._loop.run(self.score_async(samples, given))
         failures: list[BaseException] = []
-        arguments = self._arguments(_not_given(samples, given))
+        arguments = self._arguments(_to_score(samples, given))
         with self._clock(len(arguments)):
             # The function is called in the main thread, because it may need signals, as the reward
             # `math` does for its time limit.
@@ -152,7 +152,7 @@ class Scorer:
         Call it always in the same loop, because workers and HTTP clients belong to this loop."""
         assert self.workers is not None or self.reward.is_async, "a plain function without workers"
         failures: list[BaseException] = []
-        arguments = self._arguments(_not_given(samples, given))
+        arguments = self._arguments(_to_score(samples, given))
         with self._clock(len(arguments)):
             slots = asyncio.Semaphore(CONCURRENT_CALLS)
             values = await gathered(self._call_async(each, slots, failures) for each in arguments)
@@ -282,24 +282,24 @@ class Scorer:
         failures.append(error)
         timed_out = isinstance(error, WorkerError) and error.timed_out
         if tries <= self.section.retries and not timed_out:
-            self._name(error)
+            self._print_first(error)
             return FIRST_WAIT_SECONDS * 2 ** (tries - 1)
         if self.section.on_failure == "drop_group":
-            self._name(error)
+            self._print_first(error)
             self._done += 1
             return None
         where = f" in the last of {tries} calls" if tries > 1 else ""
-        text = f"reward {self.reward.name!r} {_told(error)}{where}; {_show(given)}"
+        text = f"reward {self.reward.name!r} {_described(error)}{where}; {_show(given)}"
         raise RewardError(text) from error
 
-    def _name(self, error: BaseException) -> None:
+    def _print_first(self, error: BaseException) -> None:
         """Print the failure if it is the first failure of its kind."""
         kind = error.kind if isinstance(error, WorkerError) else type(error).__name__
-        self._tell_once(kind, f"reward {self.reward.name!r} {_told(error)}")
+        self._tell_once(kind, f"reward {self.reward.name!r} {_described(error)}")
 
     def _tell_once(self, kind: str, text: str) -> None:
-        if kind not in self._named:
-            self._named.add(kind)
+        if kind not in self._printed_kinds:
+            self._printed_kinds.add(kind)
             more = "more of this kind are only counted"
             print(f"{printable(text)}; {more}", file=sys.stderr, flush=True)
 
@@ -312,14 +312,14 @@ class Scorer:
         given: Sequence[Any],
         failures: Sequence[BaseException],
     ) -> tuple[list[Score | None], FailedCalls]:
-        asked = _not_given(samples, given)
+        scored = _to_score(samples, given)
         if self.reward.of_batch and values:
-            values = self._of_each(values[0], asked)
+            values = self._of_each(values[0], scored)
         if self.reward.of_group:
-            groups = _groups(asked)
+            groups = _groups(scored)
             split = map(self._of_each, values, groups.values())
             of_group = dict(zip(groups, map(iter, split), strict=True))
-            values = [next(of_group[sample.group]) for sample in asked]
+            values = [next(of_group[sample.group]) for sample in scored]
         if given:
             of_function = iter(values)
             values = [next(of_function) if each is None else each for each in given]
@@ -339,9 +339,9 @@ class Scorer:
             is_list = returned.ndim > 0
         if is_list and len(returned) == len(samples):
             return list(returned)
-        found = f"{len(returned)} rewards" if is_list else f"a {type(returned).__name__}"
+        kind = f"{len(returned)} rewards" if is_list else f"a {type(returned).__name__}"
         raise RewardError(
-            f"reward {self.reward.name!r} returned {found} for a "
+            f"reward {self.reward.name!r} returned {kind} for a "
             f"{'group' if self.reward.of_group else 'batch'} of {len(samples)} samples; "
             "allowed: a list with one reward for each, in their order"
         )
@@ -409,7 +409,7 @@ def own_part(section: RewardSection) -> str:
     return section.name if section.import_path is None else section.import_path.rpartition(":")[2]
 
 
-def _not_given(samples: Sequence[Sample], given: Sequence[Any]) -> list[Sample]:
+def _to_score(samples: Sequence[Sample], given: Sequence[Any]) -> list[Sample]:
     """Return the samples that the reward function has to score."""
     return [s for s, value in zip(samples, given or [None] * len(samples)) if value is None]
 
@@ -422,7 +422,7 @@ def _groups(samples: Sequence[Sample]) -> dict[int, list[Sample]]:
     return groups
 
 
-def _told(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     if isinstance(error, WorkerError):
         return str(error)
     return f"raised {type(error).__name__}: {error} ({origin(error)})"

@@ -83,7 +83,7 @@ def _finite(value: object, place: str) -> float:
 def _checked_parts(parts: Mapping[object, object]) -> dict[str, float]:
     if not parts:
         raise NoRewardError("no parts; at least one is wanted")
-    found: dict[str, float] = {}
+    finite_parts: dict[str, float] = {}
     for name, value in parts.items():
         if not isinstance(name, str) or not _PART.fullmatch(name):
             raise NoRewardError(
@@ -94,8 +94,8 @@ def _checked_parts(parts: Mapping[object, object]) -> dict[str, float]:
             raise NoRewardError(
                 f"a part named {name!r}; reward/{name} is another metric: choose another name"
             )
-        found[name] = _finite(value, f" as part {name!r}")
-    return {name: found[name] for name in sorted(found)}
+        finite_parts[name] = _finite(value, f" as part {name!r}")
+    return {name: finite_parts[name] for name in sorted(finite_parts)}
 
 
 def _checked_turns(turns: TurnRewards, num_tokens: int) -> Score:

@@ -70,15 +70,15 @@ def ask_folder(
     with teacher.in_place():
         outputs = head_outputs(policy, micro_batches)  # empty except on the last stage
     for micro_batch, output in zip(micro_batches, outputs):
-        said, candidates = {"teacher_logprobs": output[0]}, micro_batch.head.candidates
+        fields, candidates = {"teacher_logprobs": output[0]}, micro_batch.head.candidates
         if candidates is not None:
-            said["teacher_tokens"] = candidates
-            said["teacher_buckets"] = output[3:].t()
-        for name, values in said.items():
+            fields["teacher_tokens"] = candidates
+            fields["teacher_buckets"] = output[3:].t()
+        for name, values in fields.items():
             before, numbers = getattr(micro_batch, name), micro_batch.teacher_numbers
             if before is not None and numbers is not None:
-                own = (numbers == number).view(-1, *[1] * (values.dim() - 1))
-                values = torch.where(own, values, before)
+                is_own = (numbers == number).view(-1, *[1] * (values.dim() - 1))
+                values = torch.where(is_own, values, before)
             setattr(micro_batch, name, values)
     for micro_batch in micro_batches:
         micro_batch.head.top_k, micro_batch.head.candidates = 0, None
@@ -166,7 +166,7 @@ def bucket_divergence(form: str, policy: Tensor, teacher: Tensor, chosen: Tensor
         values = (q * (log_q - log_p)).sum(1)
         slopes = q * (log_q - log_p - values[:, None])
     movable = policy.where(exists, 0.0)
-    # `attached` has the value 0. It gives the gradient.
+    # The value of `attached` is 0, and its gradient for `policy` is `slopes`.
     attached = (slopes.to(policy.dtype) * (movable - movable.detach())).sum(1)
     return values.to(policy.dtype) + attached
 

@@ -189,8 +189,8 @@ class ReinforcementLoop:
                     run.logger.write(RL, 0, before)
                     when = " before RL" if steps else ""
                     if "evaluation/accuracy" in before:
-                        told = accuracy_text(before, self.config.evaluation.correct_at)
-                        progress.note(f"held-out accuracy{when}: {told}")
+                        text = accuracy_text(before, self.config.evaluation.correct_at)
+                        progress.note(f"held-out accuracy{when}: {text}")
                     progress.update(0, before)
                 run.checkpoints.before_first_step(self.trainer, self.loader)
             elif alarm is not None and self.done < steps:
@@ -274,8 +274,8 @@ class ReinforcementLoop:
         if training.on_collapse == "warn":
             if COLLAPSE_WARNING not in checkpoints.warned:
                 checkpoints.warned.append(COLLAPSE_WARNING)
-                told = "training.on_collapse = warn: the run goes on"
-                progress.note(f"warning: {alarm.collapse}; {told}")
+                text = "training.on_collapse = warn: the run goes on"
+                progress.note(f"warning: {alarm.collapse}; {text}")
             return True
         if training.on_collapse == "stop" or checkpoints.rollbacks >= training.max_rollbacks:
             return False
@@ -300,7 +300,7 @@ class ReinforcementLoop:
             try:
                 self._begin_requests(step, first=step)
                 experience = collect(self.collector, rows, request)
-                self._tell_selection(experience)
+                self._add_selection_metrics(experience)
             except _ENDS_BETWEEN_STEPS as error:
                 self.loader.load_state_dict(before["loader"])  # a resumed run uses the same prompts
                 run.checkpoints.reward_moments = moments
@@ -353,7 +353,7 @@ class ReinforcementLoop:
         for number, rows in zip(ahead, self.loader.peek(len(ahead)), strict=True):
             self.collector.source.begin(part_of(self._request(number), 0, rows))
 
-    def _tell_selection(self, experience: Experience) -> None:
+    def _add_selection_metrics(self, experience: Experience) -> None:
         """Add the metrics of data.selection to the metrics of the step, and mark the prompts that
         were drawn at random."""
         if isinstance(self.loader, PromptSelection):
@@ -442,10 +442,10 @@ def collect(collector: Collector, rows: Iterator[list[int]], of_step: RolloutReq
         config.rollout.max_refills,
         enabled=config.rollout.dynamic_sampling,
     )
-    asked = 0
+    num_requests = 0
     while chosen.wants_more:
-        request = part_of(of_step, asked, next(rows), chosen.num_groups)
-        asked += 1
+        request = part_of(of_step, num_requests, next(rows), chosen.num_groups)
+        num_requests += 1
         share = collector.sample(request)
         metrics.add(share)
         records, has_failed = collector.judge(request, share.group)

@@ -29,8 +29,8 @@ def play(config: Config, episodes: int) -> list[dict[str, Any]]:
     Every rank calls this function. The main rank gets a record for each episode, in the form of
     evaluation.jsonl, and the other ranks get an empty list. Raises UserError.
     """
-    inputs, wanted = read_inputs(config, tools_of(config)), config.reward
-    reward = get_reward(wanted.name, wanted.import_path, wanted.options, wanted.workers)
+    inputs, section = read_inputs(config, tools_of(config)), config.reward
+    reward = get_reward(section.name, section.import_path, section.options, section.workers)
     patience = patience_minutes(config.training.hang_timeout_seconds)
     ranks = start_processes(patience)
     try:

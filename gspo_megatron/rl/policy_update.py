@@ -104,16 +104,16 @@ class PolicyUpdater:
         """
         everything = list(chain.from_iterable(mini_batches))
         covers_first = self.penalizes_rewards or self.replay.records_all
-        wanted = everything if covers_first else everything[len(mini_batches[0]) :]
+        covered = everything if covers_first else everything[len(mini_batches[0]) :]
         if self.recomputes or self.replay.records:
-            with self.replay.during("old", wanted):
-                self._record(wanted, "old_logprobs")
+            with self.replay.during("old", covered):
+                self._store_logprobs(covered, "old_logprobs")
         if not self.recomputes:
-            for micro_batch in everything if self.section.old_logprobs == "rollout" else wanted:
+            for micro_batch in everything if self.section.old_logprobs == "rollout" else covered:
                 micro_batch.old_logprobs = micro_batch.rollout_logprobs
         if self.reference is not None:
             with self.replay.during("reference", everything), self.reference.in_place():
-                self._record(everything, "reference_logprobs")
+                self._store_logprobs(everything, "reference_logprobs")
         # Nothing is replayed for a teacher: its own routers choose its experts.
         for number, teacher in self.teachers.items():
             ask_folder(self.policy, teacher, everything, number, self.distillation.candidates)
@@ -180,7 +180,7 @@ class PolicyUpdater:
             )
             taught = inputs
             if micro_batch.teacher_logprobs is not None:
-                inputs, taught = self._taught(inputs, micro_batch, is_first=is_first)
+                inputs, taught = self._with_teacher(inputs, micro_batch, is_first=is_first)
             outputs = self.objective(inputs)
             if of_candidates is not None:
                 outputs = self._with_divergence(
@@ -217,7 +217,7 @@ class PolicyUpdater:
         metrics["grad_norm"], metrics["lr"] = sum(norms) / len(norms), rates[-1]
         return metrics | self.replay.metrics()
 
-    def _taught(
+    def _with_teacher(
         self, inputs: LossInputs, micro_batch: MicroBatch, *, is_first: bool
     ) -> tuple[LossInputs, LossInputs]:
         """Return two versions of the inputs. The first has the teacher's term in its advantages, if
@@ -230,9 +230,9 @@ class PolicyUpdater:
             self._metrics.add_means(divergence_metrics(taught, teacher))
         if not self.distillation.candidates:
             # Tokens without a teacher get a difference of 0.
-            known = teacher.where(taught.mask > 0, inputs.old_logprobs)
+            teacher_logprobs = teacher.where(taught.mask > 0, inputs.old_logprobs)
             coefficient = self.distillation.coefficient
-            inputs = add_to_advantages(inputs, known, self.objective, coefficient)
+            inputs = add_to_advantages(inputs, teacher_logprobs, self.objective, coefficient)
         return inputs, taught
 
     def _with_divergence(
@@ -265,7 +265,7 @@ class PolicyUpdater:
             dist.all_reduce(values, group=self.cp_group)
         return values
 
-    def _record(self, micro_batches: Sequence[MicroBatch], name: str) -> None:
+    def _store_logprobs(self, micro_batches: Sequence[MicroBatch], name: str) -> None:
         """Store the log-probs of a forward pass with the current weights in the field `name`."""
         if not micro_batches:
             return

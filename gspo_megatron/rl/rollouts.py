@@ -151,14 +151,14 @@ class Collector:
         scored = ~np.isnan(group.rewards)
         values = (scored, scored & (group.rewards >= correct_at), np.nan_to_num(group.rewards))
         values = np.stack([failed, *values, group.response_lengths], 1)
-        sums = np.zeros((len(request.rows), 6))
-        np.add.at(sums[:, 0], groups - request.first, spread)
-        np.add.at(sums[:, 1:], group.group_index - request.first, values)
-        everyones = torch.tensor(sums, device=self.device)
-        dist.all_reduce(everyones, group=self.data_group)
+        own_sums = np.zeros((len(request.rows), 6))  # [prompts, figures]: see below
+        np.add.at(own_sums[:, 0], groups - request.first, spread)
+        np.add.at(own_sums[:, 1:], group.group_index - request.first, values)
+        totals = torch.tensor(own_sums, device=self.device)
+        dist.all_reduce(totals, group=self.data_group)
 
         records, has_failed = [], []
-        for row, figures in zip(request.rows, everyones.tolist(), strict=True):
+        for row, figures in zip(request.rows, totals.tolist(), strict=True):
             spreads, failures, responses, solved, reward, length = figures
             has_failed.append(failures > 0)
             records.append(
@@ -251,7 +251,7 @@ class Collector:
         the answer that the reward reads in a response. Raises RewardError on all ranks if that
         fails.
         """
-        mine, problem = [], None
+        own, problem = [], None
         try:
             samples = self.scorer.samples(group, self.prompts_of(request)) if self.tells else []
             for row, sample in enumerate(samples):
@@ -261,18 +261,18 @@ class Collector:
                 record |= group.records[row] if group.records else {}
                 if answer_in is not None:
                     record["read_answer"] = answer_in(sample)
-                mine.append((int(group.group_index[row]), record))
+                own.append((int(group.group_index[row]), record))
         except RewardError as error:
             problem = str(error)
-        everyones = gather_objects((mine, problem)) or []
-        problems = [text for _, text in everyones if text is not None]
+        gathered = gather_objects((own, problem)) or []
+        problems = [text for _, text in gathered if text is not None]
 
         def check() -> None:
             if problems:
                 raise RewardError(problems[0])
 
         on_main(check)
-        return sorted((pair for pairs, _ in everyones for pair in pairs), key=lambda pair: pair[0])
+        return sorted((pair for pairs, _ in gathered for pair in pairs), key=lambda pair: pair[0])
 
     def nothing_scored(
         self, of_what: str, failed: Sequence[FailedCalls], reward: Reward | None = None

@@ -78,8 +78,8 @@ def run_training(config: Config, *, fresh: bool = False, change: bool = False) -
 
 def read_parts(config: Config) -> tuple[Inputs, Reward, Objective]:
     """Return the input files, the reward function and the objective of a configuration."""
-    inputs, wanted = read_inputs(config, tools_of(config)), config.reward
-    reward = get_reward(wanted.name, wanted.import_path, wanted.options, wanted.workers)
+    inputs, section = read_inputs(config, tools_of(config)), config.reward
+    reward = get_reward(section.name, section.import_path, section.options, section.workers)
     return inputs, reward, build_objective(config.objective, config.rollout.max_response_tokens)
 
 

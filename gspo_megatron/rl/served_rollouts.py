@@ -89,7 +89,7 @@ class ServedRollouts:
         self.version = 0  # the newest weights version
         self.counted: dict[str, float] = defaultdict(float)  # sums since the last weights update
         self.updated = time.perf_counter()  # time of the last weights update
-        self.told: dict[str, float] = {}  # the service's figures at the last weights update
+        self.last_figures: dict[str, float] = {}  # the service's figures at the last weights update
 
     # Weights and the service
 
@@ -101,7 +101,7 @@ class ServedRollouts:
         rollout.vllm.weight_update_timeout_seconds.
         """
         self.version = version
-        if self.sync is None and self._goes_on():
+        if self.sync is None and self._take_over_servers():
             assert self.sync is not None
             metrics = self.sync.go_on(self.config, self.policy, self.engine)
         else:
@@ -118,9 +118,9 @@ class ServedRollouts:
             "engine/kv_usage": figures["kv_usage"],
             "engine/restarts": figures["restarts"],
             "rollout/resubmitted": figures["resubmitted"],
-            **shares_of_work(self.told, figures),
+            **shares_of_work(self.last_figures, figures),
         }
-        self.told = figures
+        self.last_figures = figures
         if counted["routes"]:
             metrics["replay/missing_rows"] = counted["missing_routes"] / counted["routes"]
         return metrics
@@ -145,23 +145,23 @@ class ServedRollouts:
         assert self.service is not None, "only rank 0 talks to the service"
         return self.service
 
-    def _goes_on(self) -> bool:
+    def _take_over_servers(self) -> bool:
         """Take over the servers of the previous phase. Returns False if there are none, or if they
         do not fit this phase."""
         kept, self.kept = self.kept, None
         if kept is None or kept.sync.version != self.version:
             return False
-        if not on_main(lambda: self._tell_phase(kept)):
+        if not on_main(lambda: self._begin_phase(kept)):
             return False
         self.service, self.sync = kept.service, kept.sync
         return True
 
-    def _tell_phase(self, kept: KeptServers) -> bool:
+    def _begin_phase(self, kept: KeptServers) -> bool:
         """Tell the service, on rank 0, that this phase begins. If the phase needs other servers,
         end the service and return False."""
         assert kept.service is not None, "rank 0 has it"
-        if goes_on := kept.service.begin_phase(self._settings(kept.sync.folder), self.config):
-            return goes_on
+        if fits := kept.service.begin_phase(self._settings(kept.sync.folder), self.config):
+            return fits
         kept.close()
         return False
 
@@ -205,20 +205,20 @@ class ServedRollouts:
         self.begin(request)
         before = None
 
-        def look() -> dict[str, Any]:
+        def next_status() -> dict[str, Any]:
             nonlocal before
             status = self._service().request_status(request.name)
             done, scoring = status["finished"], status["scoring"]
-            moved = status["drawn"], status["tokens"], done, status["heartbeats"]
-            if moved != before or status["is_restarting"]:
+            state = status["drawn"], status["tokens"], done, status["heartbeats"]
+            if state != before or status["is_restarting"]:
                 heartbeat()
-            before = moved
+            before = state
             scored = f", {scoring} being scored" if scoring else ""
             self.report(f"groups {done}/{len(request.rows)}{scored}")
             return status
 
         assert self.sync is not None, "the service has not started"
-        tokens = self.sync.wait_for(look)["tokens"]
+        tokens = self.sync.wait_for(next_status)["tokens"]
         self.report("")
         # With staleness, the time since the last update counts, and evaluations are part of it.
         if request.is_learnt or self.config.rollout.staleness > 0:
@@ -226,10 +226,10 @@ class ServedRollouts:
             self.counted["seconds"] += time.perf_counter() - start
         share = self.read(request, [*prompts])
         group = share.group
-        known = [names for names in all_gather_objects(group.part_names) if names is not None]
-        if known:  # `known` is empty if all calls failed
-            group.parts, group.part_names = group.parts_of(known[0]), known[0]
-            scorer.adopt(known[0])
+        part_names = [names for names in all_gather_objects(group.part_names) if names is not None]
+        if part_names:  # `part_names` is empty if all calls failed
+            group.parts, group.part_names = group.parts_of(part_names[0]), part_names[0]
+            scorer.adopt(part_names[0])
         return share
 
     def read(self, request: RolloutRequest, numbers: Sequence[int]) -> RolloutShare:
@@ -250,8 +250,8 @@ class ServedRollouts:
         )
         bound, sampled = self.config.objective.max_token_staleness, group.sampled
         if bound is not None:
-            young = staleness <= bound
-            group.mask = young if sampled is None else sampled & young
+            is_fresh = staleness <= bound
+            group.mask = is_fresh if sampled is None else sampled & is_fresh
         # Each group has the part of the service's time that was spent on it.
         busy = [group.teacher_seconds, group.model_seconds]
         spent = [0.0 if each is None else float(each.sum()) for each in busy]
@@ -292,8 +292,9 @@ class ServedRollouts:
         The servers should report the experts of all tokens except the last token of each branch.
         """
         branches = len(group.truncated)
-        if (kinds := group.in_response) is not None:  # each branch is a prompt, then a response
-            branches = int(np.count_nonzero(kinds[1:] > kinds[:-1]))
+        if (in_response := group.in_response) is not None:
+            # Each branch is a prompt, then a response.
+            branches = int(np.count_nonzero(in_response[1:] > in_response[:-1]))
         routes = group.routes
         assert routes is not None
         counts = torch.tensor(

@@ -113,30 +113,32 @@ def read_share(
     shares: list[RolloutGroup] = []
     for path in sorted(folder.glob("*_stage_000.safetensors"), key=_data_rank):
         with safe_open(path, framework="np") as file:
-            mine = file.get_tensor("group_index") % size == rank
-        if shares and not mine.any():
+            is_own = file.get_tensor("group_index") % size == rank
+        if shares and not is_own.any():
             continue
         share = RolloutGroup.load(path.read_bytes())
         if share.routes is not None:
             share = _with_routes(share, path, layers())
-        shares.append(share.select(mine))
+        shares.append(share.select(is_own))
     return RolloutGroup.join(shares)
 
 
-def _with_routes(share: RolloutGroup, first_stage: Path, wanted: Sequence[int]) -> RolloutGroup:
-    """Return the share with the routes of the wanted layers, which are read from the files of all
+def _with_routes(
+    share: RolloutGroup, first_stage: Path, layer_numbers: Sequence[int]
+) -> RolloutGroup:
+    """Return the share with the routes of these layers. They are read from the files of all
     stages."""
     assert share.routes is not None
     routes, layers = [share.routes[:, :0]], []
     for path in sorted(first_stage.parent.glob(f"*_data_{_data_rank(first_stage):05d}_*")):
         with safe_open(path, framework="np") as file:
-            known = file.get_tensor("layers").tolist()
-            present = [row for row, layer in enumerate(known) if layer in wanted]
+            stored = file.get_tensor("layers").tolist()
+            present = [row for row, layer in enumerate(stored) if layer in layer_numbers]
             if present:
                 routes.append(file.get_tensor("routes")[:, present])
-                layers += [known[row] for row in present]
+                layers += [stored[row] for row in present]
     share = replace(share, routes=np.concatenate(routes, 1), layers=np.array(layers, np.int64))
-    return share.of_layers(wanted)
+    return share.of_layers(layer_numbers)
 
 
 def _data_rank(path: Path) -> int:
@@ -168,13 +170,17 @@ class KeptSteps:
         refusal = on_main(lambda: _refusal(publication.begin))
         if refusal is None:
             files: Files = {}  # the files of this rank, with checksums
-            mine = _refusal(lambda: files.update(self._write_share(publication, step, experience)))
-            everyones = gather_objects((files, mine))
+            own_refusal = _refusal(
+                lambda: files.update(self._write_share(publication, step, experience))
+            )
+            of_all_ranks = gather_objects((files, own_refusal))
             # the main rank publishes the step only if all ranks have written their files
-            if everyones is not None:
-                whole = {name: record for own, _ in everyones for name, record in own.items()}
-                refusal = next((text for _, text in everyones if text is not None), None)
-                refusal = refusal or _refusal(lambda: self._publish(publication, step, whole))
+            if of_all_ranks is not None:
+                all_files = {
+                    name: record for own, _ in of_all_ranks for name, record in own.items()
+                }
+                refusal = next((text for _, text in of_all_ranks if text is not None), None)
+                refusal = refusal or _refusal(lambda: self._publish(publication, step, all_files))
                 if refusal is not None:
                     publication.abandon()
         if refusal is not None:

@@ -31,7 +31,7 @@ class Asker(ABC):
     and what happens if the last call fails too (`on_failure`).
 
     A rollout service scores many groups at the same time, so calls for different groups share
-    the slots and the introduction.
+    the slots and the search for the model's name.
     """
 
     longest_answer = 1 << 26  # bytes
@@ -41,37 +41,37 @@ class Asker(ABC):
         self.name, self.reward = name, reward
         self.model = ""  # the model's name on the server; empty: not known yet
         self.slots = asyncio.Semaphore(CONCURRENT_CALLS)  # for the requests of all groups
-        self._introducing, self._introductions = asyncio.Lock(), 0
-        self._told = False  # whether a message about failed calls has been printed
+        self._name_lock, self._name_searches = asyncio.Lock(), 0
+        self._has_warned = False  # whether a message about failed calls has been printed
 
     @abstractmethod
-    async def agreed_model(self, session: ClientSession) -> str:
+    async def checked_model_name(self, session: ClientSession) -> str:
         """Return the model's name on the server. Raises RewardError if the server has another
         tokenizer."""
 
-    async def introduce(self, session: ClientSession) -> int:
+    async def find_model_name(self, session: ClientSession) -> int:
         """Ask for the model's name, unless it is known. Returns the number of failed calls.
 
         If another group is asking at this moment, its answer counts for this group too, even if
         its calls fail for good.
         """
-        before = self._introductions
-        async with self._introducing:
-            if self.model or self._introductions != before:
+        before = self._name_searches
+        async with self._name_lock:
+            if self.model or self._name_searches != before:
                 return 0
-            found, failures = await self.repeated(lambda: self.agreed_model(session))
-            self.model, self._introductions = found or "", before + 1
+            name, failures = await self.with_retries(lambda: self.checked_model_name(session))
+            self.model, self._name_searches = name or "", before + 1
             return failures
 
-    async def tokenizes_as(
+    async def has_tokenizer(
         self, session: ClientSession, url: str, model: str, tokenizer: Tokenizer
     ) -> bool:
         """Return whether the server's model has this tokenizer. url: of the path /tokenize."""
-        given = {"model": model, "prompt": PROBE, "add_special_tokens": False}
-        theirs = (await self.asked(session, "POST", url, given))["tokens"]
+        content = {"model": model, "prompt": PROBE, "add_special_tokens": False}
+        theirs = (await self.request_json(session, "POST", url, content))["tokens"]
         return theirs == tokenizer.encode(PROBE)
 
-    async def repeated(self, call: Callable[[], Awaitable[_T]]) -> tuple[_T | None, int]:
+    async def with_retries(self, call: Callable[[], Awaitable[_T]]) -> tuple[_T | None, int]:
         """Repeat a call until it succeeds. Returns its result and the number of failed calls.
 
         The result is None if all calls failed and `reward.on_failure` does not end the run.
@@ -93,23 +93,25 @@ class Asker(ABC):
                 if self.reward.on_failure == "stop":
                     raise RewardError(f"{what}, in the last of {tries} calls") from problem
                 return None, tries
-            if not self._told:
-                self._told = True
+            if not self._has_warned:
+                self._has_warned = True
                 more = "further failures are only counted"
-                told = printable(f"{what}; it is asked again; {more}")
-                print(told, file=sys.stderr, flush=True)
+                message = printable(f"{what}; it is asked again; {more}")
+                print(message, file=sys.stderr, flush=True)
             await asyncio.sleep(FIRST_WAIT_SECONDS * 2 ** (tries - 1))
 
-    async def asked(self, session: ClientSession, method: str, url: str, given: Any = None) -> Any:
+    async def request_json(
+        self, session: ClientSession, method: str, url: str, content: Any = None
+    ) -> Any:
         """Send a request and return the JSON answer. Raises RewardError for a mistake of the user,
-        and other errors if `repeated` should ask again."""
-        async with session.request(method, url, json=given) as response:
+        and other errors if `with_retries` should ask again."""
+        async with session.request(method, url, json=content) as response:
             text = (await read_answer(response, self.longest_answer)).decode(errors="replace")
             if response.status in _USERS_MISTAKES:
                 raise RewardError(f"{self.name}: {url} says {response.status}: {text[:500]}")
             if (advice := self.advice(response.status, text)) is not None:
-                told = f"{url} says {response.status}: {text[:500]}"
-                raise RewardError(f"{self.name}: {told}; {advice}")
+                answer = f"{url} says {response.status}: {text[:500]}"
+                raise RewardError(f"{self.name}: {answer}; {advice}")
             if response.status != 200:
                 raise ConnectionError(f"{url} says {response.status}: {text[:500]}")
             return json.loads(text)

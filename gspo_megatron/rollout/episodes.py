@@ -142,10 +142,10 @@ def played_episode(episode: Episode, no_turn: Callable[[int], GeneratedTurn]) ->
     transcript = episode.transcript
     # True: the episode failed before its first turn.
     has_failed = transcript.turns[0].source is None
-    nothing = no_turn(len(transcript.prompt)) if has_failed else None
+    placeholder = no_turn(len(transcript.prompt)) if has_failed else None
 
     def response(turn: Written) -> Any:
-        return nothing or turn.source
+        return placeholder or turn.source
 
     turns = [
         [response(transcript.turns[number]) for number in branch.turns]
@@ -293,15 +293,17 @@ class GroupScorer:
             start, end = end, end + prompt_length + length
             ids, transcript, written = group.tokens[start + prompt_length : end], "", ""
             if group.sampled is not None and group.in_response is not None:
-                kinds = group.in_response[start:end]
-                prompt_length = int(np.argmax(kinds))
+                in_response = group.in_response[start:end]
+                prompt_length = int(np.argmax(in_response))
                 transcript = self._decode(group.tokens[start + prompt_length : end])
-                own = group.sampled[responses_end : responses_end + length]
-                written = self._decode(group.tokens[start:end][kinds][own])
+                sampled = group.sampled[responses_end : responses_end + length]
+                written = self._decode(group.tokens[start:end][in_response][sampled])
                 responses_end += length
-                others = np.flatnonzero(~kinds)[-1] + 1  # where the last branch's prompt ends
-                last = group.sampled[responses_end - (end - start - others) : responses_end]
-                ids = group.tokens[end - len(last) : end][_last_turn(last) :]
+                # The response shown is the last turn of the last branch, which has `count` tokens
+                # after its prompt.
+                count = end - start - (np.flatnonzero(~in_response)[-1] + 1)
+                of_branch = group.sampled[responses_end - count : responses_end]
+                ids = group.tokens[end - count : end][_last_turn(of_branch) :]
             prompt = prompts[number]
             samples.append(
                 Sample(
@@ -413,13 +415,14 @@ class GroupScorer:
         assert group.parts is not None, "its names are there"
         group.parts[:, names.index(PART)] = scores
         weight = self.scorer.section.weights.get(PART, 1.0)
-        others = group.rewards
-        group.rewards = others + weight * scores
-        lost = np.unique(group.group_index[np.isnan(group.shaped) | np.isnan(group.rewards)])
+        other_rewards = group.rewards
+        group.rewards = other_rewards + weight * scores
+        has_failed = np.isnan(group.shaped) | np.isnan(group.rewards)
+        failed_groups = np.unique(group.group_index[has_failed])
         group.shaped = np.full(len(samples), np.nan)
         for row, (sample, number) in enumerate(zip(samples, group.group_index, strict=True)):
-            if number not in lost:
-                reward = np.array([others[row] + weight * normalized[row]])
+            if number not in failed_groups:
+                reward = np.array([other_rewards[row] + weight * normalized[row]])
                 group.shaped[row] = self.shaping(reward, sample)[0]
         if self.by_part is not None:
             group.shaped = self._of_parts(group, names, self.by_part.advantage_std)
@@ -432,9 +435,9 @@ class GroupScorer:
         The penalties for overlong responses and for repetitions count as one more part.
         """
         assert group.parts is not None, "its names are there"
-        given = self.scorer.section.weights
+        weight_of = self.scorer.section.weights
         columns = np.stack([*group.parts.T, group.shaped - group.rewards])
-        weights = [*(given.get(name, 1.0) for name in names), 1.0]
+        weights = [*(weight_of.get(name, 1.0) for name in names), 1.0]
         return sum_of_normalized_parts(columns, group.group_index, std, weights)
 
     def adopt(self, names: PartNames) -> None:

@@ -93,8 +93,8 @@ class ModelTexts:
         if renders is None:
             renders = tokenizer.chat_template is not None
         if renders:
-            asked = sample.messages or ({"role": USER, "content": sample.prompt},)
-            rendered = tokenizer.render([*asked, {"role": ASSISTANT, "content": sample.response}])
+            prompt = sample.messages or ({"role": USER, "content": sample.prompt},)
+            rendered = tokenizer.render([*prompt, {"role": ASSISTANT, "content": sample.response}])
             return tokenizer.encode_rendered(rendered.text, rendered.quoted).ids
         if len(sample.messages) > 1:
             raise DataError(
@@ -140,18 +140,19 @@ class ModelServer(Asker):
         with self._busy.running():
             seconds = self.reward.timeout_seconds
             async with keyed_session(self.url, KEY_VARIABLE, seconds) as session:
-                failures = await self.introduce(session)
+                failures = await self.find_model_name(session)
                 # done in a thread, so that a rollout service can do other work at the same time
-                given = await asyncio.to_thread(self.texts.conversations, samples)
-                scores, failed = await self._ask(session, given.ids)
+                conversations = await asyncio.to_thread(self.texts.conversations, samples)
+                scores, failed = await self._ask(session, conversations.ids)
         seconds = self._busy.take()
-        return ModelScores(scores, given.tokens, given.cut, seconds, failures + failed)
+        tokens, cut = conversations.tokens, conversations.cut
+        return ModelScores(scores, tokens, cut, seconds, failures + failed)
 
-    async def agreed_model(self, session: ClientSession) -> str:
+    async def checked_model_name(self, session: ClientSession) -> str:
         """See Asker."""
-        model = (await self.asked(session, "GET", f"{self.url}/v1/models"))["data"][0]
+        model = (await self.request_json(session, "GET", f"{self.url}/v1/models"))["data"][0]
         tokenize, tokenizer = f"{self.url}/tokenize", self.texts.tokenizer
-        if not await self.tokenizes_as(session, tokenize, model["id"], tokenizer):
+        if not await self.has_tokenizer(session, tokenize, model["id"], tokenizer):
             raise RewardError(
                 f"{self.name}: its tokenizer makes other tokens of a text than "
                 "reward.model.tokenizer; give the folder of the model that is served"
@@ -173,13 +174,13 @@ class ModelServer(Asker):
 
         async def ask(batch: list[list[int]]) -> tuple[list[float] | None, int]:
             async with self.slots:
-                return await self.repeated(partial(self._scores, session, batch))
+                return await self.with_retries(partial(self._scores, session, batch))
 
         answers = await gathered(ask([*batch]) for batch in batches)
-        for start, batch, (found, failed) in zip(starts, batches, answers, strict=True):
+        for start, batch, (batch_scores, failed) in zip(starts, batches, answers, strict=True):
             failures += failed
-            if found is not None:
-                scores[start : start + len(batch)] = found
+            if batch_scores is not None:
+                scores[start : start + len(batch)] = batch_scores
         return scores, failures
 
     async def _scores(self, session: ClientSession, batch: list[list[int]]) -> list[float]:
@@ -188,8 +189,8 @@ class ModelServer(Asker):
         Raises ValueError if a conversation has no score or a score that is not finite, and
         RewardError if the model does not give exactly one number for each conversation.
         """
-        given = {"model": self.model, "input": batch, "use_activation": False}
-        answer = (await self.asked(session, "POST", f"{self.url}/classify", given))["data"]
+        content = {"model": self.model, "input": batch, "use_activation": False}
+        answer = (await self.request_json(session, "POST", f"{self.url}/classify", content))["data"]
         if len(answer) != len(batch):
             raise ValueError(f"{len(answer)} scores for {len(batch)} conversations")
         scores = [math.nan] * len(batch)
@@ -199,17 +200,17 @@ class ModelServer(Asker):
             raise ValueError("scores of only some of the conversations")
         return scores
 
-    def _number(self, given: Any) -> float:
+    def _number(self, values: Any) -> float:
         """Return the only number of an answer."""
-        if not isinstance(given, list) or len(given) != 1:
-            count = len(given) if isinstance(given, list) else shorten(given)
+        if not isinstance(values, list) or len(values) != 1:
+            count = len(values) if isinstance(values, list) else shorten(values)
             raise RewardError(
                 f"{self.name}: the model gives {count} numbers for a conversation; give a "
                 "...ForSequenceClassification model with one label"
             )
-        if type(given[0]) not in (int, float) or not math.isfinite(given[0]):
-            raise ValueError(f"a score of {shorten(given[0])}")
-        return float(given[0])
+        if type(values[0]) not in (int, float) or not math.isfinite(values[0]):
+            raise ValueError(f"a score of {shorten(values[0])}")
+        return float(values[0])
 
     def advice(self, status: int, text: str) -> str | None:
         """Explain an answer that says that tokens are not in the model's vocabulary."""
@@ -229,7 +230,7 @@ def with_model(
     if section.model.url is None:
         return [*scores]
     weight = section.weights.get(PART, 1.0)
-    found = asyncio.run(ModelServer(section).score(samples)).scores.tolist()
+    model_scores = asyncio.run(ModelServer(section).score(samples)).scores.tolist()
     return [
         None
         if score is None or math.isnan(value)
@@ -238,5 +239,5 @@ def with_model(
             rewards=score.rewards + weight * value,
             parts=dict(sorted({**score.parts, PART: value}.items())),
         )
-        for score, value in zip(scores, found, strict=True)
+        for score, value in zip(scores, model_scores, strict=True)
     ]

@@ -47,21 +47,21 @@ class RequestFile:
         written."""
         self.path = path
         self.finished: set[int] = set()
-        wanted = json.dumps(request, sort_keys=True).encode()
+        request_bytes = json.dumps(request, sort_keys=True).encode()
         with os_errors(path, "cannot be written"):
             make_folder(path.parent)
             end = 0
             if path.exists():
                 damaged = set()
-                for number, content, after in _records(path):
+                for number, content, record_end in _records(path):
                     is_request = number == _REQUEST
                     group = None if is_request or content is None else _group_in(content)
                     if content is None or (group is None and not is_request):
                         damaged.add(number)
-                    elif end == 0 and (number, content) != (_REQUEST, wanted):
+                    elif end == 0 and (number, content) != (_REQUEST, request_bytes):
                         break
                     elif group is None or not _has_failed(group):
-                        end = after
+                        end = record_end
                         self.finished.add(number)
                 _tell_damaged(path, damaged - self.finished)
             self.finished.discard(_REQUEST)
@@ -69,7 +69,7 @@ class RequestFile:
             self._file.truncate(end)
             self._file.seek(end)
             if end == 0:
-                self._append(_REQUEST, wanted)
+                self._append(_REQUEST, request_bytes)
                 sync(path.parent)
 
     def append(self, group: RolloutGroup) -> None:
@@ -93,18 +93,18 @@ class RequestFile:
         os.fsync(self._file.fileno())
 
 
-def read_groups(path: Path, wanted: Collection[int] | None = None) -> dict[int, RolloutGroup]:
-    """Read the groups with the numbers in `wanted`; None: all complete groups.
+def read_groups(path: Path, numbers: Collection[int] | None = None) -> dict[int, RolloutGroup]:
+    """Read the groups with these numbers; None: all complete groups.
 
     All other groups are skipped without reading them. If two records have the same number, the
     later one counts: a damaged group is drawn again. Raises DataError if the file cannot be read,
-    or if a group in `wanted` is missing or lacks columns.
+    or if a group in `numbers` is missing or lacks columns.
     """
     groups: dict[int, RolloutGroup] = {}
     damaged: dict[int, DataError] = {}
     with os_errors(path, "cannot be read"):
         for number, content, _ in _records(
-            path, lambda n: n != _REQUEST and (wanted is None or n in wanted)
+            path, lambda n: n != _REQUEST and (numbers is None or n in numbers)
         ):
             try:
                 groups |= {number: RolloutGroup.load(content)} if content else {}
@@ -112,9 +112,9 @@ def read_groups(path: Path, wanted: Collection[int] | None = None) -> dict[int, 
             except DataError as error:
                 damaged[number] = error
                 groups.pop(number, None)
-    if missing := sorted(set(wanted or ()) - groups.keys()):
-        told = [f"group {number} {error}" for number, error in damaged.items()]
-        wrong = told[0] if told else f"groups {missing} are missing"
+    if missing := sorted(set(numbers or ()) - groups.keys()):
+        faults = [f"group {number} {error}" for number, error in damaged.items()]
+        wrong = faults[0] if faults else f"groups {missing} are missing"
         raise DataError(f"{path}: damaged since it was written: {wrong}")
     return groups
 
@@ -161,7 +161,7 @@ def forget(folder: Path, is_needed: Callable[[str], bool]) -> None:
 
 
 def _records(
-    path: Path, wanted: Callable[[int], bool] = lambda _: True
+    path: Path, is_wanted: Callable[[int], bool] = lambda _: True
 ) -> Iterator[tuple[int, bytes | None, int]]:
     """Yield number, content and end of each record, up to the first incomplete record.
 
@@ -169,12 +169,12 @@ def _records(
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        while (record := _next_record(file, size, wanted)) is not None:
+        while (record := _next_record(file, size, is_wanted)) is not None:
             yield record
 
 
 def _next_record(
-    file: BinaryIO, size: int, wanted: Callable[[int], bool]
+    file: BinaryIO, size: int, is_wanted: Callable[[int], bool]
 ) -> tuple[int, bytes | None, int] | None:
     header = file.read(_HEADER.size)
     if len(header) < _HEADER.size:
@@ -183,7 +183,7 @@ def _next_record(
     end = file.tell() + length
     if magic != _MAGIC or end > size:
         return None
-    if not wanted(number):
+    if not is_wanted(number):
         file.seek(end)
         return number, b"", end
     content = file.read(length)

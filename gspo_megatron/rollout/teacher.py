@@ -127,13 +127,13 @@ class Teachers:
         if not self.servers:
             return 0
         with self._busy.running():
-            said, failures = await self._ask(group)
+            answers, failures = await self._ask(group)
         group.teacher_seconds = np.array([self._busy.take()])
-        said = [_Answer.all(0, self.k, 0.0), *said]
-        group.teacher_logprobs = np.concatenate([each.logprobs for each in said])
+        answers = [_Answer.all(0, self.k, 0.0), *answers]
+        group.teacher_logprobs = np.concatenate([each.logprobs for each in answers])
         if self.k:
-            group.teacher_tokens = np.concatenate([each.tokens for each in said])
-            group.teacher_top_logprobs = np.concatenate([each.top_logprobs for each in said])
+            group.teacher_tokens = np.concatenate([each.tokens for each in answers])
+            group.teacher_top_logprobs = np.concatenate([each.top_logprobs for each in answers])
         return failures
 
     async def _ask(self, group: RolloutGroup) -> tuple[list[_Answer], int]:
@@ -147,7 +147,7 @@ class Teachers:
             for server in (each for each in self.servers.values() if each in servers):
                 session = keyed_session(server.url, KEY_VARIABLE, self._timeout_seconds)
                 sessions[server] = await opened.enter_async_context(session)
-                failures += await server.introduce(sessions[server])
+                failures += await server.find_model_name(sessions[server])
             answers = iter(
                 await gathered(
                     server.of_branch(sessions[server], ids, is_response)
@@ -155,15 +155,15 @@ class Teachers:
                     if server is not None
                 )
             )
-        said = []
+        result = []
         for server, (_, _, is_response) in zip(servers, branches, strict=True):
             if server is None:
-                said.append(_Answer.all(int(is_response.sum()), self.k, 0.0))
+                result.append(_Answer.all(int(is_response.sum()), self.k, 0.0))
                 continue
-            found, failed = next(answers)
-            said.append(found)
+            answer, failed = next(answers)
+            result.append(answer)
             failures += failed
-        return said, failures
+        return result, failures
 
 
 class _Server(Asker):
@@ -179,11 +179,11 @@ class _Server(Asker):
         super().__init__(name, reward)
         self.url, self.k, self.tokenizer = url.rstrip("/"), k, tokenizer
 
-    async def agreed_model(self, session: ClientSession) -> str:
+    async def checked_model_name(self, session: ClientSession) -> str:
         """See Asker."""
-        model = (await self.asked(session, "GET", f"{self.url}/models"))["data"][0]["id"]
+        model = (await self.request_json(session, "GET", f"{self.url}/models"))["data"][0]["id"]
         tokenize = f"{self.url.removesuffix('/v1')}/tokenize"
-        if not await self.tokenizes_as(session, tokenize, model, self.tokenizer):
+        if not await self.has_tokenizer(session, tokenize, model, self.tokenizer):
             raise RewardError(
                 f"{self.name}: its tokenizer makes other tokens of a text than data.tokenizer; "
                 "give a teacher with the same one"
@@ -197,39 +197,44 @@ class _Server(Asker):
         is_response: np.ndarray,
     ) -> tuple[_Answer, int]:
         """Return the server's answer for a branch, and the number of failed calls."""
-        found, failures = None, 0
+        answer, failures = None, 0
         if self.model:  # it is empty if the call for the name failed for good
             async with self.slots:
                 call = partial(self._logprobs, session, ids, is_response)
-                found, failures = await self.repeated(call)
-        if found is None:
-            found = _Answer.all(int(is_response.sum()), self.k, math.nan)
-        return found, failures
+                answer, failures = await self.with_retries(call)
+        if answer is None:
+            answer = _Answer.all(int(is_response.sum()), self.k, math.nan)
+        return answer, failures
 
     async def _logprobs(
         self, session: ClientSession, ids: np.ndarray, is_response: np.ndarray
     ) -> _Answer:
         tokens = ids.tolist()
-        given = {"model": self.model, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": self.k}
-        answer = await self.asked(session, "POST", f"{self.url}/completions", given)
+        content = {
+            "model": self.model,
+            "prompt": tokens,
+            "max_tokens": 1,
+            "prompt_logprobs": self.k,
+        }
+        answer = await self.request_json(session, "POST", f"{self.url}/completions", content)
         entries = answer["choices"][0]["prompt_logprobs"]
         if len(entries) != len(tokens):
             raise ValueError(f"log-probs of {len(entries)} tokens for {len(tokens)}")
         places = is_response.nonzero()[0].tolist()
-        said = _Answer.all(len(places), self.k, math.nan)
+        result = _Answer.all(len(places), self.k, math.nan)
         for row, number in enumerate(places):
             entry = {int(token): float(each["logprob"]) for token, each in entries[number].items()}
             for value in entry.values() if self.k else (entry[tokens[number]],):
                 if not math.isfinite(value):
                     raise ValueError(f"a log-prob of {value}")
-            said.logprobs[row] = entry[tokens[number]]
+            result.logprobs[row] = entry[tokens[number]]
             # an entry has k + 1 tokens if the token written is not among the k most probable
             best = sorted(entry.items(), key=lambda each: -each[1])[: self.k]
             if len(best) < self.k:
                 raise ValueError(f"{len(best)} most probable tokens for top_k = {self.k}")
             if best:
-                said.tokens[row], said.top_logprobs[row] = zip(*best)
-        return said
+                result.tokens[row], result.top_logprobs[row] = zip(*best)
+        return result
 
     def advice(self, status: int, text: str) -> str | None:
         """Say how to start a server that refused to return the `k` most probable tokens."""

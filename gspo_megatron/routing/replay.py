@@ -139,8 +139,8 @@ class Recording:
         self.experts[layer] = chosen[1].detach().to(expert_dtype(scores.shape[-1]))
         if self._keep_scores:
             # a copy, because a view would keep the scores of all tokens
-            kept = scores.detach()[scored_tokens(len(scores))].to(torch.bfloat16, copy=True)
-            self.scores[layer] = to_host(kept) if self._on_host else kept
+            scored = scores.detach()[scored_tokens(len(scores))].to(torch.bfloat16, copy=True)
+            self.scores[layer] = to_host(scored) if self._on_host else scored
         if len(self.experts) == self._num_layers:
             self._table = self.table()
             self.experts = {}
@@ -245,8 +245,8 @@ class Observing:
         shift = (new_scores - old_scores).abs().mean(dim=-1)
         old, natural, used = (each.index_select(0, self._real) for each in (old, natural, used))
         shift = shift.index_select(0, self._scored)
-        kept = (old[:, :, None] == natural[:, None, :]).any(dim=-1).sum(dim=-1)
-        lost = 1.0 - kept / old.shape[1]
+        still_chosen = (old[:, :, None] == natural[:, None, :]).any(dim=-1).sum(dim=-1)
+        lost = 1.0 - still_chosen / old.shape[1]
         self.changed |= lost > 0
         self._figures.add(layer, lost, shift, natural, used)
 
@@ -309,12 +309,12 @@ class MicroBatchRoutes:
 
     def _keep(self, mode: str, table: RouteTable) -> None:
         """Store a table for the passes of the step that replay this mode."""
-        wanted: dict[Pass, str] = {
+        mode_of_pass: dict[Pass, str] = {
             "training": self._section.replay,
             "reference": self._section.reference_replay,
         }
         self.tables[mode] = table
-        self._waiting[mode] = {name for name, wish in wanted.items() if wish == mode}
+        self._waiting[mode] = {name for name, replayed in mode_of_pass.items() if replayed == mode}
         self.num_bytes += table.num_bytes
 
     def begin_pass(self, name: Pass) -> Routes | None:

@@ -81,7 +81,7 @@ def adapt_megatron() -> None:
     )
     token_dispatcher.sort_chunks_by_idxs = _unless_sorted(token_dispatcher.sort_chunks_by_idxs)
     token_dispatcher.all_to_all = _unless_alone(token_dispatcher.all_to_all)
-    rope_utils._apply_rotary_pos_emb_thd = _turned_at_once(rope_utils._apply_rotary_pos_emb_thd)
+    rope_utils._apply_rotary_pos_emb_thd = _rotary_with_tables(rope_utils._apply_rotary_pos_emb_thd)
 
 
 def _keep_freed_memory() -> None:
@@ -232,13 +232,13 @@ def _unless_alone(native: Any) -> Any:
     return send
 
 
-def _turned_at_once(native: Any) -> Any:
+def _rotary_with_tables(native: Any) -> Any:
     """Replace the rotary embedding of packed sequences. In every layer, for queries and for keys,
     stock Megatron-Core slices the angles of each sequence again. Here the tables of angles are made
     once for a micro-batch, and stored as an attribute of `cu_seqlens`."""
 
     @functools.wraps(native)
-    def turn(
+    def rotate(
         states: torch.Tensor,
         cu_seqlens: torch.Tensor,
         freqs: torch.Tensor,
@@ -258,13 +258,14 @@ def _turned_at_once(native: Any) -> Any:
             unit = states.new_zeros((len(states), 1, states.shape[-1]))
             unit[..., : states.shape[-1] // 2] = 1.0
             cos, sin = native(unit, cu_seqlens, freqs, **named).chunk(2, dim=-1)
+            # `freqs` is kept, so that no other tensor can get its id.
             tables[key] = torch.cat((cos, cos), -1), sin.contiguous(), freqs
-        return _Turn.apply(states, *tables[key][:2])
+        return _Rotation.apply(states, *tables[key][:2])
 
-    return turn
+    return rotate
 
 
-class _Turn(torch.autograd.Function):
+class _Rotation(torch.autograd.Function):
     """Rotates pairs of channels by angles. A pair has one channel of each half."""
 
     @staticmethod
@@ -272,18 +273,18 @@ class _Turn(torch.autograd.Function):
         ctx: Any, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned(states, cos, sin, 1)
+        return _rotated(states, cos, sin, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _turned(gradient, *ctx.saved_tensors, -1), None, None
+        return _rotated(gradient, *ctx.saved_tensors, -1), None, None
 
 
-def _turned(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
+def _rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
     """Rotate states [tokens, heads, dim] by cos [tokens, 1, dim] and sin [tokens, 1, dim / 2]."""
-    turned = states * cos
-    (low, high), (low_out, high_out) = states.chunk(2, dim=-1), turned.chunk(2, dim=-1)
+    rotated = states * cos
+    (low, high), (low_out, high_out) = states.chunk(2, dim=-1), rotated.chunk(2, dim=-1)
     low_out.addcmul_(high, sin, value=-sign)
     high_out.addcmul_(low, sin, value=sign)
-    return turned
+    return rotated

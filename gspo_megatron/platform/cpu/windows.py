@@ -161,11 +161,11 @@ def _make(group: dist.ProcessGroup) -> Window | None:
         if group.rank() == 0:
             with contextlib.suppress(OSError):
                 path = _new_file(size)
-        told = [path]
-        dist.broadcast_object_list(told, group=group, group_src=0)
-        if told[0] and os.path.exists(told[0]):  # other hosts do not have the file
+        holder = [path]
+        dist.broadcast_object_list(holder, group=group, group_src=0)
+        if holder[0] and os.path.exists(holder[0]):  # other hosts do not have the file
             with contextlib.suppress(OSError):
-                window = Window(group, os.open(told[0], os.O_RDWR | os.O_CLOEXEC))
+                window = Window(group, os.open(holder[0], os.O_RDWR | os.O_CLOEXEC))
         # The ranks agree by broadcasts. Where Megatron-Core makes torch collect calls of
         # all_reduce, all_gather_into_tensor and reduce_scatter_tensor, the collected calls would
         # run too late.
@@ -208,7 +208,7 @@ def _remove_forgotten() -> None:
             if not entry.name.startswith(_PREFIX):
                 continue
             with contextlib.suppress(OSError):
-                found = entry.stat(follow_symlinks=False)
-                is_old = time.time() - found.st_mtime > _FORGOTTEN_SECONDS
-                if is_old and found.st_uid == os.getuid():
+                status = entry.stat(follow_symlinks=False)
+                is_old = time.time() - status.st_mtime > _FORGOTTEN_SECONDS
+                if is_old and status.st_uid == os.getuid():
                     os.unlink(entry.path)

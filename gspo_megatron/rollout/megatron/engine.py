@@ -415,9 +415,9 @@ class _Generation:
         """
         dummies = (share if self.engine.equal_batches else max(1, len(numbers))) - len(numbers)
         prompts = [*(self.prompts[n] for n in numbers), *[(self.engine.pad_id,)] * dummies]
-        # lengths and ids in one copy, for which the host waits
-        told = [(len(prompt), *prompt) for prompt in prompts]
-        table = padded(told, longest + 1, self.engine.pad_id, self.device)
+        # One copy to the device has the lengths and the ids, so the host waits only once.
+        rows = [(len(prompt), *prompt) for prompt in prompts]
+        table = padded(rows, longest + 1, self.engine.pad_id, self.device)
         lengths, ids = table[:, 0], table[:, 1:].contiguous()
         samples = self.samples.new_zeros(len(prompts))
         samples[: len(numbers)] = self.samples[:: self.per_prompt][numbers.start : numbers.stop]

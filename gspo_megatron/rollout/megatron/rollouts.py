@@ -208,28 +208,29 @@ class MegatronRollouts:
         """
         names = scorer.scorer.part_names
         has_news = problem is not None or names != scorer.part_names
-        known = all_gather_numbers([has_news, *failed, scorer.scorer.take_seconds()])
-        has_any, *counts = known[:, :-1].sum(0).long().tolist()
-        agreed = FailedCalls(*counts), float(known[:, -1].max())  # each rank waits for the slowest
+        of_ranks = all_gather_numbers([has_news, *failed, scorer.scorer.take_seconds()])
+        has_any, *counts = of_ranks[:, :-1].sum(0).long().tolist()
+        slowest = float(of_ranks[:, -1].max())  # each rank waits for the slowest
+        agreed = FailedCalls(*counts), slowest
         if not has_any:
             return agreed
-        mine = None if problem is None else (type(problem).__name__, str(problem))
-        told = all_gather_objects((mine, names))
-        problems = [each for each, _ in told if each is not None]
+        own_error = None if problem is None else (type(problem).__name__, str(problem))
+        gathered = all_gather_objects((own_error, names))
+        problems = [each for each, _ in gathered if each is not None]
         if problems:
             others = f" (and on {len(problems) - 1} more ranks)" if len(problems) > 1 else ""
             error = error_of(problems[0][0], problems[0][1] + others)
             if not isinstance(error, EpisodeError):  # the error of a reward may be any UserError
                 error = RewardError(str(error))
             raise error from problem
-        parts = list(dict.fromkeys(names for _, names in told if names is not None))
+        parts = list(dict.fromkeys(names for _, names in gathered if names is not None))
         if len(parts) > 1:
             raise RewardError(
                 f"reward {scorer.reward.name!r} returned "
                 f"{' and '.join(map(describe, parts))} on different ranks; the same names are "
                 "wanted in every call"
             )
-        if parts:  # no names are known if all calls failed
+        if parts:  # no names are of_ranks if all calls failed
             scorer.part_names = scorer.scorer.part_names = parts[0]
         return agreed
 
@@ -265,9 +266,9 @@ class MegatronRollouts:
             problem = str(error)
         if self.episodes is not None:
             requests, problem = from_rank((requests, problem), self.leader, self.replica)
-        known = torch.tensor([len(requests.prompts), problem is not None], device=self.device)
-        dist.all_reduce(known)
-        count, problems = known.tolist()
+        counts = torch.tensor([len(requests.prompts), problem is not None], device=self.device)
+        dist.all_reduce(counts)
+        count, problems = counts.tolist()
         if problems:
             raise UnplayableError(next(filter(None, all_gather_objects(problem))))
         return requests if count else None
@@ -275,9 +276,9 @@ class MegatronRollouts:
 
 def _end(loop: asyncio.AbstractEventLoop) -> None:
     """Close the loop. First cancel tasks that an environment left running, to avoid warnings."""
-    left = asyncio.all_tasks(loop)
-    for task in left:
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
         task.cancel()
-    if left:  # without tasks, gather() would use another loop
-        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+    if tasks:  # without tasks, gather() would use another loop
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
     loop.close()

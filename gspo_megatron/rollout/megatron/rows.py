@@ -197,10 +197,10 @@ class Rows:
         ids = responses.tokens[self.response[:, None], columns.clamp(min=0)]
         table = torch.cat([self.lengths[:, None], searched[:, None], ids], dim=1).tolist()
         ends = {}
-        for row, (length, known, *last) in enumerate(table):
-            first = max(0, known + 1 - stop_strings.window)
-            if length > known:
-                end = stop_strings.end(last[width - length + first :], known - first)
+        for row, (length, searched_length, *last_ids) in enumerate(table):
+            first = max(0, searched_length + 1 - stop_strings.window)
+            if length > searched_length:
+                end = stop_strings.end(last_ids[width - length + first :], searched_length - first)
                 if end is not None:
                     ends[row] = first + end
         if ends:
@@ -221,9 +221,9 @@ class Rows:
         """
         going = self.going
         lengths = torch.where(going, self.prompt_lengths + self.lengths, 0)
-        left = torch.where(going, self.limits - self.lengths, 0).max()
-        *of_rows, left = torch.cat([lengths, left[None]]).tolist()
-        return of_rows, left
+        longest_rest = torch.where(going, self.limits - self.lengths, 0).max()
+        *of_rows, longest_rest = torch.cat([lengths, longest_rest[None]]).tolist()
+        return of_rows, longest_rest
 
     def longest(self, count: int) -> Tensor:
         """Return the numbers [count] of the going rows with the longest sequences."""

@@ -43,6 +43,7 @@ def uniforms(seed: int, samples: Tensor, num_positions: int) -> Tensor:
 
 
 def _finalise(z: Tensor) -> Tensor:
+    """Mix the bits of each number, as the finaliser of SplitMix64 does."""
     z = (z ^ _shift_right(z, 30)) * _MIX[0]
     z = (z ^ _shift_right(z, 27)) * _MIX[1]
     return z ^ _shift_right(z, 31)
@@ -89,7 +90,7 @@ def sample_tokens(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[
     if greedy:
         tokens = logits.argmax(dim=-1, keepdim=True)
     else:
-        tokens = _inverted(_kept(probabilities, sampling), uniform[:, None])
+        tokens = _inverted(_top_k_top_p(probabilities, sampling), uniform[:, None])
     # On CPUs torch's softmax adds up the exponentials one after the other, and loses small ones. So
     # the probabilities of a large vocabulary add up to 1 + 1e-4. torch.sum is exact to 1e-7.
     exact = probabilities.gather(1, tokens) / probabilities.sum(-1, keepdim=True)
@@ -133,7 +134,7 @@ def _first_above(cumulative: Tensor, threshold: Tensor) -> Tensor:
     return index.clamp(max=cumulative.shape[1] - 1)
 
 
-def _kept(probabilities: Tensor, sampling: Sampling) -> Tensor:
+def _top_k_top_p(probabilities: Tensor, sampling: Sampling) -> Tensor:
     """Set the probabilities of the tokens that top-k and then top-p leave out to zero. The
     likeliest token is always kept."""
     size = probabilities.shape[-1]

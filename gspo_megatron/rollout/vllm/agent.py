@@ -36,7 +36,7 @@ class _Started:
     process: ServerProcess | None = None
     ended: str | None = None  # how the server ended, in words
 
-    def as_told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Return the server's state as JSON values, for the service."""
         if self.process is None:
             return {"boot": self.boot, "url": None, "ended": self.ended}
@@ -65,13 +65,13 @@ class NodeAgent:
                 self.wanted.read()
                 await self._end_others()
                 self._start_missing()
-                self._tell()
+                self._write_report()
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(ended.wait(), _LOOK_SECONDS)
         finally:
             self.wanted.servers = {}
             await self._end_others()
-            self._tell()
+            self._write_report()
 
     def _is_forgotten(self) -> bool:
         """Return whether no heartbeat of a service came for FORGOTTEN_SECONDS."""
@@ -89,25 +89,25 @@ class NodeAgent:
         running = [each.process for each in others.values() if each.process is not None]
         await asyncio.gather(*(process.end() for process in running))
         for number in others:
-            self._say(f"server {number} ended")
+            self._print(f"server {number} ended")
             del self.servers[number]
 
     def _start_missing(self) -> None:
         if self._is_forgotten():
             return
-        for number, wish in self.wanted.servers.items():
+        for number, server in self.wanted.servers.items():
             if number not in self.servers:
-                started = self.servers[number] = _Started(wish["boot"])
+                started = self.servers[number] = _Started(server["boot"])
                 try:
-                    started.process = self._start(number, wish)
-                    self._say(f"server {number} started at {started.process.url}")
+                    started.process = self._start(number, server)
+                    self._print(f"server {number} started at {started.process.url}")
                 except RolloutError as problem:
                     started.ended = str(problem)
-                    self._say(f"server {number}: {problem}")
+                    self._print(f"server {number}: {problem}")
 
-    def _start(self, number: str, wish: Mapping[str, Any]) -> ServerProcess:
-        python, *words = wish["words"]
-        environ = {**wish["environ"], **_devices(wish["gpus"])}
+    def _start(self, number: str, server: Mapping[str, Any]) -> ServerProcess:
+        python, *words = server["words"]
+        environ = {**server["environ"], **_devices(server["gpus"])}
         log, host = server_log(self.folder, number), self.host or self._way_to_service()
         return ServerProcess([self.python or python, *words], environ, log, host)
 
@@ -118,23 +118,23 @@ class NodeAgent:
         it.
         """
         service = self.wanted.address or "an unknown address"
-        if (way := route_to(service)) is None:
+        if (address := route_to(service)) is None:
             raise RolloutError(
                 f"{self.name} has no route to the run's service at {service}; give --host, an "
                 "address of this node that the run's first node can reach"
             )
-        return way
+        return address
 
-    def _tell(self) -> None:
+    def _write_report(self) -> None:
         """Write the report, if the folder exists. Only the run makes this folder, because a new run
         needs an empty run folder."""
         if self.folder.is_dir():
-            servers = {number: started.as_told() for number, started in self.servers.items()}
+            servers = {number: started.as_json() for number, started in self.servers.items()}
             # If the disk is full, the service gets no heartbeat, and counts this node as lost.
             with contextlib.suppress(DataError):
                 self.report.write(servers)
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         print(f"{self.name}: {text}", flush=True)
 
 

@@ -121,14 +121,14 @@ class ServerClient:
         vLLM's prefix cache reuses only prompts with the same salt; model: an adapter's name, or
         None for the model itself.
         """
-        given: dict[str, Any] = {"token_ids": list(prompt)}
-        given["sampling_params"] = {"logprobs": 0, **sampling}
-        given |= {} if name is None else {"request_id": name}
-        given |= {} if salt is None else {"cache_salt": salt}
-        given |= {} if model is None else {"model": model}
-        found = await self._call("POST", GENERATE, given, seconds=seconds)
+        content: dict[str, Any] = {"token_ids": list(prompt)}
+        content["sampling_params"] = {"logprobs": 0, **sampling}
+        content |= {} if name is None else {"request_id": name}
+        content |= {} if salt is None else {"cache_salt": salt}
+        content |= {} if model is None else {"model": model}
+        answer = await self._call("POST", GENERATE, content, seconds=seconds)
         with malformed():
-            return parse_response(found, len(prompt), facts, routes=routes)
+            return parse_response(answer, len(prompt), facts, routes=routes)
 
     async def generate_part(
         self,
@@ -151,7 +151,7 @@ class ServerClient:
         body = part_request(
             prompt, sampling, names, seeds, facts, routes=routes, salt=salt, model=model
         )
-        async with self._asked("POST", PARTS, body, seconds=None) as answer:
+        async with self._response("POST", PARTS, body, seconds=None) as answer:
             if answer.status >= 400:
                 _fail(PARTS, answer.status, (await answer.read()).decode(errors="replace"))
             while (record := await _record(answer.content)) is not None:
@@ -169,17 +169,17 @@ class ServerClient:
     async def take_back(self, names: Sequence[str], *, seconds: float) -> set[str]:
         """Cancel responses that `generate_part` requested, by their names. Returns the names of the
         responses that have already ended; their answers will still arrive."""
-        found = await self._call("POST", TAKE_BACK, {"names": list(names)}, seconds=seconds)
+        reply = await self._call("POST", TAKE_BACK, {"names": list(names)}, seconds=seconds)
         with malformed():
-            return set(found["ended"])
+            return set(reply["ended"])
 
     async def gives_parts(self, *, seconds: float) -> bool:
         """Return whether the server has our middleware in the version of this client."""
         try:
-            found = await self._call("GET", ABOUT, seconds=seconds)
+            reply = await self._call("GET", ABOUT, seconds=seconds)
         except (ServerGone, ServerRefused):  # a server without this route may send any error
             return False
-        return isinstance(found, dict) and found.get("form") == FORM
+        return isinstance(reply, dict) and reply.get("form") == FORM
 
     async def load_weights(
         self,
@@ -232,25 +232,25 @@ class ServerClient:
         """Load the adapter in a PEFT folder: requests for the model `name` then get the base model
         with this adapter. The name must be new: for an old name, vLLM would use prefixes that it
         has cached with the old adapter."""
-        given = {"lora_name": name, "lora_path": folder}
-        await self._call("POST", "/v1/load_lora_adapter", given, seconds=seconds, as_text=True)
+        fields = {"lora_name": name, "lora_path": folder}
+        await self._call("POST", "/v1/load_lora_adapter", fields, seconds=seconds, as_text=True)
 
     async def unload_adapter(self, name: str, *, seconds: float) -> None:
         """Unload an adapter. The next adapter that is loaded takes its place in memory."""
-        given = {"lora_name": name}
-        await self._call("POST", "/v1/unload_lora_adapter", given, seconds=seconds, as_text=True)
+        fields = {"lora_name": name}
+        await self._call("POST", "/v1/unload_lora_adapter", fields, seconds=seconds, as_text=True)
 
     async def adapter_sums(self, folder: str | None, *, seconds: float) -> list[dict[str, Any]]:
         """Return GspoWorker.adapter_sums of every worker; the server needs our worker extension."""
-        found = await self._remote("adapter_sums", {"folder": folder}, seconds)
+        reply = await self._remote("adapter_sums", {"folder": folder}, seconds)
         with malformed():
-            return list(found["results"])
+            return list(reply["results"])
 
     async def response_tokens(self, *, seconds: float) -> dict[str, int] | None:
         """Return GspoWorker.response_tokens, by the names that `generate` got."""
-        found = await self._remote("response_tokens", {}, seconds)
+        reply = await self._remote("response_tokens", {}, seconds)
         with malformed():
-            workers = found["results"]
+            workers = reply["results"]
             if any(each is None for each in workers):
                 return None
             named = ((_FLIGHT.search(key), n) for each in workers for key, n in each.items())
@@ -258,14 +258,14 @@ class ServerClient:
 
     async def weight_sums(self, folder: str | None, *, seconds: float) -> list[dict[str, Any]]:
         """Return GspoWorker.weight_sums of every worker; the server needs our worker extension."""
-        found = await self._remote("weight_sums", {"folder": folder}, seconds)
+        reply = await self._remote("weight_sums", {"folder": folder}, seconds)
         with malformed():
-            return list(found["results"])
+            return list(reply["results"])
 
     async def weight_version(self, *, seconds: float) -> str:
-        found = await self._call("GET", "/weight_info", seconds=seconds)
+        reply = await self._call("GET", "/weight_info", seconds=seconds)
         with malformed():
-            return str(found["weight_version"])
+            return str(reply["weight_version"])
 
     async def why_not_ready(self, *, seconds: float) -> str | None:
         """Check the health, and the proof of a server that this run started. Return what is wrong,
@@ -294,12 +294,12 @@ class ServerClient:
         assert self._token is not None, "a server that was started without a token"
         challenge = secrets.token_hex(32)  # new each time, so that an old answer cannot be reused
         try:
-            found = await self._call("GET", PROOF, query={"challenge": challenge}, seconds=seconds)
+            reply = await self._call("GET", PROOF, query={"challenge": challenge}, seconds=seconds)
         except NoAnswer:
             raise
         except (ServerGone, ServerRefused) as error:
             return f"{self.url}: the program there does not prove that it is this server: {error}"
-        proof = str(found.get("proof")) if isinstance(found, dict) else ""
+        proof = str(reply.get("proof")) if isinstance(reply, dict) else ""
         if not hmac.compare_digest(proof.encode(), proof_of(self._token, challenge).encode()):
             return f"{self.url}: another program listens there: it does not know the token"
         self._has_proven = True
@@ -312,9 +312,9 @@ class ServerClient:
         metrics together are 1,000 lines.
         """
         if in_short:
-            found = await self._call("GET", FIGURES, seconds=seconds)
+            reply = await self._call("GET", FIGURES, seconds=seconds)
             with malformed():
-                return {name: float(value) for name, value in found.items()}
+                return {name: float(value) for name, value in reply.items()}
         return parse_metrics(await self._call("GET", "/metrics", seconds=seconds, as_text=True))
 
     async def settings(self, *, seconds: float) -> dict[str, Any]:
@@ -327,40 +327,40 @@ class ServerClient:
 
     async def paths(self, *, seconds: float) -> set[str]:
         """Return the paths that the server answers; they show its abilities."""
-        found = await self._call("GET", "/openapi.json", seconds=seconds)
+        reply = await self._call("GET", "/openapi.json", seconds=seconds)
         with malformed():
-            return set(found["paths"])
+            return set(reply["paths"])
 
     async def model(self, *, seconds: float) -> dict[str, Any]:
         """Return config.json of the server's model; the server needs our worker extension."""
-        found = await self._remote("tell_config", {}, seconds)
+        reply = await self._remote("tell_config", {}, seconds)
         with malformed():
-            return dict(json.loads(found["results"][0]))
+            return dict(json.loads(reply["results"][0]))
 
     async def tokenize(self, text: str, *, seconds: float) -> list[int]:
         """Return the token ids of a text, without special tokens around it."""
-        given = {"prompt": text, "add_special_tokens": False}
-        found = await self._call("POST", "/tokenize", given, seconds=seconds)
+        fields = {"prompt": text, "add_special_tokens": False}
+        reply = await self._call("POST", "/tokenize", fields, seconds=seconds)
         with malformed():
-            return list(found["tokens"])
+            return list(reply["tokens"])
 
     async def _remote(self, method: str, arguments: Mapping[str, Any], seconds: float) -> Any:
         """Call a method of vLLM's workers; returns the answer."""
-        given = {"method": method, "kwargs": dict(arguments), "timeout": seconds}
-        return await self._call("POST", "/collective_rpc", given, seconds=seconds)
+        fields = {"method": method, "kwargs": dict(arguments), "timeout": seconds}
+        return await self._call("POST", "/collective_rpc", fields, seconds=seconds)
 
     async def _call(
         self,
         verb: str,
         path: str,
-        given: Any = None,
+        fields: Any = None,
         *,
         seconds: float | None,
         query: Mapping[str, str] | None = None,
         as_text: bool = False,
     ) -> Any:
-        body = None if verb == "GET" else json.dumps({} if given is None else given).encode()
-        async with self._asked(verb, path, body, seconds=seconds, query=query) as answer:
+        body = None if verb == "GET" else json.dumps({} if fields is None else fields).encode()
+        async with self._response(verb, path, body, seconds=seconds, query=query) as answer:
             content = await answer.read()
             if answer.status >= 400:
                 _fail(path, answer.status, content.decode(errors="replace"))
@@ -380,7 +380,7 @@ class ServerClient:
         return headers | ({"Authorization": f"Bearer {self._token}"} if self._token else {})
 
     @contextlib.asynccontextmanager
-    async def _asked(
+    async def _response(
         self,
         verb: str,
         path: str,
@@ -393,25 +393,25 @@ class ServerClient:
 
         Errors of the connection raise NoAnswer, even inside the `with` block.
         """
-        asked: dict[str, Any] = {"data": body, "params": query, "headers": self._headers(path)}
-        asked["timeout"] = _NO_DEADLINE if seconds is None else aiohttp.ClientTimeout(seconds)
-        asked["allow_redirects"] = not self._is_ours  # our servers never redirect
+        options: dict[str, Any] = {"data": body, "params": query, "headers": self._headers(path)}
+        options["timeout"] = _NO_DEADLINE if seconds is None else aiohttp.ClientTimeout(seconds)
+        options["allow_redirects"] = not self._is_ours  # our servers never redirect
         try:
             if path in _ONCE:
                 async with (
                     connected_session() as session,
-                    session.request(verb, self.url + path, **asked) as answer,
+                    session.request(verb, self.url + path, **options) as answer,
                 ):
                     yield answer
                 return
             try:
-                answer = await self._session.request(verb, self.url + path, **asked)
+                answer = await self._session.request(verb, self.url + path, **options)
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
                 if isinstance(error, aiohttp.ClientConnectorError):
                     raise
                 # The server may have closed an idle connection while this request was on its way,
                 # so try once more on a new connection. A server that is away fails again.
-                answer = await self._session.request(verb, self.url + path, **asked)
+                answer = await self._session.request(verb, self.url + path, **options)
             async with answer:
                 yield answer
         except asyncio.TimeoutError:
@@ -435,15 +435,15 @@ def connected_session() -> aiohttp.ClientSession:
 
 def _fail(path: str, status: int, text: str) -> NoReturn:
     """Raise ServerGone or ServerRefused for an answer with an error status."""
-    told = f"{path}: HTTP {status}: {' '.join(text.split())[:300]}"
+    message = f"{path}: HTTP {status}: {' '.join(text.split())[:300]}"
     if status == 401:
         raise ServerRefused(
             f"{path}: the server wants another token: set {TOKEN_VARIABLE} to the one that the "
             "server was started with"
         )
     if (status >= 500 or status in _LATER) and path != "/collective_rpc":
-        raise ServerGone(told)
-    raise ServerRefused(told)
+        raise ServerGone(message)
+    raise ServerRefused(message)
 
 
 async def _record(content: aiohttp.StreamReader) -> bytes | None:
@@ -463,5 +463,5 @@ def malformed() -> Generator[None]:
     try:
         yield
     except MALFORMED as error:
-        told = f"{type(error).__name__}: {error}"
-        raise ServerGone(f"{NOT_AS_VLLM}: {told}") from error
+        message = f"{type(error).__name__}: {error}"
+        raise ServerGone(f"{NOT_AS_VLLM}: {message}") from error

@@ -43,12 +43,12 @@ class Scorers:
 
     def __init__(self, config: Config, inputs: Inputs) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._take(config, inputs)
+        self._load_rewards(config, inputs)
 
-    def _take(self, config: Config, inputs: Inputs) -> None:
-        wanted, suites = config.reward, config.evaluation.suites
-        reward = get_reward(wanted.name, wanted.import_path, wanted.options, wanted.workers)
-        self._scorer = GroupScorer.of(config, inputs.tokenizer, reward, wanted, is_learnt=True)
+    def _load_rewards(self, config: Config, inputs: Inputs) -> None:
+        section, suites = config.reward, config.evaluation.suites
+        reward = get_reward(section.name, section.import_path, section.options, section.workers)
+        self._scorer = GroupScorer.of(config, inputs.tokenizer, reward, section, is_learnt=True)
         self._of_suites = {
             suite_key(name): GroupScorer.of(config, inputs.tokenizer, of_suite, suites[name].reward)
             for name, of_suite in suite_rewards(suites).items()
@@ -57,7 +57,7 @@ class Scorers:
     async def renew(self, config: Config, inputs: Inputs) -> None:
         """Score with the rewards of another phase from now on."""
         await self.close()
-        await self.in_main(lambda: self._take(config, inputs))
+        await self.in_main(lambda: self._load_rewards(config, inputs))
 
     def work(self) -> None:
         """Score until `stop`. The main thread calls this."""
@@ -92,30 +92,30 @@ class Scorers:
         def finish(
             group: RolloutGroup,
             samples: Sequence[Sample],
-            found: tuple[list[Score | None], FailedCalls],
+            result: tuple[list[Score | None], FailedCalls],
             failures: int = 0,
         ) -> None:
-            scores, failed = found
+            scores, failed = result
             failed = failed._replace(errors=failed.errors + failures)
             scoring.fill_in(group, samples, scores, failed, scorer.take_seconds(), episodes)
             then(group)
 
-        def whole() -> None:
+        def score_at_once() -> None:
             group, samples = begin()
             finish(group, samples, scorer.score(samples, given))
 
         if scorer.workers is None and scoring.teachers is None and scoring.model is None:
-            await self.in_main(whole)
+            await self.in_main(score_at_once)
             return
         group, samples = await self.in_main(begin)
         if scorer.workers is None:
-            found = await self.in_main(lambda: scorer.score(samples, given))
+            result = await self.in_main(lambda: scorer.score(samples, given))
         else:
-            found = await scorer.score_async(samples, given)
+            result = await scorer.score_async(samples, given)
         failures = await scoring.ask_servers(
             group, samples, {group.number: prompt}, is_learnt=request.is_learnt
         )
-        await self.in_main(lambda: finish(group, samples, found, failures))
+        await self.in_main(lambda: finish(group, samples, result, failures))
 
     async def close(self) -> None:
         """End the workers."""
@@ -228,8 +228,8 @@ class ServedRequests:
             if self._are_over and isinstance(error, asyncio.CancelledError):
                 raise  # `close` has cancelled the request
             traceback.print_exception(error)
-            told = f"request {running.request.name} was ended by {type(error).__name__}: {error}"
-            running.error = RolloutError(told)
+            message = f"request {running.request.name} was ended by {type(error).__name__}: {error}"
+            running.error = RolloutError(message)
 
     async def _request(self, running: RunningRequest) -> None:
         request = running.request

@@ -89,9 +89,13 @@ class Fleet:
             work = self._start(server) if first else self._renew(server, weights)
             server.bringing = asyncio.create_task(_after(server.bringing, work))
         await asyncio.gather(*(each.bringing for each in self.servers if each.bringing))
-        left = [s for s in self.servers if s.version is not None and s.version >= weights.version]
+        up_to_date = [
+            server
+            for server in self.servers
+            if server.version is not None and server.version >= weights.version
+        ]
         # A server that fails at the start means a wrong setup, so all servers must work.
-        if not left or (first and len(left) < len(self.servers)):
+        if not up_to_date or (first and len(up_to_date) < len(self.servers)):
             raise RolloutError("\n".join(self.problems()))
 
     async def _renew(self, server: Server, weights: Weights) -> None:
@@ -127,9 +131,9 @@ class Fleet:
             await self._wait_until_ready(server, deadline)
             # The request may take all the time that is left, because vLLM may examine the machine
             # before it answers.
-            left = max(deadline - time.monotonic(), 0.1)
+            remaining = max(deadline - time.monotonic(), 0.1)
             server.abilities = await check_server(
-                server.client, self.settings.needs, folder, seconds=left
+                server.client, self.settings.needs, folder, seconds=remaining
             )
             server.window = RequestWindow(self._most_requests(server))
             await self.loader.first_weights(server, weights, deadline)
@@ -185,8 +189,8 @@ class Fleet:
         server.why_out = why
         if server.process is not None:
             # This text contains the last errors of the server's log.
-            told = server.process.has_ended()
-            server.why_out = told or f"{why}{server.process.errors()}"
+            how_it_ended = server.process.has_ended()
+            server.why_out = how_it_ended or f"{why}{server.process.errors()}"
             await asyncio.to_thread(server.process.kill)
         await self.changes.announce()
 
@@ -195,8 +199,8 @@ class Fleet:
         restart is left."""
         while server.start is not None and server.restarts < self.settings.restarts:
             server.restarts += 1
-            told = f"{server.name}: {server.why_out}; restart {server.restarts}"
-            print(printable(told), flush=True)
+            message = f"{server.name}: {server.why_out}; restart {server.restarts}"
+            print(printable(message), flush=True)
             await self._start(server)
             if server.serves:
                 return
@@ -220,15 +224,15 @@ class Fleet:
             self.lose_server(server, ended)
             return
         with contextlib.suppress(ServerGone, ServerRefused):
-            found = await server.client.figures(
+            figures = await server.client.figures(
                 seconds=CALL_SECONDS, in_short=server.abilities.gives_parts
             )
-            tokens = found.get("generation_tokens_total", 0.0)
+            tokens = figures.get("generation_tokens_total", 0.0)
             # vLLM's own number of running requests is old if its engine hangs
             if tokens != server.tokens or not server.in_flight:
                 server.heard = time.monotonic()
-            server.tokens, server.kv_usage = tokens, found.get("kv_cache_usage_perc", 0.0)
-            server.window.adjust(found, server.load)
+            server.tokens, server.kv_usage = tokens, figures.get("kv_cache_usage_perc", 0.0)
+            server.window.adjust(figures, server.load)
             await self.loader.release(server)
         silent = time.monotonic() - server.heard
         if silent > self.settings.silence_seconds:

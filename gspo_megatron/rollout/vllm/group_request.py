@@ -54,7 +54,7 @@ class GroupRequest:
 
     def __post_init__(self) -> None:
         assert self.server.version is not None, "a server that serves nothing"
-        self.life = self.server.restarts  # shows later whether the server has restarted
+        self.process_number = self.server.restarts  # the server may restart meanwhile
         stem = uuid.uuid4().hex[:24]
         self.call = asyncio.create_task(self._receive())
         for number in range(len(self.seeds)):
@@ -82,7 +82,7 @@ class GroupRequest:
         They have not arrived, or the server has not passed the check of their weights. Responses
         that were taken back are not included.
         """
-        newest = self.server.proven.get(self.life, -1)
+        newest = self.server.proven.get(self.process_number, -1)
         return [
             number
             for number, each in enumerate(self.responses)

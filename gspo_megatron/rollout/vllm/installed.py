@@ -93,8 +93,8 @@ def unserved(config: Config) -> list[str]:
             wrong = f"vLLM needs {' and '.join(lacking)} in config.json, which cannot express this"
             return [problem("rollout.engine", "vllm", f"{wrong} model; allowed: megatron")]
     if "head_sizes" in found and (limit := delta_net_limit(shape, config.training.precision)):
-        key, value, wrong, legal = limit
-        return [problem(key, value, f"{wrong}; allowed: {legal}, or rollout.engine = megatron")]
+        key, value, wrong, allowed = limit
+        return [problem(key, value, f"{wrong}; allowed: {allowed}, or rollout.engine = megatron")]
     key, size, kind = "kv_channels", shape.kv_channels, "head_dim in config.json"
     sizes = found.get("head_sizes")
     if shape.has_latent_attention:
@@ -112,7 +112,7 @@ def unserved(config: Config) -> list[str]:
 
 def delta_net_limit(shape: ModelShape, precision: str) -> tuple[str, Any, str, str] | None:
     """Return a setting with which vLLM's CPU kernels of delta nets compute wrong log-probs without
-    an error: key, value, the limit, the legal value. Returns None without such a setting."""
+    an error: key, value, the limit, the allowed value. Returns None without such a setting."""
     if not any(delta_net_layers(shape)):
         return None
     kernels = "vLLM for CPUs computes delta nets"

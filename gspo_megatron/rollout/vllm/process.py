@@ -178,9 +178,9 @@ def _refused_settings(lines: Sequence[str]) -> str | None:
     last = max((n for n, line in enumerate(lines) if _ERROR.search(line)), default=None)
     if last is None or not _INVALID.search(lines[last]):
         return None
-    told = [_PREFIX.sub("", line) for line in lines[last + 1 :]]
-    told = [line for line in told if not line.startswith("For further information")]
-    wrong = " ".join(told)[:_SHOWN_CHARACTERS]
+    reasons = [_PREFIX.sub("", line) for line in lines[last + 1 :]]
+    reasons = [line for line in reasons if not line.startswith("For further information")]
+    wrong = " ".join(reasons)[:_SHOWN_CHARACTERS]
     return f"{wrong}; vLLM refuses rollout.vllm.options, or the model's own settings"
 
 
@@ -205,8 +205,8 @@ def _end_of(log: Path) -> tuple[list[str], list[str]]:
     """
     with log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _LOOKED_AT))
-        found = file.read().decode(errors="replace").splitlines()
-    lines = [line.strip() for line in found if line.strip()]
+        text_lines = file.read().decode(errors="replace").splitlines()
+    lines = [line.strip() for line in text_lines if line.strip()]
     errors = [line for line in lines if _ERROR.search(line)]
     causes = [line for line in errors if not _CONSEQUENCE.search(line)]
     # If several processes wrote the same error, only the last of these lines is kept.
@@ -298,7 +298,7 @@ def cpu_environment(options: Mapping[str, Any]) -> dict[str, str]:
     overrides this option.
     """
     cache = {} if "kv_cache_memory_bytes" in options else {"VLLM_CPU_KVCACHE_SPACE": "1"}  # GB
-    wanted = {
+    variables = {
         **cache,
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "TORCHDYNAMO_DISABLE": "1",
@@ -311,7 +311,7 @@ def cpu_environment(options: Mapping[str, Any]) -> dict[str, str]:
         "MALLOC_MMAP_MAX_": "0",
         "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     }
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+    return {name: value for name, value in variables.items() if name not in os.environ}
 
 
 def common_environment(token: str, device_numbers: Sequence[str] = ()) -> dict[str, str]:

@@ -72,8 +72,9 @@ class HeartbeatFile:
 
     def read(self) -> None:
         try:
-            found = parse_json(self.path.read_bytes())
-            beat, servers, address = found["beat"], dict(found["servers"]), found.get("address")
+            content = parse_json(self.path.read_bytes())
+            beat, servers = content["beat"], dict(content["servers"])
+            address = content.get("address")
         except FileNotFoundError:
             self.servers = {}
             return
@@ -156,13 +157,13 @@ class RemoteProcess:
         self.boot = secrets.token_hex(8)  # identifies this start of the server
         self.log = server_log(node.folder, number)
         self._since = time.monotonic()
-        wanted = {"boot": self.boot, "words": list(words), "environ": dict(environ)}
-        node.want(self.number, {**wanted, "gpus": list(gpus)})
+        server = {"boot": self.boot, "words": list(words), "environ": dict(environ)}
+        node.want(self.number, {**server, "gpus": list(gpus)})
 
     @property
     def url(self) -> str:
         """The server's URL; empty until the agent has started the server."""
-        return self._told("url") or ""
+        return self._reported("url") or ""
 
     def has_ended(self) -> str | None:
         """Return in words how the server ended; None while it runs or has not started yet."""
@@ -172,7 +173,7 @@ class RemoteProcess:
             silent = time.monotonic() - max(heard, self._since)
             if silent > SILENT_SECONDS:
                 return f"there is no sign of life from {self.node.name} for {silent:.0f} s"
-        return self._told("ended")
+        return self._reported("ended")
 
     async def end(self) -> None:
         """Make the agent end the server; returns when it has ended, or after a time limit."""
@@ -197,7 +198,7 @@ class RemoteProcess:
             return f"; no agent answers from {self.node.name} (gspo-megatron serve --join)"
         return f"; {errors_of(self.log)}"
 
-    def _told(self, key: str) -> Any:
+    def _reported(self, key: str) -> Any:
         """Return a value that the agent last reported for this start of the server."""
         entry = self.node.report.servers.get(self.number, {})
         return entry.get(key) if entry.get("boot") == self.boot else None

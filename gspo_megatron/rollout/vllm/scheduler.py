@@ -68,18 +68,19 @@ class RequestQueue:
     def admit(self, choose: Callable[[int, float, int], tuple[Server, int] | None]) -> None:
         """Grant places while `choose` finds a server.
 
-        choose(version, kept, places) gets the lowest weights version for the request, the version
-        from which on servers are reserved for earlier rollouts, and the number of places that the
-        request still needs. Errors of `choose` are raised in the waiting task. A rollout does not
-        delay later rollouts while it needs a version that no server has yet.
+        choose(version, reserved_from, places) gets three numbers: the lowest weights version for
+        the request, the version from which on servers are reserved for earlier rollouts, and the
+        number of places that the request still needs. Errors of `choose` are raised in the waiting
+        task. A rollout does not delay later rollouts while it needs a version that no server has
+        yet.
         """
-        kept = math.inf
+        reserved_from = math.inf
         for key in sorted(self._waiting):
             entries, version = self._waiting[key], key[1]
-            while entries and self._grant(entries, partial(choose, version, kept)):
+            while entries and self._grant(entries, partial(choose, version, reserved_from)):
                 pass
             if entries:
-                kept = min(kept, version)
+                reserved_from = min(reserved_from, version)
             else:
                 del self._waiting[key]
 
@@ -94,10 +95,10 @@ class RequestQueue:
             self.remove(entry)
             return True
         try:
-            left = entry.places
-            while left and (found := choose(left)) is not None:
-                granted.append(found)
-                left -= found[1]
+            needed = entry.places
+            while needed and (grant := choose(needed)) is not None:
+                granted.append(grant)
+                needed -= grant[1]
         except Exception as error:  # noqa: BLE001 (raised where it is awaited)
             self.remove(entry)
             entry.granted.set_exception(error)
@@ -147,15 +148,15 @@ class Scheduler:
         """Send requests when places are granted. first: put the requests before the other requests
         of the rollout."""
         requests: list[GroupRequest] = []
-        rest = seeds
+        remaining = seeds
         try:
             for server, places in await self._wait_for_places(spec, len(seeds), first=first):
-                requests.append(self._send_request(server, spec, rest[:places]))
-                rest = rest[places:]
-            works = [self._whole_group(request) for request in requests]
-            if rest:
-                works.append(self._generate(spec, rest, first=True))
-            return list(itertools.chain(*await gathered(works)))
+                requests.append(self._send_request(server, spec, remaining[:places]))
+                remaining = remaining[places:]
+            parts = [self._whole_group(request) for request in requests]
+            if remaining:
+                parts.append(self._generate(spec, remaining, first=True))
+            return list(itertools.chain(*await gathered(parts)))
         finally:
             for request in requests:
                 request.cancel()
@@ -187,16 +188,17 @@ class Scheduler:
             self.fleet.lose_server(server, str(error))
         request.end()
         await self._wait_for_check(server, request.newest_version())
-        missing, found = request.missing(), {}
+        missing, regenerated = request.missing(), {}
         self.resubmitted += len(missing)
         if missing:
             seeds = [request.seeds[n] for n in missing]
             again = await self._generate(request.spec, seeds, first=True)
-            found = dict(zip(missing, again, strict=True))
+            regenerated = dict(zip(missing, again, strict=True))
         for number, task in request.again.items():
-            [found[number]] = await task
+            [regenerated[number]] = await task
         answers = (each.answer for each in request.responses)
-        responses = {n: answer for n, answer in enumerate(answers) if answer is not None} | found
+        responses = {n: answer for n, answer in enumerate(answers) if answer is not None}
+        responses |= regenerated
         return [responses[n] for n in range(len(request.responses))]
 
     async def _wait_for_check(self, server: Server, version: int) -> None:
@@ -253,12 +255,14 @@ class Scheduler:
             self._level = -(-loads // max(1, len(serving)))
             self._queue.admit(self._choose_server)
 
-    def _choose_server(self, version: int, kept: float, places: int) -> tuple[Server, int] | None:
+    def _choose_server(
+        self, version: int, reserved_from: float, places: int
+    ) -> tuple[Server, int] | None:
         """Choose the least loaded server with room, and its number of places; None: wait.
 
         A server gets at most its share of all waiting requests. It must have room for the whole
-        group, or for a part that is large enough (`_WORTH`). Servers of version `kept` or later are
-        reserved for earlier rollouts.
+        group, or for a part that is large enough (`_WORTH`). Servers of version `reserved_from` or
+        later are reserved for earlier rollouts.
         """
         chosen, chosen_load, is_any_able = None, 0, False
         for server in self.fleet.servers:
@@ -266,10 +270,10 @@ class Scheduler:
                 continue
             is_any_able = True
             load, size = server.load, server.window.size
-            if server.version >= kept or (chosen is not None and load >= chosen_load):
+            if server.version >= reserved_from or (chosen is not None and load >= chosen_load):
                 continue
-            few = min(places, max(1, size // _WORTH)) if server.abilities.gives_parts else 1
-            if load + few <= size:
+            least = min(places, max(1, size // _WORTH)) if server.abilities.gives_parts else 1
+            if load + least <= size:
                 chosen, chosen_load = server, load
         if chosen is None:
             if not is_any_able and not any(each.may_come_back for each in self.fleet.servers):

@@ -256,17 +256,17 @@ class Service:
     async def _begin_phase(self, request: web.Request) -> web.Response:
         """Continue with the settings of the run's next phase, if the servers fit this phase.
         Otherwise, answer why they do not, and change nothing."""
-        given = await request.json()
+        settings = await request.json()
         try:
             # This runs in the main thread, as at the start, because it may run the user's code.
-            config, inputs = await self.scorers.in_main(lambda: _read(given))
+            config, inputs = await self.scorers.in_main(lambda: _read(settings))
             if other := self._needs_others(config, inputs):
                 return web.json_response({"other": other})
             await self.requests.close()
             await self.scorers.renew(config, inputs)
         except UserError as error:
             return web.json_response({"error": str(error)})
-        self.config, self.inputs, self.settings = config, inputs, given
+        self.config, self.inputs, self.settings = config, inputs, settings
         self.fleet.take_settings(self._fleet_settings())
         self.requests = self._served_requests()
         gc.freeze()  # garbage collection never examines the new prompts, either
@@ -307,8 +307,8 @@ class Service:
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
         # compared as bytes, because compare_digest takes only ASCII in strings
-        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        if not hmac.compare_digest(given, f"Bearer {self.settings['token']}".encode()):
+        authorization = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if not hmac.compare_digest(authorization, f"Bearer {self.settings['token']}".encode()):
             return web.json_response({"error": "token"}, status=401)
         return await handler(request)
 
@@ -319,7 +319,7 @@ class Service:
     async def _request_status(self, request: web.Request) -> web.Response:
         running = self.requests.running[request.match_info["name"]]
         assert running.task is not None
-        await self._until_news(running.task)
+        await self._wait_for_change(running.task)
         drawn = sum(each.tokens for each in self.fleet.servers)
         return web.json_response({**running.status(), "drawn": drawn, **self._own_status()})
 
@@ -333,15 +333,17 @@ class Service:
             "is_restarting": any(each.may_come_back for each in self.fleet.servers),
         }
 
-    async def _until_news(self, task: asyncio.Task[Any]) -> None:
+    async def _wait_for_change(self, task: asyncio.Task[Any]) -> None:
         """Wait until the task ends, a server needs a folder of weights, or LONGEST_WAIT is over."""
-        asked = asyncio.create_task(self.fleet.loader.wait_until_folder_is_needed())
-        await asyncio.wait([task, asked], timeout=LONGEST_WAIT, return_when=asyncio.FIRST_COMPLETED)
-        asked.cancel()
+        folder_wait = asyncio.create_task(self.fleet.loader.wait_until_folder_is_needed())
+        await asyncio.wait(
+            [task, folder_wait], timeout=LONGEST_WAIT, return_when=asyncio.FIRST_COMPLETED
+        )
+        folder_wait.cancel()
 
     async def _take_weights(self, request: web.Request) -> web.Response:
-        given = await request.json()
-        receivers = self.fleet.take_weights(Weights(**_weights_parts(given)))
+        content = await request.json()
+        receivers = self.fleet.take_weights(Weights(**_weights_parts(content)))
         self.updating = asyncio.create_task(self.fleet.update_servers())
         return web.json_response({"receivers": receivers})
 
@@ -354,7 +356,7 @@ class Service:
 
     async def _weights_status(self, _: web.Request) -> web.Response:
         assert self.updating is not None
-        await self._until_news(self.updating)
+        await self._wait_for_change(self.updating)
         error = self.updating.exception() if self.updating.done() else None
         if error is not None and not isinstance(error, UserError):
             raise error
@@ -438,12 +440,12 @@ def collect_garbage_less_often() -> None:
 
 
 def main() -> None:
-    told = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    to_rank_0 = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # from now on, prints go to stderr, for people to read
 
     def tell(**values: Any) -> None:
-        told.write(json.dumps(values) + "\n")
-        told.flush()
+        to_rank_0.write(json.dumps(values) + "\n")
+        to_rank_0.flush()
 
     settings = json.load(sys.stdin)
     try:

@@ -75,14 +75,14 @@ class ServiceClient:
         section = config.rollout.vllm
         before, self._settings = self._settings, {**self._settings, **settings}
         self._requests = {}  # the requests of the previous phase are done
-        told = self._call(
+        answer = self._call(
             "POST", "/phase", self._settings, seconds=section.weight_update_timeout_seconds
         )
-        if "error" in told:
-            raise RolloutError(told["error"])
-        if told["other"]:
+        if "error" in answer:
+            raise RolloutError(answer["error"])
+        if answer["other"]:
             self._settings = before
-            print(f"the servers are started again: {told['other']}", file=sys.stderr, flush=True)
+            print(f"the servers are started again: {answer['other']}", file=sys.stderr, flush=True)
             return False
         return True
 
@@ -120,8 +120,8 @@ class ServiceClient:
 
     def begin_request(self, request: RolloutRequest) -> None:
         """Start a request for responses."""
-        given = self._requests[request.name] = asdict(request)
-        self._note(self._call("POST", "/requests", given))
+        content = self._requests[request.name] = asdict(request)
+        self._note(self._call("POST", "/requests", content))
 
     def request_status(self, name: str) -> dict[str, Any]:
         """Return the status of a request: finished and scoring (groups), tokens, done.
@@ -171,9 +171,9 @@ class ServiceClient:
             if self._process.wait() >= 0:  # not killed: a new process would end in the same way
                 raise RolloutError(self._how_it_ended())
             self._use_restart()
-        told = json.loads(line)
-        if "error" in told:
-            raise RolloutError(told["error"])
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RolloutError(answer["error"])
         self._url = f"http://127.0.0.1:{self._settings['port']}"
 
     def _first_line(self) -> str:
@@ -226,7 +226,7 @@ class ServiceClient:
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with {code}"
         return f"the rollout service {how}"
 
-    def _call(self, verb: str, path: str, given: Any = None, seconds: float | None = None) -> Any:
+    def _call(self, verb: str, path: str, content: Any = None, seconds: float | None = None) -> Any:
         """Call the service. If it has died, or does not answer, restart it and send weights and
         requests again. seconds: None: half of training.hang_timeout_seconds, and at least twice
         LONGEST_WAIT."""
@@ -235,7 +235,7 @@ class ServiceClient:
             try:
                 if has_died:  # in the `try`, because the new process may die too
                     self._start_again()
-                return self._ask(verb, path, given, seconds)
+                return self._ask(verb, path, content, seconds)
             except urllib.error.HTTPError as error:
                 # A defect in the service, which has printed the traceback. As an OSError it would
                 # look like a problem with a file.
@@ -251,10 +251,10 @@ class ServiceClient:
         for request in self._requests.values():
             self._ask("POST", "/requests", request)
 
-    def _ask(self, verb: str, path: str, given: Any = None, seconds: float | None = None) -> Any:
+    def _ask(self, verb: str, path: str, content: Any = None, seconds: float | None = None) -> Any:
         request = urllib.request.Request(
             self._url + path,
-            data=None if given is None else json.dumps(given).encode(),
+            data=None if content is None else json.dumps(content).encode(),
             method=verb,
             headers={"Authorization": f"Bearer {self._settings['token']}"},
         )

@@ -106,9 +106,9 @@ def _wrong_on_cpus(folder: Path, shape: ModelShape, dtype: str) -> str:
     limit = delta_net_limit(shape, "bf16" if dtype == "bfloat16" else dtype)
     if limit is None:
         return ""
-    key, value, wrong, legal = limit
+    key, value, wrong, allowed = limit
     what = "--dtype" if key == "training.precision" else key.rpartition(".")[2]
-    return f"{wrong}; {what} is {format_value(value)}; allowed: {legal}"
+    return f"{wrong}; {what} is {format_value(value)}; allowed: {allowed}"
 
 
 async def serve(

@@ -140,9 +140,9 @@ def describe_families(families: Sequence[str], known: int) -> str:
     for family in families:
         kind, _, layer = family.partition(" of layer ")
         layers.setdefault(kind, []).extend([layer] if layer else [])
-    told = []
+    parts = []
     for kind, numbers in layers.items():
         shown = ", ".join(numbers[:_SHOWN]) + (", ..." if len(numbers) > _SHOWN else "")
         plural = "s" if len(numbers) > 1 else ""
-        told.append(f"{kind} of layer{plural} {shown}" if numbers else kind)
-    return "; ".join(told)
+        parts.append(f"{kind} of layer{plural} {shown}" if numbers else kind)
+    return "; ".join(parts)

@@ -105,12 +105,12 @@ class WeightStream:
         known = {key: self._groups.pop(key) for key in receivers if key in self._groups}
         self._groups = {}  # drops the groups of servers that are gone
         self._stuck = [entry for entry in self._stuck if not entry[0].is_completed()]
-        found = {}
+        groups = {}
         for key, workers in receivers.items():
             group = known.get(key) or self._join(key, workers, receiving, deadline)
             if group is not None:
-                found[key] = group
-        return found
+                groups[key] = group
+        return groups
 
     def _drop(self, group: Group, work: dist.Work | None, buffer: Tensor) -> None:
         """Stop sending to a server."""
@@ -138,7 +138,7 @@ class WeightStream:
                 return None
             time.sleep(0.02)
         seconds, device = timedelta(seconds=max(deadline - time.monotonic(), 1.0)), self.device
-        made: list[Group] = []
+        groups: list[Group] = []
 
         def make() -> None:
             if device.type == "cuda":
@@ -148,7 +148,7 @@ class WeightStream:
                 client = dist.TCPStore(self.host, self.port, is_master=False, timeout=seconds)
                 store = dist.PrefixStore(key, client)
                 sizes = 0, workers + 1
-                made.append(make_group(self.backend, store, *sizes, seconds, self.host, device))
+                groups.append(make_group(self.backend, store, *sizes, seconds, self.host, device))
 
         thread = threading.Thread(target=make, daemon=True)
         thread.start()
@@ -156,7 +156,7 @@ class WeightStream:
             if key not in receiving() or time.monotonic() > deadline:
                 return None
             thread.join(0.02)
-        return made[0] if made else None
+        return groups[0] if groups else None
 
 
 def bucket_layout(specs: Mapping[str, Tensor], limit: int) -> list[dict[str, Any]]:

@@ -262,8 +262,8 @@ class WeightLoader:
         server.reports_versions = all(each.spans is not None for each in responses)
         problem = check.difference(responses)
         if server.abilities.is_extended:
-            look = at_start or problem is not None
-            compared = self._suspects(server, weights.folder, whole=look)
+            compares_all = at_start or problem is not None
+            compared = self._suspects(server, weights.folder, whole=compares_all)
             suspects = await self._while_it_answers(server, compared)
             if suspects:
                 problem = f"{problem or NOT_THE_WEIGHTS}; {suspects}"
@@ -282,9 +282,9 @@ class WeightLoader:
         return True
 
     async def _check_version(self, server: Server, weights: Weights) -> None:
-        told = await server.client.weight_version(seconds=CALL_SECONDS)
-        if told != str(weights.version):
-            raise RolloutError(f"says that it has version {told} of them, not {weights.version}")
+        own = await server.client.weight_version(seconds=CALL_SECONDS)
+        if own != str(weights.version):
+            raise RolloutError(f"says that it has version {own} of them, not {weights.version}")
 
     async def _suspects(self, server: Server, folder: str | None, *, whole: bool) -> str:
         """Describe what differs between the server's weights and this folder (None: the newest).
@@ -299,9 +299,9 @@ class WeightLoader:
     async def _suspect_tensors(self, server: Server, folder: str | None) -> str:
         """Describe the server's families of tensors that differ from those in the folder."""
         seconds = self.settings.update_seconds
-        found = await server.client.weight_sums(None, seconds=seconds)
+        of_workers = await server.client.weight_sums(None, seconds=seconds)
         expected, *_ = await server.client.weight_sums(folder, seconds=seconds)
-        suspects = describe_families(suspect_families(found, expected), len(expected))
+        suspects = describe_families(suspect_families(of_workers, expected), len(expected))
         return f"different from the folder: {suspects}" if suspects else ""
 
     async def release(self, server: Server) -> None:
