@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import difflib
 import re
+import sys
 from collections.abc import Generator, Iterable, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 _LONGEST_VALUE = 200  # characters; long enough for a path
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -125,6 +126,13 @@ def printable(text: str) -> str:
     """Escape control characters other than line breaks and tabs, so that a text of a model, of a
     program or of a server cannot change what the terminal shows."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def tell(text: str, stream: TextIO | None = None) -> None:
+    """Print a message of a run to a stream, by default stderr. If the reader of a pipe is gone or
+    the disk of a log is full, the message is lost, and the run goes on."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr if stream is None else stream, flush=True)
 
 
 def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:

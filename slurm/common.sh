@@ -318,8 +318,15 @@ gspo_job() {
     fi
 }
 
-# The job's state in Slurm.
-gspo_state() { gspo_job_field JobState '[A-Z_]*'; }
+# The job's state in Slurm. The controller may be away for some minutes, for example while it restarts.
+gspo_state() {
+    local state='' tries=18
+    while [ -z "$state" ] && ((tries-- > 0)); do
+        state=$(gspo_job_field JobState '[A-Z_]*')
+        [ -n "$state" ] || sleep 10
+    done
+    echo "$state"
+}
 
 # What `scontrol show job` says: the field $1, of the form $2. A heterogeneous job has one record for
 # each component; the first is that of this script.
@@ -455,7 +462,7 @@ gspo_end() {
     fi
     if [ "$state" != RUNNING ]; then
         # Cancelled by its owner, or requeued by Slurm itself.
-        gspo_say "the job is $state: the script does not requeue it"
+        gspo_say "the job is ${state:-unknown to Slurm}: the script does not requeue it"
     elif [ "${GSPO_REQUEUE:-1}" = 0 ]; then
         gspo_say "GSPO_REQUEUE = 0: submit the same command to continue"
     elif scontrol requeue "$(gspo_job)"; then

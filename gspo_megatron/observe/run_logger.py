@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gspo_megatron.config import Config, to_shown_yaml
 from gspo_megatron.config.stages import AnyConfig
+from gspo_megatron.errors import tell
 from gspo_megatron.files import make_folder, os_errors, write_atomically
 from gspo_megatron.observe.environment import write_environment
 from gspo_megatron.observe.metrics_files import (
@@ -143,7 +143,7 @@ class RunLogger:
         if self._progress is not None:
             self._progress.note(text)
         elif self.is_main:
-            print(text, file=sys.stderr, flush=True)
+            tell(text)
 
     def sync(self) -> None:
         """Wait until all records are on the disk, because a checkpoint must not be newer than the

@@ -11,7 +11,6 @@ import contextlib
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 from gspo_megatron.config.stages import AnyConfig
+from gspo_megatron.errors import tell
 from gspo_megatron.observe.environment import output_of
 from gspo_megatron.platform.collectives import on_main
 from gspo_megatron.platform.groups import Ranks
@@ -163,8 +163,7 @@ class TimeWatch:
             if remaining is not None and remaining <= needed:
                 text = f"{remaining:.0f} s left, and a stop may take {needed:.0f} s: stopping"
                 self._stop.request()
-                with contextlib.suppress(OSError):  # the log may be on a full disk
-                    print(f"{job}: {text}", file=sys.stderr, flush=True)
+                tell(f"{job}: {text}")
                 return
             wait = _LONGEST_WAIT if remaining is None else (remaining - needed) / 2
             if self._ended.wait(min(_LONGEST_WAIT, max(1.0, wait))):
@@ -179,7 +178,7 @@ def watched(
     or the end of a Slurm job requests a stop. Each forward pass of the models is a heartbeat."""
     job = SlurmJob.of(os.environ)
     if job is not None and ranks.is_main:
-        print(f"{job}", file=sys.stderr, flush=True)
+        tell(f"{job}")
     timeout = config.training.hang_timeout_seconds
     heartbeat = Heartbeat(Path(str(config.logging.dir)), ranks.rank, ranks.world_size, timeout)
     on_main(heartbeat.forget_earlier)

@@ -17,7 +17,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from gspo_megatron.errors import UserError, printable
 from gspo_megatron.process import ranks
@@ -55,7 +55,18 @@ def exit_code_of(command: Callable[[], int]) -> int:
 
     If stdout takes no output, the rest of the output is dropped. A command that has no other error
     then returns UNREAD if the reader of a pipe is gone. Otherwise (the disk is full, ...) the
-    problem is told, and the exit code is USER_ERROR."""
+    problem is told, and the exit code is USER_ERROR. A stderr that takes no output changes no exit
+    code."""
+    try:
+        return _exit_code_of(command)
+    finally:
+        try:
+            sys.stderr.flush()
+        except OSError:
+            _drop_output(sys.stderr)
+
+
+def _exit_code_of(command: Callable[[], int]) -> int:
     code, error = 0, None
     try:
         code = command()
@@ -86,7 +97,8 @@ def tell_failure(error: Exception) -> int:
         summary = printable(f"{type(error).__name__}: {error}").splitlines()[0].rstrip(": ")
         failure = Failure(False, text, summary)
     if not _is_handed_over(failure):
-        print(failure.text, file=sys.stderr)
+        with contextlib.suppress(OSError):  # nobody reads it
+            print(failure.text, file=sys.stderr)
     if failure.is_user_error:
         return USER_ERROR
     is_one_of_many = int(os.environ.get("WORLD_SIZE", "1")) > 1
@@ -145,13 +157,18 @@ def _drop_unwritten(error: Exception | None) -> OSError | None:
             print()  # a stdout without a buffer has forgotten the text that it could not write
         sys.stdout.flush()
     except OSError as found:
-        with contextlib.suppress(OSError):  # a stdout without a descriptor
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            # Otherwise the interpreter reports an error when it flushes stdout at its end.
-            os.dup2(nowhere, sys.stdout.fileno())
-            os.close(nowhere)
+        _drop_output(sys.stdout)
         return found
     return None
+
+
+def _drop_output(stream: TextIO) -> None:
+    """Let a stream write to /dev/null. Otherwise the interpreter, which flushes the streams at its
+    end, would report an error of stdout, and change the exit code to 120."""
+    with contextlib.suppress(OSError):  # a stream without a descriptor
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def _is_same(error: Exception, unwritten: OSError) -> bool:

@@ -15,13 +15,14 @@ import contextlib
 import faulthandler
 import os
 import platform
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import IO
+
+from gspo_megatron.errors import tell
 
 HANGS = "hang"  # in the run folder: rank_NNNNN.txt of each rank
 HUNG = 70  # exit code: sysexits.h's EX_SOFTWARE
@@ -148,13 +149,13 @@ class Heartbeat:
         text = self._stacks(silence)
         with contextlib.suppress(OSError):
             self._path(self._rank).write_text(text, encoding="utf-8")
-        _tell(text)
+        tell(text)
         time.sleep(self._grace)
         silent = [r for r in range(self._world_size) if not self._path(r).exists()]
         if is_first and silent:
             names = ", ".join(map(str, silent))
             text = f"no stacks from rank {names}: still making progress, or its node has failed"
-            _tell(text)
+            tell(text)
         os._exit(HUNG)
 
     def _stacks(self, silence: float) -> str:
@@ -176,9 +177,3 @@ def _scratch() -> IO[str]:
     if hasattr(os, "memfd_create"):
         return open(os.memfd_create("stacks"), "w+", encoding="utf-8")
     return tempfile.TemporaryFile("w+")
-
-
-def _tell(text: str) -> None:
-    """Print to stderr, which may be a file on a full disk."""
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ machine allows it, a cgroup limits the memory of all its processes together (san
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import json
@@ -450,7 +451,7 @@ def _resource_limits(limits: Limits) -> dict[str, tuple[int, int]]:
 def _in_memory(content: bytes) -> Generator[int]:
     """Yield the descriptor of a file without a name that holds `content`, positioned at its
     start."""
-    descriptor = os.memfd_create("sandbox")
+    descriptor = _memory_file()
     try:
         with open(descriptor, "wb", closefd=False) as file:
             file.write(content)
@@ -458,6 +459,19 @@ def _in_memory(content: bytes) -> Generator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _memory_file() -> int:
+    """Return what os.memfd_create returns. Interpreters that were built for old systems lack this
+    function, such as those of uv and conda."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("sandbox")
+    libc, close_on_exec = ctypes.CDLL(None, use_errno=True), 1
+    number = ctypes.c_long(sandbox_filter.memfd_create())
+    descriptor = libc.syscall(number, b"sandbox", close_on_exec)
+    if descriptor < 0:
+        raise OSError(ctypes.get_errno(), "no file in memory can be made")
+    return descriptor
 
 
 def _start(

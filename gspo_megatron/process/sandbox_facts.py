@@ -10,16 +10,15 @@ from gspo_megatron.process import sandbox, sandbox_filter, sandbox_memory
 
 Row = tuple[str, str, str]  # name, what was found, and what to do ("" if nothing)
 
-# A program that runs in the sandbox and tries two system calls that the filter must deny.
+# A program that runs in the sandbox and tries two system calls that the filter must deny. %d: the
+# number of memfd_create, because interpreters that were built for old systems lack the function.
 _PROBE = b"""
-import os, socket
-def denied(call):
-    try:
-        call()
-    except OSError:
-        return True
-    return False
-print(denied(lambda: os.memfd_create("x")) and denied(lambda: socket.socket(40)))
+import ctypes, socket
+memory = ctypes.CDLL(None).syscall(%d, b"x", 0)
+try:
+    socket.socket(40)
+except OSError:
+    print(memory < 0)
 """
 _NAMESPACES = Path("/proc/sys/user/max_user_namespaces")
 
@@ -65,7 +64,7 @@ def _filter(fault: str | None) -> tuple[str, str]:
         return unknown, "run programs elsewhere (reward.options.runner)"
     if fault is not None:
         return "a seccomp filter is there, and could not be tried without a sandbox", ""
-    outcome = sandbox.run(_PROBE, b"", sandbox.Limits())
+    outcome = sandbox.run(_PROBE % sandbox_filter.memfd_create(), b"", sandbox.Limits())
     if outcome.stdout == b"True\n":
         return f"a seccomp filter denies {sandbox_filter.denied_calls()} of them", ""
     return "the seccomp filter does not work", "report this, with the kernel's version"

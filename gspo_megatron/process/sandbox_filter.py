@@ -171,6 +171,13 @@ def join_session_keyring() -> int:
     return _MACHINES[platform.machine()].keyctl
 
 
+def memfd_create() -> int:
+    """Return the number of the call memfd_create, which makes the files for a sandbox."""
+    number = _DENIED["memfd_create"][_MACHINES[platform.machine()].column]
+    assert number is not None
+    return number
+
+
 @functools.cache
 def program(machine: str | None = None) -> bytes:
     """Return the filter in the form that bwrap reads. The machine must have no `fault`."""

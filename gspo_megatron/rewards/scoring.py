@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import sys
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ import numpy as np
 
 from gspo_megatron.config.reward_model import PART, REWARD_MODEL
 from gspo_megatron.config.schema import RewardSection
-from gspo_megatron.errors import RewardError, UserError, printable
+from gspo_megatron.errors import RewardError, UserError, printable, tell
 from gspo_megatron.plugins import origin
 from gspo_megatron.process.coroutines import BusySeconds, OwnLoop, gathered
 from gspo_megatron.process.heartbeat import heartbeat
@@ -301,7 +300,7 @@ class Scorer:
         if kind not in self._printed_kinds:
             self._printed_kinds.add(kind)
             more = "more of this kind are only counted"
-            print(f"{printable(text)}; {more}", file=sys.stderr, flush=True)
+            tell(f"{printable(text)}; {more}")
 
     # Results of the function
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gspo_megatron.addresses import read_answer
 from gspo_megatron.config.schema import RewardSection
-from gspo_megatron.errors import RewardError, printable
+from gspo_megatron.errors import RewardError, printable, tell
 from gspo_megatron.process.heartbeat import heartbeat
 from gspo_megatron.rewards.scoring import CONCURRENT_CALLS, FIRST_WAIT_SECONDS
 
@@ -96,8 +95,7 @@ class Asker(ABC):
             if not self._has_warned:
                 self._has_warned = True
                 more = "further failures are only counted"
-                message = printable(f"{what}; it is asked again; {more}")
-                print(message, file=sys.stderr, flush=True)
+                tell(printable(f"{what}; it is asked again; {more}"))
             await asyncio.sleep(FIRST_WAIT_SECONDS * 2 ** (tries - 1))
 
     async def request_json(

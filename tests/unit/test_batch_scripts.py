@@ -33,6 +33,10 @@ exit $code
 """
 _SCONTROL = """
 echo "scontrol $*" >>"$CALLS"
+if [ -s "$CALLS.away" ]; then
+    sed -i 1d "$CALLS.away"
+    exit 1
+fi
 case "$1 ${2:-}" in
 "show hostnames") printf '%s\\n' n1 n2 n3 ;;
 show*)
@@ -44,13 +48,14 @@ requeue*) ;;
 esac
 """
 # The command "check" ends with the exit code $CHECK. The ranks end with $TASK_0 and $TASK_1. The
-# rank $SLOW ends later than the other rank.
+# rank $SLOW ends later than the other rank. If $AWAY is set, scontrol then fails three times.
 _PYTHON = """
 echo "python $*" >>"$CALLS"
 case "$3" in
 check) exit "${CHECK:-0}" ;;
 train | sft | pretrain | reward-model)
     eval "code=\\${TASK_$SLURM_PROCID:-0}"
+    [ -z "${AWAY:-}" ] || printf '%s\\n' 1 2 3 >"$CALLS.away"
     [ "$SLURM_PROCID" != "${SLOW:-}" ] || sleep 0.5
     [ -z "${WAIT_FOR_USR1:-}" ] || exec python3 -c "$WAIT_FOR_USR1"
     exit "$code" ;;
@@ -351,6 +356,12 @@ def test_a_run_without_servers_is_continued_where_their_node_is_gone(job: Job) -
     job.environ["PROBE"] = "1"
     assert "does not answer" in job.run("c.yaml", "--rollout-nodes=1", expect=75)
     assert "scontrol requeue 7" in job.calls("scontrol")
+
+
+def test_a_controller_that_is_away_for_a_while_does_not_cost_the_requeue(job: Job) -> None:
+    job.environ |= {**STOPPED, "AWAY": "1"}
+    assert "back in the queue" in job.run("c.yaml", expect=75)
+    assert job.calls("scontrol")[-5:] == ["scontrol show job 7"] * 4 + ["scontrol requeue 7"]
 
 
 def test_a_task_of_an_array_does_not_stop_the_others(job: Job) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_megatron.addresses import route_to
-from gspo_megatron.errors import DataError, RolloutError
+from gspo_megatron.errors import DataError, RolloutError, tell
 from gspo_megatron.process.nodes import visible_gpus
 from gspo_megatron.rollout.vllm.process import ServerProcess
 from gspo_megatron.rollout.vllm.remote import (
@@ -135,7 +136,7 @@ class NodeAgent:
                 self.report.write(servers)
 
     def _print(self, text: str) -> None:
-        print(f"{self.name}: {text}", flush=True)
+        tell(f"{self.name}: {text}", sys.stdout)
 
 
 def _devices(gpus: list[int]) -> dict[str, str]:

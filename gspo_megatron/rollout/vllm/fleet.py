@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from gspo_megatron.errors import RolloutError, printable
+from gspo_megatron.errors import RolloutError, printable, tell
 from gspo_megatron.rollout.vllm.adapters import AdapterLoader
 from gspo_megatron.rollout.vllm.checks import check_server
 from gspo_megatron.rollout.vllm.client import OutOfFilesError, ServerGone, ServerRefused
@@ -200,11 +201,11 @@ class Fleet:
         while server.start is not None and server.restarts < self.settings.restarts:
             server.restarts += 1
             message = f"{server.name}: {server.why_out}; restart {server.restarts}"
-            print(printable(message), flush=True)
+            tell(printable(message), sys.stdout)
             await self._start(server)
             if server.serves:
                 return
-        print(printable(f"{server.name} is out: {server.why_out}"), flush=True)
+        tell(printable(f"{server.name} is out: {server.why_out}"), sys.stdout)
         await self.changes.announce()
 
     # Health

@@ -35,7 +35,7 @@ from gspo_megatron.config import Config
 from gspo_megatron.config.load import parse_config
 from gspo_megatron.data.inputs import Inputs, read_inputs
 from gspo_megatron.environments.registry import episodes_of, tools_of
-from gspo_megatron.errors import UserError
+from gspo_megatron.errors import UserError, tell
 from gspo_megatron.process.heartbeat import heard_by
 from gspo_megatron.rollout.engine import RolloutRequest
 from gspo_megatron.rollout.store import FOLDER, forget, step_of
@@ -196,7 +196,7 @@ class Service:
                 servers.append(Server(f"server {number}", client, start))
         first, last = (server_log(self.folder / SERVERS, n) for n in (0, section.servers - 1))
         logs = f"log {first}" if first == last else f"logs {first} to {last.name}"
-        print(f"starting {len(servers)} server{'s'[: first != last]}, {logs}", flush=True)
+        tell(f"starting {len(servers)} server{'s'[: first != last]}, {logs}", sys.stdout)
         return servers
 
     def _start_here(self, client: ServerClient, number: int, folder: str) -> ServerProcess:
@@ -270,7 +270,7 @@ class Service:
         self.fleet.take_settings(self._fleet_settings())
         self.requests = self._served_requests()
         gc.freeze()  # garbage collection never examines the new prompts, either
-        print("the servers go on with the next phase", flush=True)
+        tell("the servers go on with the next phase", sys.stdout)
         return web.json_response({"other": ""})
 
     def _needs_others(self, config: Config, inputs: Inputs) -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.addresses import rollout_nodes
 from gspo_megatron.config import Config
-from gspo_megatron.errors import RolloutError, error_of
+from gspo_megatron.errors import RolloutError, error_of, tell
 from gspo_megatron.families.model_shape import experts_in_layers
 from gspo_megatron.process.nodes import visible_gpus
 from gspo_megatron.process.ranks import ranks_on_node
@@ -82,7 +82,7 @@ class ServiceClient:
             raise RolloutError(answer["error"])
         if answer["other"]:
             self._settings = before
-            print(f"the servers are started again: {answer['other']}", file=sys.stderr, flush=True)
+            tell(f"the servers are started again: {answer['other']}")
             return False
         return True
 
@@ -210,7 +210,7 @@ class ServiceClient:
         if self._restarts_left == 0:
             raise RolloutError(f"{how} once more than rollout.vllm.restarts allows")
         self._restarts_left -= 1
-        print(f"{how}: starting it again", file=sys.stderr, flush=True)
+        tell(f"{how}: starting it again")
 
     def _how_it_ended(self) -> str:
         assert self._process is not None

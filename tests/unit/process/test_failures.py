@@ -177,6 +177,37 @@ def test_a_reader_that_left_ends_the_command_without_a_traceback(
     assert capsys.readouterr().err == ""
 
 
+# A command that saves a run although nobody reads its stderr any more, as `tee` after Ctrl-C.
+_SAVES = """
+import sys
+from gspo_megatron.errors import RewardError
+from gspo_megatron.process.failures import exit_code_of
+
+def save():
+    sys.stdin.read()
+    try:
+        print("saving", file=sys.stderr)
+    except BrokenPipeError:
+        pass
+    if sys.argv[1] == "2":
+        raise RewardError("the reward is wrong")
+    return int(sys.argv[1])
+
+sys.exit(exit_code_of(save))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 2, 75])
+def test_a_stderr_without_a_reader_does_not_change_the_exit_code(code: int) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SAVES, str(code)], stdin=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdin is not None and process.stderr is not None
+    process.stderr.close()
+    process.stdin.close()
+    assert process.wait(60) == code
+
+
 def test_a_broken_pipe_of_another_kind_is_shown_whole(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

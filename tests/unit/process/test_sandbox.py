@@ -56,6 +56,14 @@ def test_a_program_reads_and_prints() -> None:
     assert run("import threading as t; a = t.Thread(target=print); a.start(); a.join()").stdout
 
 
+def test_an_interpreter_without_files_in_memory_runs_programs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The interpreters of uv and conda were built for a C library without memfd_create."""
+    monkeypatch.delattr(os, "memfd_create")
+    assert run("print(input())", "a\n") == sandbox.Outcome(None, b"a\n", b"")
+
+
 def test_threads_fit_in_the_usual_memory_as_many_as_are_allowed() -> None:
     program = """
 import threading

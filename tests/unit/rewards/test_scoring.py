@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -166,6 +167,15 @@ def test_a_failed_call_is_repeated_after_a_wait(is_async: bool, waits: list[floa
     assert failed == FailedCalls(2, 0) and waits == [0.5, 1.0]
     # only the failures of this call of `score` count
     assert found.score(samples(3))[1] == FailedCalls()
+
+
+def test_a_log_that_nobody_reads_does_not_end_the_run(
+    waits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unread = mock.Mock(write=mock.Mock(side_effect=BrokenPipeError(32, "Broken pipe")))
+    monkeypatch.setattr(sys, "stderr", unread)
+    assert rewards(scorer(Flaky(lambda _: 1), retries=1), 2) == [0, 1]
+    assert unread.write.called
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from aiohttp import web
@@ -112,6 +114,23 @@ def test_a_fleet_that_is_closed_in_an_update_starts_no_further_server(tmp_path: 
         assert restart.cancelled() and updating.cancelled() and len(starts) == 1
 
     pooled(work, count=1, restarts=3)
+
+
+def test_a_server_is_restarted_although_nobody_reads_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
+        [server] = fleet.servers
+        await fleet.update(weights(tmp_path, 0))
+        server.start = lambda _: Started(doubles[0].url)
+        unread = mock.Mock(write=mock.Mock(side_effect=BrokenPipeError(32, "Broken pipe")))
+        monkeypatch.setattr(sys, "stdout", unread)
+        fleet.lose_server(server, "it is gone")
+        assert server.bringing is not None
+        await server.bringing
+        assert unread.write.called and server.restarts == 1 and server.serves
+
+    pooled(work, count=1, restarts=1)
 
 
 def test_a_restart_that_cannot_begin_is_told_with_its_own_reason(tmp_path: Path) -> None:

@@ -201,6 +201,39 @@ def test_a_server_that_does_not_heed_its_starter_s_end_is_killed(tmp_path: Path)
             os.kill(int(told.read_text().split()[0]), signal.SIGKILL)
 
 
+# A process that ends with another one, in an interpreter or on a kernel without pidfd_open.
+_WATCHER = """
+import os, sys, time
+def refused(_):
+    raise OSError(38, "Function not implemented")
+BEFORE
+import gspo_vllm_worker
+gspo_vllm_worker._kill_after(int(sys.argv[1]), 0.0)
+print("watches", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("before", ["del os.pidfd_open", "os.pidfd_open = refused"])
+def test_a_server_ends_with_its_starter_on_old_systems(before: str) -> None:
+    with subprocess.Popen(["sleep", "60"]) as other:
+        watcher = subprocess.Popen(
+            [sys.executable, "-c", _WATCHER.replace("BEFORE", before), str(other.pid)],
+            env=command_environment() | {"PYTHONPATH": str(WORKER_FOLDER)},
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # it ends its whole process group
+        )
+        try:
+            assert watcher.stdout is not None and watcher.stdout.readline() == "watches\n"
+            other.kill()
+            assert watcher.wait(30) == -signal.SIGKILL
+        finally:
+            other.kill()
+            watcher.kill()
+            watcher.communicate()
+
+
 _LOG = """
 INFO 11-26 10:44:01 [core.py:114] Initializing a V1 LLM engine
 (EngineCore pid=7) ERROR 11-26 10:44:08 [core.py:900] Traceback (most recent call last):

@@ -42,6 +42,15 @@ def kill_group(group: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def has_ended(pid: int) -> bool:
+    """Return whether a process has ended, even if its parent has not read its exit code yet."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
+    except OSError:
+        return True
+
+
 def remove_folder() -> None:
     """Remove the temporary folder of the server that this process belongs to."""
     if folder := os.environ.get(FOLDER_VARIABLE):

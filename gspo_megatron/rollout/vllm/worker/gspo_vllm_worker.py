@@ -26,11 +26,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gspo_vllm_answers import PROOF, TOKEN_VARIABLE, Answers, proof_of
-from gspo_vllm_end import STARTER_VARIABLE, kill_group, remove_folder
+from gspo_vllm_end import STARTER_VARIABLE, has_ended, kill_group, remove_folder
 from gspo_vllm_group import Group, broadcast, make_group
 from safetensors import safe_open
 
 PATIENCE_SECONDS = 10.0  # a server has this time to end by itself
+_LOOK_SECONDS = 1.0
 
 _PART = 1 << 22  # number of elements in one partial sum
 _CHALLENGE = re.compile(r"[0-9a-f]{64}")
@@ -278,11 +279,16 @@ def _kill_after(other: int, patience: float) -> None:
             ended.poll()
         except ProcessLookupError:  # `other` ended before the watch began
             pass
+        except (AttributeError, OSError):
+            # Old kernels lack this call, and interpreters that were built for old kernels, such as
+            # those of uv and conda, lack the function.
+            while not has_ended(other):
+                time.sleep(_LOOK_SECONDS)
         time.sleep(patience)
         remove_folder()
         kill_group(os.getpgid(0))
 
-    if hasattr(os, "pidfd_open"):  # Linux
+    if os.path.isdir("/proc/self"):  # Linux
         threading.Thread(target=watch, daemon=True).start()
 
 
