@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic.fields import FieldInfo
+
 from gspo_megatron.config.objectives import learns_from_parts
 from gspo_megatron.config.phases import may_change
 from gspo_megatron.config.renamed import with_new_names
@@ -68,9 +70,8 @@ def find_changes(
         # Versions of this package without this key behaved as if the key had its default.
         fallback = keys[top].default if key == top else None
         old, new = then.get(key, fallback), now.get(key, fallback)
-        resume, same = resume_of(keys[top]), same_contents.get(key)
-        if _ADDRESS.fullmatch(key):
-            resume = "shapes" if None in (old, new) else "harmless"
+        resume = _class_of(key, keys[top], (old, new), config)
+        same = same_contents.get(key)
         changed = old != new and (key, old, new) != _RENAMED_PRESET
         if changed or (same is False and resume in ("contents", "shown", "code")):
             decay = config.optimizer.decay
@@ -125,6 +126,16 @@ _GONE = ("training.warm_start.",)
 _ADDRESS = re.compile(r"(objective\.distillation\.(teachers\.[^.]+\.)?|reward\.model\.)url")
 # Earlier versions wrote the default preset even if the weights define the shape.
 _RENAMED_PRESET = ("model.preset", "tiny", None)
+
+
+def _class_of(key: str, info: FieldInfo, values: tuple[Any, Any], config: AnyConfig) -> str:
+    """Return the resume class of a changed key. It may depend on the values and on other keys."""
+    if _ADDRESS.fullmatch(key):
+        return "shapes" if None in values else "harmless"
+    if key == "evaluation.correct_at" and isinstance(config, Config):
+        selection = config.data.selection  # it reads this key if it has none of its own
+        return "shapes" if selection.is_on and selection.correct_at is None else resume_of(info)
+    return resume_of(info)
 
 
 def _compare(

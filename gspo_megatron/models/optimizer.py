@@ -21,6 +21,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, Par
 from gspo_megatron.config.schema import OptimizerSection
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.lora import sum_expert_gradients
+from gspo_megatron.models.transformer_config import refusals_told
 from gspo_megatron.platform.cpu import faster
 
 
@@ -88,23 +89,24 @@ def build_trainer(policy: Policy, section: OptimizerSection, schedule: Schedule)
     """The distributed optimizer over a policy's chunks, and its schedule."""
     precision = policy.config.params_dtype
     ddp = policy.chunks[0].ddp_config
-    config = OptimizerConfig(
-        **{
-            "optimizer": "adam",
-            "lr": schedule.peak,
-            "min_lr": schedule.floor,
-            "weight_decay": section.weight_decay,
-            "adam_beta1": section.beta1,
-            "adam_beta2": section.beta2,
-            "adam_eps": section.epsilon,
-            "clip_grad": section.clip_grad,
-            "bf16": precision is torch.bfloat16,
-            "params_dtype": precision,
-            "use_distributed_optimizer": ddp.use_distributed_optimizer,
-            "overlap_param_gather": ddp.overlap_param_gather,
-            **section.megatron,
-        }
-    )
+    with refusals_told("optimizer.megatron"):
+        config = OptimizerConfig(
+            **{
+                "optimizer": "adam",
+                "lr": schedule.peak,
+                "min_lr": schedule.floor,
+                "weight_decay": section.weight_decay,
+                "adam_beta1": section.beta1,
+                "adam_beta2": section.beta2,
+                "adam_eps": section.epsilon,
+                "clip_grad": section.clip_grad,
+                "bf16": precision is torch.bfloat16,
+                "params_dtype": precision,
+                "use_distributed_optimizer": ddp.use_distributed_optimizer,
+                "overlap_param_gather": ddp.overlap_param_gather,
+                **section.megatron,
+            }
+        )
     # The biases of experts have two or three axes here, so Megatron-Core takes them for matrices.
     biases = ParamKey(name=("*.experts.bias1", "*.experts.bias2"))
     overrides = get_standard_config_overrides(config=config)

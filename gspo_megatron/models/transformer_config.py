@@ -34,7 +34,8 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def transformer_config(config: AnyConfig, parallel: ResolvedParallel) -> TransformerConfig:
-    """The TransformerConfig of a checked configuration on a resolved layout."""
+    """The TransformerConfig of a checked configuration on a resolved layout. Raises UserError if
+    Megatron-Core refuses the values."""
     shape = config.resolved_model()
     precision = config.training.precision
     dtype = DTYPES[base_precision(precision)]
@@ -96,13 +97,25 @@ def transformer_config(config: AnyConfig, parallel: ResolvedParallel) -> Transfo
     score_function = values.get("moe_router_score_function", "softmax")
     if values.get("moe_router_enable_expert_bias"):
         values["moe_router_score_function"] = "sigmoid"
-    made = kind(**{name: value for name, value in values.items() if name in known})
+    with refusals_told("model.megatron"):
+        made = kind(**{name: value for name, value in values.items() if name in known})
     made.moe_router_score_function = score_function
     for name, value in values.items():
         # These are attributes that GPTModel reads. TransformerConfig has no such fields.
         if name.startswith(YARN_PREFIX):
             setattr(made, name, value)
     return made
+
+
+@contextlib.contextmanager
+def refusals_told(key: str) -> Generator[None]:
+    """Turn the error with which a class of Megatron-Core refuses its values into a UserError. Many
+    of the values come from `key`, and only Megatron-Core knows which of them fit together."""
+    try:
+        yield
+    except (AssertionError, RuntimeError, ValueError) as error:
+        wrong = " ".join(str(error).split()) or "without a reason"
+        raise UserError(f"{key}: Megatron-Core refuses these values: {wrong}") from error
 
 
 def has_biased_softmax(config: TransformerConfig) -> bool:

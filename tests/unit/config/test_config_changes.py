@@ -117,3 +117,12 @@ def test_a_teacher_may_move_but_neither_come_nor_go() -> None:
     assert found == Changes(allowed=[f"{key}: 'http://a/v1' -> 'http://b/v1'"])
     found = changes(named.format("null"), before=config(named.format("http://a/v1")))
     assert found == Changes([f"{key} = null: was 'http://a/v1'"])
+
+
+def test_what_counts_as_solved_is_harmless_where_it_chooses_no_prompts() -> None:
+    other, chosen = "evaluation.correct_at=0.5", "data.selection.by=pass_rate"
+    own = (chosen, "data.selection.correct_at=1.0")
+    assert changes(other).allowed == ["evaluation.correct_at: 1.0 -> 0.5"]
+    assert changes(*own, other, before=config(*own)).allowed
+    found = changes(chosen, other, before=config(chosen))
+    assert found == Changes(["evaluation.correct_at = 0.5: was 1.0"])

@@ -16,10 +16,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gspo_megatron.config import resolve_parallel
 from gspo_megatron.config.precision import FP8
+from gspo_megatron.config.schema import OptimizerSection
 from gspo_megatron.errors import UserError
 from gspo_megatron.families import PRESETS
 from gspo_megatron.models import transformer_config as module
 from gspo_megatron.models.build import build_policy, ddp_config
+from gspo_megatron.models.optimizer import Schedule, build_trainer
 from gspo_megatron.models.specs import block_spec
 from gspo_megatron.models.transformer_config import (
     refuse_impossible,
@@ -113,6 +115,23 @@ def test_recompute(mode: str, expected: tuple) -> None:
     config = convert(training={"recompute": mode})
     names = ("recompute_granularity", "recompute_method", "recompute_num_layers")
     assert tuple(getattr(config, name) for name in names[: len(expected)]) == expected
+
+
+def test_what_megatron_core_refuses_is_told_without_a_traceback() -> None:
+    """Only Megatron-Core knows that these two values do not fit together."""
+    layers = {"megatron": {"recompute_num_layers": 2}}
+    with pytest.raises(UserError, match=r"^model\.megatron: Megatron-Core .*recompute_num_layers"):
+        convert(model=layers, training={"recompute": "selective"})
+    assert convert(model=layers, training={"recompute": "full"}).recompute_num_layers == 2
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_its_optimizer_refuses_is_told_too() -> None:
+    refused = {"optimizer": "sgd", "use_precision_aware_optimizer": True}
+    section = OptimizerSection(megatron=refused)
+    wrong = r"^optimizer\.megatron: Megatron-Core refuses .* only supported with adam"
+    with pytest.raises(UserError, match=wrong):
+        build_trainer(tiny_policy(), section, Schedule.of(section, 1))
 
 
 def test_megatron_draws_no_weights_itself_and_needs_no_kernels_of_apex() -> None:
