@@ -311,7 +311,11 @@ def test_an_evaluation_before_the_first_step_is_no_part_of_the_pace() -> None:
     )
     loop = a_loop(
         config_of(training={"steps": 4}),
-        **{"done": 0, "unevaluated": None, "restored": None, "trainer": None, "loader": None},
+        done=0,
+        unevaluated=None,
+        restored=None,
+        trainer=None,
+        loader=None,
         run_components=SimpleNamespace(
             objective=SimpleNamespace(name="gspo"),
             checkpoints=checkpoints,
