@@ -388,7 +388,11 @@ def _system() -> list[str]:
     them: the interpreter may be installed in a home folder, and work folders may be below /usr."""
     folders = {Path(top, name): Path(top, name) for top in _TOPS for name in _SYSTEM}
     folders |= {_base() / name: _place() / name for name in _LIBRARIES}
+    # bwrap would make the folders above them for root alone, and programs run as another user
+    above = {each for shown in folders.values() for each in shown.parents} - {Path("/")}
     words = []
+    for each in sorted(above - {*folders.values()}):
+        words += ["--perms", "0755", "--dir", str(each)]
     for folder, shown in folders.items():
         if folder.is_symlink() and os.readlink(folder) in _SYSTEM:
             words += ["--symlink", os.readlink(folder), str(shown)]  # such as lib64 -> lib

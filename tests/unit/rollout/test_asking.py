@@ -65,10 +65,10 @@ def kind(request: pytest.FixtureRequest) -> str:
 def scoring(kind: str, calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Score:
     """Return a function that scores a group of two responses."""
 
-    async def asked(_: Asker, __: Any, ___: str, url: str, given: Any = None) -> Any:
-        return await calls.answer(url.rpartition("/")[2], given)
+    async def asked(_: Asker, __: Any, ___: str, url: str, content: Any = None) -> Any:
+        return await calls.answer(url.rpartition("/")[2], content)
 
-    monkeypatch.setattr(Asker, "asked", asked)
+    monkeypatch.setattr(Asker, "request_json", asked)
     monkeypatch.setattr(asking, "FIRST_WAIT_SECONDS", 0.001)
     monkeypatch.setattr(asking, "CONCURRENT_CALLS", SLOTS)
     if kind == "teacher":

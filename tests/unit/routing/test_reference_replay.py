@@ -68,7 +68,7 @@ class Step:
 
     @contextlib.contextmanager
     def _watch(self) -> Iterator[None]:
-        record, native = PolicyUpdater._record, RoutingReplay.during
+        record, native = PolicyUpdater._store_logprobs, RoutingReplay.during
 
         def recorded(updater: PolicyUpdater, batches: Any, name: str) -> None:
             start = len(self.seen)
@@ -88,7 +88,7 @@ class Step:
             }
 
         with (
-            mock.patch.object(PolicyUpdater, "_record", recorded),
+            mock.patch.object(PolicyUpdater, "_store_logprobs", recorded),
             mock.patch.object(RoutingReplay, "during", during),
         ):
             yield
