@@ -171,5 +171,4 @@ class LossOutputs:
 
     loss: Tensor  # scalar
     means: dict[str, Tensor]  # name -> [2]: numerator, denominator
-    # "ratio/sequence" [sequences that count], "ratio/token" [tokens that count]
-    values: dict[str, Tensor]
+    values: dict[str, Tensor]  # "ratio/sequence" [num_sequences], "ratio/token" [tokens that count]
