@@ -40,7 +40,7 @@ def of(function: str, old: str, new: str) -> Fault:
 
 PACK = "gspo_megatron.batching.packing:PackedBatch.to"
 SPLIT = "gspo_megatron.batching.redistribute"
-ANY_RANK = "gspo_megatron.platform.collectives:any_rank"
+MAXIMA = "gspo_megatron.platform.collectives:maxima"
 COPIES = "gspo_megatron.checkpoint.tensors:_copies"
 DISPATCHER = (
     "megatron.core.transformer.moe.token_dispatcher:"
@@ -140,7 +140,7 @@ CASES = (
     ),
     Case(
         "numpy looks at memory of the device",
-        of(ANY_RANK, "values.tolist()", "values.numpy()"),
+        of(MAXIMA, "tensor.tolist()", "tensor.numpy()"),
         "can't convert cuda",
         DP2 | SAVING,
     ),
@@ -165,16 +165,16 @@ CASES = (
     Case(
         "gloo is given a tensor of the device",
         of(
-            ANY_RANK,
-            "op=dist.ReduceOp.MAX",
-            'op=dist.ReduceOp.MAX, group=dist.new_group(backend="gloo")',
+            MAXIMA,
+            "dist.ReduceOp.MAX, group=group",
+            'dist.ReduceOp.MAX, group=dist.new_group(backend="gloo")',
         ),
         "over gloo with a tensor of a device",
         DP2 | SAVING,
     ),
     Case(
         "NCCL is given a tensor of the host",
-        of(ANY_RANK, ", device=device", ""),
+        of(MAXIMA, ", device=torch.device(torch.cuda.current_device())", ""),
         "No backend type associated with device type cpu",
         DP2 | SAVING,
     ),
