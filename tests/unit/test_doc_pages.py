@@ -39,6 +39,11 @@ def read(page: str) -> str:
     return (DOCS / f"{page}.md").read_text(encoding="utf-8")
 
 
+def test_a_page_begins_with_its_title() -> None:
+    pages = [*DOCS.rglob("*.md"), *ROOT.glob("*.md")]
+    assert [page.name for page in pages if not page.read_text("utf-8").startswith("# ")] == []
+
+
 # --- keys -----------------------------------------------------------------------------------------
 
 
