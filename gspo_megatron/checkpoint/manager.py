@@ -103,6 +103,7 @@ class Checkpoints:
         self.reward_moments = dict(start.state.reward_moments) if start.state else {}
         self.back: Path | None = None  # the checkpoint to which the run has just gone back
         self._next_prompts: dict[str, Any] | None = None  # position in the data after a rollback
+        self._figures: dict[str, float] = {}  # of the last finished step, for `keep_best`
         if not self.section.interval:
             return
         self.writer = CheckpointWriter(self.folder, policy)
@@ -299,6 +300,12 @@ class Checkpoints:
         interval = self.section.interval
         if not interval:
             return
+        # all figures of an evaluation, because a later start may have another `best_metric`
+        self._figures = {
+            name: float(value)
+            for name, value in metrics.items()
+            if name == self.section.best_metric or name.startswith("evaluation/")
+        }
         self.stop.boundary()
         stop, busy = any_rank([self.stop.is_requested, self.writer.is_busy])
         if not busy:
@@ -308,12 +315,7 @@ class Checkpoints:
             return
         self._warn_of_missing_metric(step, metrics, is_last)
         state = self._state(phase, step, trainer, loader)
-        # all figures of an evaluation, because a later start may have another `best_metric`
-        state.metrics = {
-            name: float(value)
-            for name, value in metrics.items()
-            if name == self.section.best_metric or name.startswith("evaluation/")
-        }
+        state.metrics = self._figures
         self._save(state, trainer, None, must=ends)
         if stop and not is_last:
             raise StopRun(self._stopped(state.position))
@@ -380,7 +382,9 @@ class Checkpoints:
             raise type(error)(f"{error}\nnothing is saved: checkpoint.interval = 0") from error
         self._finish()
         state = self._state(RL, step, trainer, loader)
-        if unevaluated is not None:
+        if unevaluated is None:
+            state.metrics = self._figures
+        else:
             state.unevaluated = {name: float(value) for name, value in unevaluated.items()}
         if unevaluated is not None or state.position != self._newest:
             try:

@@ -253,6 +253,32 @@ def test_the_best_checkpoints_stay_with_another_metric(
     assert RunState.read(last.folder / "rl_00000008").metrics["reward/mean"] == 0.5
 
 
+def test_a_checkpoint_that_an_error_saves_has_the_metrics_of_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rollout of step 4 fails. No save is due after step 3, which is the best step so far."""
+
+    def state(self: Checkpoints, phase: str, step: int, *_: Any) -> RunState:
+        return RunState(phase, step, {}, {}, {}, "tp=1", 1, {})
+
+    monkeypatch.setattr(Checkpoints, "_state", state)
+    nothing, error = cast(Any, None), RewardError("wrong")
+    checkpoints = manager(tmp_path, [], keep_last=1, keep_best=1, best_metric="reward/mean")
+    for step, reward in ((2, 0.5), (3, 0.75)):
+        metrics = {"reward/mean": reward}
+        checkpoints.end_of_step(RL, step, nothing, nothing, metrics, is_last=False)
+    with pytest.raises(RewardError):
+        checkpoints.after_failure(3, nothing, nothing, error)
+    checkpoints.end_of_step(RL, 4, nothing, nothing, {"reward/mean": 0.25}, is_last=False)
+    checkpoints.close()
+    names = sorted(path.name for path in checkpoints.folder.glob("rl_*"))
+    assert names == ["rl_00000003", "rl_00000004"]
+    # The evaluation of step 5 fails. The resumed run saves the step again, with its figures.
+    with pytest.raises(RewardError):
+        checkpoints.after_failure(5, nothing, nothing, error, {"loss": 0.5})
+    assert RunState.read(checkpoints.folder / "rl_00000005").metrics == {}
+
+
 def test_damaged_checkpoints_after_the_newest_do_not_count(tmp_path: Path) -> None:
     """A run that was resumed from a checkpoint before the damaged ones keeps the newest complete
     checkpoints."""
