@@ -37,14 +37,17 @@ class AdvantageEstimator:
 
     def of_step(
         self, rewards: Tensor, groups: Sequence[int], turns: Sequence[Tensor] | None
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Return the advantages of all sequences of a step, [num_sequences] float32, and those of
-        the tokens of this rank's responses.
+        the tokens of this rank's responses. With objective.kl_in = reward, the first value is None,
+        because the penalty that is subtracted from the rewards is not known yet.
 
         rewards, groups: [num_sequences]; turns: the arguments of `of_turns` for this rank's
         responses. If it is None, turns have no rewards, and tokens have no advantages of their own.
         """
         of_tokens = None if turns is None else self.of_turns(*turns)
+        if self.section.kl_in == "reward":
+            return None, of_tokens
         return self.of_sequences(rewards, torch.tensor(groups)), of_tokens
 
     def of_turns(

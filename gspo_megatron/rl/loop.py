@@ -491,20 +491,22 @@ def update_policy(
     sequences: Sequences,
     index: StepIndex,
     plan: Sequence[MiniBatch],
-    advantages: Tensor,
+    advantages: Tensor | None,
     timer: PhaseTimer | None = None,
 ) -> dict[str, float]:
     """Update the policy on this rank's `sequences`. This is the second half of a step.
 
-    advantages: [num_sequences], for all sequences of the step. Returns metrics, which are the same
-    on every rank.
+    advantages: [num_sequences], for all sequences of the step; with objective.kl_in = reward they
+    are computed here. Returns metrics, which are the same on every rank.
     """
-    timer, advantages = timer or PhaseTimer(updater.device), advantages.to(updater.device)
+    timer = timer or PhaseTimer(updater.device)
     with timer("logprob"):
         mini_batches = updater.build_micro_batches(plan, sequences, index)
         updater.compute_old_logprobs(mini_batches)
         if updater.penalizes_rewards:  # objective.kl_in: reward
             advantages = updater.penalized_advantages(mini_batches, index)
+    assert advantages is not None, "only rewards with a penalty have none before this"
+    advantages = advantages.to(updater.device)
     with timer("train"):
         for mini_batch, micro_batches in zip(plan, mini_batches, strict=True):
             updater.train(mini_batch, micro_batches, advantages)

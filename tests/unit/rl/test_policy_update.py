@@ -16,7 +16,9 @@ from torch import Tensor
 
 from gspo_megatron.batching.micro_batches import response_logprobs
 from gspo_megatron.batching.plan import MiniBatch
-from gspo_megatron.objectives import Objective
+from gspo_megatron.objectives import Objective, group_mean
+from gspo_megatron.objectives.advantages import AdvantageEstimator
+from gspo_megatron.rl.loop import update_policy
 from gspo_megatron.types import LossInputs, LossOutputs
 from tests.unit.routing.steps import LENGTHS, Step, a_step, moe_policy, updater_for
 
@@ -80,6 +82,23 @@ def test_rewards_lose_the_divergence_summed_over_their_tokens(kl: str, mask: Ten
     expected = [reward - mean for reward, mean in zip(rewards, means, strict=True)]
     assert found.dtype == torch.float32
     assert found.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+def test_advantages_of_rewards_with_a_penalty_are_computed_once() -> None:
+    """A function of the user may keep values from call to call."""
+    objective = {"name": "dr_grpo", "kl": "k1", "kl_coefficient": 0.3, "kl_in": "reward"}
+    updater, step = updater_for(moe_policy(), {}, objective), step_of(torch.ones(TOKENS))
+    calls: list[Tensor] = []
+
+    def estimate(rewards: Tensor, groups: Tensor) -> Tensor:
+        calls.append(rewards)
+        return group_mean(rewards, groups)
+
+    advantages = AdvantageEstimator(updater.section, estimate)
+    updater.objective = replace(updater.objective, advantages=advantages)
+    before, _ = advantages.of_step(step.index.rewards, step.index.groups, None)
+    update_policy(updater, step.sequences, step.index, step.plans, before)
+    assert before is None and len(calls) == 1
 
 
 def test_what_is_measured_of_the_policy_that_sampled_is_of_the_first_update(
