@@ -130,7 +130,9 @@ class ReinforcementLoop:
 
     def step(self, step: int) -> dict[str, float]:
         """Run one RL step. Returns the step's metrics, which are the same on every rank."""
-        timer = PhaseTimer(self.device)
+        # An earlier start of the run may have generated the responses.
+        earlier = 0.0 if self.restored is None else self.restored.rollout_seconds
+        timer = PhaseTimer(self.device, earlier)
         experience = self.roll_out(step)
         self.kept_steps.write(step, experience)
         index = gather_index(experience.batch, experience.shaped, self.data_group)
@@ -515,10 +517,10 @@ def update_policy(
 
 class PhaseTimer:
     """Measures the time of a step, which begins with this object, and of its phases, for the
-    metrics perf/PHASE_seconds."""
+    metrics perf/PHASE_seconds. earlier: seconds that the step has taken before."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._start = time.perf_counter()
+    def __init__(self, device: torch.device, earlier: float = 0.0) -> None:
+        self._start = time.perf_counter() - earlier
         self.seconds: dict[str, float] = {}
         self._device = device
 
@@ -536,8 +538,8 @@ class PhaseTimer:
         With servers, the trainer is idle during the rollout.
         """
         seconds, idle = time.perf_counter() - self._start, {}
-        if has_servers:  # The rollout time of restored responses is not in `seconds`.
-            idle["perf/trainer_idle_share"] = min(1.0, experience.rollout_seconds / seconds)
+        if has_servers:
+            idle["perf/trainer_idle_share"] = experience.rollout_seconds / seconds
         return {
             "perf/step_seconds": seconds,
             "perf/rollout_seconds": experience.rollout_seconds,

@@ -148,7 +148,10 @@ def test_a_store_that_cannot_be_written_ends_a_run_that_is_saved(ahead: int) -> 
 class Timer:
     """A timer that measures nothing."""
 
-    def __init__(self, _: Any) -> None: ...
+    earlier = 0.0
+
+    def __init__(self, _: Any, earlier: float) -> None:
+        Timer.earlier = earlier
 
     def __call__(self, phase: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -174,6 +177,7 @@ def test_an_update_whose_weights_do_not_reach_the_servers_is_saved(
     monkeypatch.setattr(loop_module, "parallel_state", MagicMock())
     experience = MagicMock(metrics={"reward/mean": 0.5})
     loop = a_loop(config_of(), roll_out=lambda _: experience)
+    loop.restored = SimpleNamespace(rollout_seconds=24.0)
     for name in ("device", "data_group", "token_budget", "trainer", "loader", "has_servers"):
         setattr(loop, name, None)
     for name in ("policy", "kept_steps", "updater", "collector"):
@@ -183,6 +187,7 @@ def test_an_update_whose_weights_do_not_reach_the_servers_is_saved(
     loop.collector.source.take_weights.side_effect = error
     with pytest.raises(HasEndedError):
         loop.step(3)
+    assert Timer.earlier == 24.0  # an earlier start of the run has generated the responses
 
 
 # The warning about noise
@@ -332,14 +337,20 @@ def test_an_evaluation_before_the_first_step_is_no_part_of_the_pace() -> None:
 
 
 @pytest.mark.parametrize(
-    ("has_servers", "rollout", "idle"), [(True, 2.0, 0.25), (True, 20.0, 1.0), (False, 2.0, None)]
+    ("has_servers", "rollout", "earlier", "idle"),
+    # In the second case, an earlier start of the run has generated the responses.
+    [(True, 2.0, 0.0, 0.25), (True, 24.0, 24.0, 0.75), (False, 2.0, 0.0, None)],
 )
 def test_the_speed_of_a_step_is_that_of_the_sampled_tokens(
-    monkeypatch: pytest.MonkeyPatch, has_servers: bool, rollout: float, idle: float | None
+    monkeypatch: pytest.MonkeyPatch,
+    has_servers: bool,
+    rollout: float,
+    earlier: float,
+    idle: float | None,
 ) -> None:
     clock = iter([100.0, 101.0, 104.0, 108.0])  # the start, the phase from 101 to 104, the end
     monkeypatch.setattr(loop_module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    timer = PhaseTimer(torch.device("cpu"))
+    timer = PhaseTimer(torch.device("cpu"), earlier)
     with timer("train"):
         pass
     experience: Any = SimpleNamespace(rollout_seconds=rollout, reward_seconds=0.5, num_tokens=400)
@@ -347,11 +358,11 @@ def test_the_speed_of_a_step_is_that_of_the_sampled_tokens(
     assert found.pop("perf/peak_memory_bytes") > 0
     idles = {} if idle is None else {"perf/trainer_idle_share": idle}
     assert found == idles | {
-        "perf/step_seconds": 8.0,
+        "perf/step_seconds": earlier + 8,
         "perf/rollout_seconds": rollout,
         "perf/reward_seconds": 0.5,
         "perf/train_seconds": 3.0,
-        "perf/tokens_per_second": 400 / 8,
+        "perf/tokens_per_second": 400 / (earlier + 8),
     }
 
 
