@@ -13,7 +13,6 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from gspo_megatron.config.objectives import learns_from_parts
 from gspo_megatron.config.phases import may_change
 from gspo_megatron.config.renamed import with_new_names
 from gspo_megatron.config.schema import Config
@@ -94,29 +93,25 @@ def differences(before: AnyConfig, now: AnyConfig) -> list[str]:
 
 
 def decides_rollouts(config: Config) -> dict[str, Any]:
-    """Return, by dotted key, the values that decide responses and rewards before the first update.
+    """Return, by dotted key, the values that decide the responses and rewards of all steps. The
+    objective and the optimizer decide the weights that generate the responses.
 
     The contents of input files decide too, but are not included. The answers of a teacher or a
-    reward model behind a URL are stored with the rewards, so the result also has the values that
-    decide whether there are such answers.
+    reward model behind a URL are stored with the rewards, so the result also says whether there are
+    such answers.
     """
-    keys, unread = keys_of(type(config)), ("objective.", "optimizer.")
+    keys = keys_of(type(config))
     values: dict[str, Any] = {
         key: value
         for key, value in _leaves(config.model_dump(mode="json"))
         if (top := key_above(key, keys)) is not None
         and resume_of(keys[top]) in ("shapes", "code")
-        and not key.startswith(unread)
+        and not _ADDRESS.fullmatch(key)
         and not _is_harmless_field(key)
     }
-    distillation = config.objective.distillation
-    if distillation.urls or distillation.field is not None:
-        kinds = {name: each.url is not None for name, each in distillation.named.items()}
-        values["objective.distillation"] = [kinds, distillation.field, distillation.candidates]
-    if learns_from_parts(config.objective):  # the scores are stored as advantages
-        values["objective.advantage"] = config.objective.advantage_std
-    if config.reward.model.is_on:  # a model in a folder scores later; its scores are not stored
-        values["reward.model"] = config.reward.model.url is not None
+    teachers = config.objective.distillation.named.items()
+    values["objective.distillation"] = {name: each.url is not None for name, each in teachers}
+    values["reward.model"] = config.reward.model.url is not None
     return values
 
 

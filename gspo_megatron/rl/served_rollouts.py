@@ -306,14 +306,15 @@ class ServedRollouts:
 
 
 def origin_of_rollouts(config: Config) -> str:
-    """Return a fingerprint of everything that decides responses and rewards, except the policy.
+    """Return a fingerprint of everything that decides responses and rewards, except the first
+    weights.
 
-    The fingerprint covers settings, prompts, suites, tokenizer and the code of rewards. Raises
-    DataError.
+    The fingerprint covers settings, prompts, suites, tokenizer and the code of rewards and
+    objectives. Raises DataError.
     """
-    files = {k: v for k, v in fingerprints(config).items() if not k.startswith("objective.")}
     suites = config.evaluation.model_dump(mode="json")["suites"]
-    text = json.dumps([decides_rollouts(config), files, suites], sort_keys=True)
+    values = [decides_rollouts(config), fingerprints(config), suites]
+    text = json.dumps(values, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -170,7 +170,7 @@ def test_reasons_of_rewards_travel_with_their_groups(
     assert joined.rewards.tolist() == [0.5, 0.5, 1.0, 1.0, 0.5, 0.5]
 
 
-def test_groups_are_used_again_unless_the_reward_has_changed(
+def test_groups_are_used_again_unless_what_decides_them_has_changed(
     configured: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def drawn(*overrides: str) -> tuple[int, set[float]]:
@@ -183,7 +183,10 @@ def test_groups_are_used_again_unless_the_reward_has_changed(
 
     assert drawn() == (6, {0.25})
     assert drawn() == (0, {0.25})
-    assert drawn("optimizer.learning_rate=1e-4", "parallel.layout=tp=2") == (0, {0.25})
+    assert drawn("parallel.layout=tp=2") == (0, {0.25})
+    # With --change, the weights of later steps are other weights.
+    assert drawn("optimizer.learning_rate=1e-4") == (6, {0.25})
+    assert drawn() == (6, {0.25})
     (tmp_path / "bank_test_reward.py").write_text(REWARD.format(value=0.5))
     assert drawn() == (6, {0.5})
     assert drawn("reward.scale=2.0")[0] == 6
@@ -256,13 +259,20 @@ def test_what_decides_rollouts_is_told_apart(
     for same in (
         "logging.dir=elsewhere",
         "training.steps=7",
-        "objective.name=grpo",
-        "objective.advantage=group_mean",
+        "objective.reference_offload=true",
         "rollout.vllm.servers=2",
         "model.megatron.recompute_num_layers=1",
     ):
         assert origin(same) == first, same
-    for other in ("training.seed=2", "reward.clip=1.0", "model.megatron.num_layers=2"):
+    for other in (
+        "training.seed=2",
+        "reward.clip=1.0",
+        "model.megatron.num_layers=2",
+        # The responses of later steps are of weights that follow from these.
+        "objective.name=grpo",
+        "objective.advantage=group_mean",
+        "optimizer.learning_rate=0.5",
+    ):
         assert origin(other) != first, other
     # With gdpo, the stored rewards are advantages.
     gdpo = "objective.advantage=gdpo"
@@ -273,7 +283,16 @@ def test_what_decides_rollouts_is_told_apart(
         first,
         origin(f"{url}=http://a/v1", "objective.distillation.form=forward_kl_topk"),
     )
-    assert origin(f"{url}=http://b/v1", "objective.distillation.coefficient=0.5") == taught
+    assert origin(f"{url}=http://b/v1") == taught
+    teachers = "objective.distillation.teachers={a: {url: 'http://%s/v1'}, b: {%s}}"
+    field = "objective.distillation.field=teacher"
+    several = origin(field, teachers % ("a", ""))
+    assert origin(field, teachers % ("b", "")) == several
+    assert origin(field, teachers % ("a", "url: 'http://b/v1'")) != several
+    (tmp_path / "told_objective.py").write_text("def loss(inputs): ...\n")
+    own = origin("objective.import_path=told_objective:loss")
+    (tmp_path / "told_objective.py").write_text("def loss(inputs): return 1\n")
+    assert origin("objective.import_path=told_objective:loss") not in (own, first)
     prompts = tmp_path / "toy" / "train.jsonl"
     moved = prompts.with_name("moved.jsonl")
     moved.write_bytes(prompts.read_bytes())
