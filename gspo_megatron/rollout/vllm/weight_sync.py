@@ -20,7 +20,7 @@ import torch
 
 from gspo_megatron.addresses import is_loopback, own_address_for_servers, rollout_nodes, route_to
 from gspo_megatron.config import Config
-from gspo_megatron.errors import RolloutError, ServersEndError
+from gspo_megatron.errors import DataError, RolloutError, ServersEndError
 from gspo_megatron.families import family_of
 from gspo_megatron.hf.export import export_adapter, export_hf, stream_hf, stream_specs
 from gspo_megatron.models.build import Policy
@@ -85,10 +85,7 @@ class WeightSync:
         on_main(lambda: self._on_main().add_to_weights(check=check))
         arrived = self.wait_for(self._weights_status)
         on_main(self._remove_older_folders)
-        transport = self.config.rollout.vllm.weight_transport
-        self.streams = (not self.takes_adapters and arrived["can_stream"]) and (
-            transport == "nccl" or (transport == "auto" and self.device.type == "cuda")
-        )
+        self.streams = self._wants_streams() and arrived["can_stream"]
         return {
             "sync/seconds": time.perf_counter() - start,
             "sync/bytes": float(num_bytes),
@@ -153,13 +150,20 @@ class WeightSync:
         heartbeat()
         return self._on_main().weights_status()
 
+    def _wants_streams(self) -> bool:
+        """Whether weights are streamed to servers that can take a stream."""
+        transport = self.config.rollout.vllm.weight_transport
+        is_chosen = transport == "nccl" or (transport == "auto" and self.device.type == "cuda")
+        return is_chosen and not self.takes_adapters
+
     # Weights in a folder
 
     def _version_folder(self) -> Path:
         return self.folder / f"version_{self.version:08d}"
 
     def _write_folder(self) -> tuple[str, int]:
-        """Write the newest weights into a folder. Returns the folder and its size in bytes."""
+        """Write the newest weights into a folder. Returns the folder and its size in bytes. Raises
+        DataError on all ranks, for example if there is no room."""
         folder, private = self._version_folder(), is_private(self.config)
         if self.takes_adapters:
             section, base = self.config.model.lora, str(self.config.model.hf_path)
@@ -173,6 +177,9 @@ class WeightSync:
                 private=private,
             )
             return str(folder.resolve()), count
+        family = None if self.hf_config is None else family_of(self.hf_config)
+        size = sum(spec.nbytes for spec in stream_specs(self.policy, family=family).values())
+        on_main(lambda: self._check_room(size))
         export_hf(
             self.policy,
             folder,
@@ -185,6 +192,22 @@ class WeightSync:
         )
         count = on_main(lambda: sum(f.stat().st_size for f in folder.glob("*.safetensors")))
         return str(folder), count
+
+    def _check_room(self, size: int) -> None:
+        """Raise DataError if there is no room for new weights of `size` bytes, on rank 0. The first
+        folder stays while the second is written, so both must fit, unless there is no second one
+        or it is streamed."""
+        if self._version_folder().with_name(_SPARE).is_dir():
+            return  # it is overwritten
+        is_last = self._wants_streams() or self.version >= self.config.training.steps
+        versions = 1 if is_last or any(self.folder.iterdir()) else 2
+        free = shutil.disk_usage(self.folder).free
+        if free < versions * size:
+            of = "two versions of the weights" if versions == 2 else "the weights"
+            raise DataError(
+                f"{self.folder}: {of} for the servers take {versions * size:,} bytes, and {free:,} "
+                "are free; free some, or set rollout.vllm.weights_dir to a folder with more room"
+            )
 
     def _offer_folder(self) -> None:
         """Write the newest weights into a folder for a server that restarts."""
