@@ -80,11 +80,12 @@ async def draw(fleet: ScheduledFleet, version: int, count: int, at_once: bool) -
 def pooled(
     work: Callable[[ScheduledFleet, list[Double]], Awaitable[None]], count: int = 2, **limits: float
 ) -> None:
-    """Run `work` with a fleet of stand-ins: see `fleet_of_doubles`."""
+    """Run `work` with a fleet of stand-ins: see `fleet_of_doubles`. Work that waits for ever
+    fails."""
 
     async def run() -> None:
         async with fleet_of_doubles(count, with_routes=True, **limits) as (fleet, doubles):
-            await work(fleet, doubles)
+            await asyncio.wait_for(work(fleet, doubles), 100)
 
     asyncio.run(run())
 
