@@ -274,7 +274,7 @@ def test_the_tools_of_a_row_are_described(tmp_path: Path) -> None:
     tokenizer.chat_template = described + CHATML
     row = {"prompt": "ka", "chosen": "lo", "rejected": "mi"}
     rows: list[Any] = [row | {"tools": [{"name": "ster"}]}, row]
-    keys = {"prompt_field": "prompt", "chat_template": True}
+    keys: dict[str, Any] = {"prompt_field": "prompt", "chat_template": True}
     data = load(tmp_path, tokenizer, rows, **keys)
     begin = text(tokenizer, "ster")
     assert sequences(data, 0) == [begin + each for each in sequences(data, 1)]
