@@ -115,7 +115,7 @@ def test_a_change_of_fine_tuning_is_recorded_with_its_stage(tmp_path: Path) -> N
     line = "optimizer.learning_rate: 0.0001 -> 0.5"
 
     def go_on(step: int, *changed: str) -> None:
-        config = parse_config(values, ["optimizer.learning_rate=0.5"], schema=FineTuningConfig)
+        config = parse_config(values, ["optimizer.learning_rate=0.5"], "run", FineTuningConfig)
         with RunLogger(config, True, ("sft", step), has_changed=bool(changed)) as logger:
             logger.begin_phase(step, changed, config, config)
 
@@ -124,7 +124,7 @@ def test_a_change_of_fine_tuning_is_recorded_with_its_stage(tmp_path: Path) -> N
     record = {"phase": "sft", "step": 3, "changed": [line]}
     assert read_changes(tmp_path) == [record]
     path = changed_configs(tmp_path)[4]
-    assert load_config(path, schema=FineTuningConfig).optimizer.learning_rate == 0.5
+    assert load_config(path, [], FineTuningConfig).optimizer.learning_rate == 0.5
     go_on(2)
     assert read_changes(tmp_path) == [] and changed_configs(tmp_path) == {}
 
