@@ -308,8 +308,8 @@ def _sentences_on_lengths(variants: Sequence[VariantRuns]) -> list[str]:
     others = [f"{name} ({steps})" for name, steps in lengths.items() if steps != usual]
     if not others:
         return []
-    named = f"Not all runs have {usual} steps: {'; '.join(others)}."
-    return [f"{named} Each is compared at its own end."]
+    text = f"Not all runs have {usual} steps: {'; '.join(others)}."
+    return [f"{text} Each is compared at its own end."]
 
 
 def _sentences_on_differences(variants: Sequence[VariantRuns]) -> list[str]:

@@ -79,12 +79,12 @@ class ExampleBatches(ABC, Generic[E, B]):
         """Return the next `batch_size` examples as a batch. The last step has the examples that are
         left of the epochs: mostly fewer, but in a prolonged run there may be more of them."""
         # Take only `count` examples, so that a run with more steps continues with the next example.
-        left = self.num_examples - self.drawn
-        done, steps = (-(-n // self.batch_size) for n in (self.drawn, self.num_examples))
+        rest = self.num_examples - self.drawn
+        step, steps = (-(-n // self.batch_size) for n in (self.drawn, self.num_examples))
         # If a run of one epoch is prolonged to two, its short last step is now in the middle. The
         # number of steps does not count this, so the last step makes up for it.
-        is_last = self.by_epochs and done == steps - 1
-        count = left if is_last else min(self.batch_size, left)
+        is_last = self.by_epochs and step == steps - 1
+        count = rest if is_last else min(self.batch_size, rest)
         assert count > 0, "all examples are drawn"
         self.drawn += count
         return self.batch([self.train[number] for number in self.loader.next(count)])

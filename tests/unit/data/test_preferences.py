@@ -270,8 +270,8 @@ def test_sequences_that_end_in_padding_are_counted(tmp_path: Path, tokenizer: To
 
 def test_the_tools_of_a_row_are_described(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(make_tokenizer(tmp_path / "char", "char"))
-    described = "{%- if tools -%}{{- tools[0].name ~ eos_token -}}{%- endif -%}"
-    tokenizer.chat_template = described + CHATML
+    head = "{%- if tools -%}{{- tools[0].name ~ eos_token -}}{%- endif -%}"
+    tokenizer.chat_template = head + CHATML
     row = {"prompt": "ka", "chosen": "lo", "rejected": "mi"}
     rows: list[Any] = [row | {"tools": [{"name": "ster"}]}, row]
     keys: dict[str, Any] = {"prompt_field": "prompt", "chat_template": True}
