@@ -37,7 +37,7 @@ from gspo_megatron.families.weight_map import SCORE_HEAD, weight_map
 from gspo_megatron.hf.files import HfFolder, check_tied_copy, checked_weights
 from gspo_megatron.hf.side_files import generation_files, tokenizer_files
 from gspo_megatron.hf.writer import HfWriter
-from gspo_megatron.process.failures import exit_code_of
+from gspo_megatron.process.failures import run_script
 
 MOE_OF = {
     "llama": "mixtral",
@@ -214,4 +214,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code_of(main))
+    sys.exit(run_script(main))

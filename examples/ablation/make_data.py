@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from gspo_megatron.data.toy import train_toy_tokenizer
 from gspo_megatron.files import write_atomically
+from gspo_megatron.process.failures import run_script
 
 LETTERS, LENGTH = "abcdefghijkl", 12
 TRAIN, TEST = 4000, 256
@@ -38,4 +40,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

@@ -13,12 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from gspo_megatron.data.character_tokenizer import write_character_tokenizer
 from gspo_megatron.files import write_atomically
+from gspo_megatron.process.failures import run_script
 
 TRAIN, TEST, EXAMPLES = 2000, 128, 16000
 RIGHT, WITHOUT_A_STEP = 0.2, 0.2  # shares of the programs; the rest have no parentheses
@@ -136,4 +138,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

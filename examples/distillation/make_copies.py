@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from gspo_megatron.files import write_atomically
+from gspo_megatron.process.failures import run_script
 
 TRAIN, TEST = 1000, 128
 ADJECTIVES = "small,old,bright,quiet,warm,green,tall,cold,soft,heavy,young,dark,clean,round,empty"
@@ -58,4 +60,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

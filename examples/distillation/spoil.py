@@ -15,21 +15,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from gspo_megatron.errors import DataError
-from gspo_megatron.process.failures import exit_code_of
+from gspo_megatron.process.failures import run_script
 
 
 def spoil(teacher: Path, student: Path, noise: float, seed: int) -> None:
     """Write the student. Raises DataError if its folder exists already, or if the teacher has no
-    experts in a file model.safetensors."""
+    experts in a file model.safetensors that can be read."""
     if student.exists():
         raise DataError(f"{student}: is there already; give a new folder")
     weights = teacher / "model.safetensors"
     if not weights.is_file():
         raise DataError(f"{weights}: no such file; give the Hugging Face folder of a small model")
-    tensors = load_file(weights)
+    try:
+        tensors = load_file(weights)
+    except SafetensorError as error:
+        raise DataError(f"{weights}: not a safetensors file: {error}") from error
     if not any(".experts." in name for name in tensors):
         raise DataError(f"{weights}: has no experts to add noise to; give a Mixture of Experts")
     generator = torch.Generator().manual_seed(seed)
@@ -54,4 +58,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code_of(main))
+    sys.exit(run_script(main))

@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,9 +32,10 @@ import numpy as np
 from scipy.optimize import brentq
 
 from gspo_megatron.data.rows import Problems, read_rows
-from gspo_megatron.errors import DataError, UserError
+from gspo_megatron.errors import DataError
 from gspo_megatron.files import write_atomically
 from gspo_megatron.observe.intervals import bootstrap_interval
+from gspo_megatron.process.failures import run_script
 
 FIELDS = ("id", "contest_start", "title", "description", "official_tests")
 # the fields of a row that the reward `code` reads
@@ -157,7 +159,6 @@ def write_problems(files: Sequence[Path], output: Path, tests: Path | None) -> N
         incomplete += row.get("official_tests_complete") is False and not added
         known = {"id": row["id"], "contest_date": start.date().isoformat()}
         lines.append(json.dumps({**known, "prompt": statement(row), **kept}) + "\n")
-    output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, "".join(lines).encode())
     print(f"{output}: {len(lines)} problems; {left_out} left out, which tests cannot judge")
     if incomplete:
@@ -247,14 +248,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rating.add_argument("--standings", type=Path, required=True, metavar="FOLDER")
     rating.add_argument("--suite", default="codeforces")
     given = parser.parse_args(arguments)
-    try:
-        if given.command == "problems":
-            write_problems(given.files, given.output, given.tests)
-        else:
-            print_rating(given.evaluation, given.standings, given.suite)
-    except UserError as error:
-        parser.exit(2, f"{error}\n")
+    if given.command == "problems":
+        write_problems(given.files, given.output, given.tests)
+    else:
+        print_rating(given.evaluation, given.standings, given.suite)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

@@ -65,6 +65,7 @@ from gspo_megatron.checkpoint.start import open_session
 from gspo_megatron.config import Config, check_config, load
 from gspo_megatron.observe.environment import describe_environment
 from gspo_megatron.observe.metrics_files import RL
+from gspo_megatron.process.failures import run_script
 from gspo_megatron.rl.loop import ReinforcementLoop
 from gspo_megatron.rl.policy_update import PolicyUpdater
 from gspo_megatron.rl.rollouts import Experience
@@ -445,4 +446,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy import stats
 
+from gspo_megatron.errors import DataError
 from gspo_megatron.observe.plots import INK, MUTED, PALETTE, STYLE, save_figure
+from gspo_megatron.process.failures import run_script
 
 OUTCOMES = {"converged": "#2a9d77", "stuck": "#e9c46a", "collapsed": "#c2415c"}
 # In each pair, the first arm is compared with the second.
@@ -298,6 +301,8 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=Path("frontier.png"))
     arguments = parser.parse_args()
     records = read(arguments.results)
+    if not records:
+        raise DataError(f"{arguments.results}: no such file, or empty")
     print(*("\n".join(table(records)) for table in TABLES.values()), sep="\n\n")
     seconds = sum(line["seconds"] for line in records)
     print(f"\n{len(records)} runs, {seconds / 60:.0f} minutes of processor time")
@@ -305,4 +310,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -31,6 +32,7 @@ from torch import Tensor
 from gspo_megatron.config import parse_config
 from gspo_megatron.objectives import Objective, build_objective
 from gspo_megatron.platform.groups import stop_processes
+from gspo_megatron.process.failures import run_script
 from gspo_megatron.types import LossInputs
 
 UPDATES = (1, 2, 4, 8, 16)
@@ -327,4 +329,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

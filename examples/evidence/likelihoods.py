@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import time
 from contextlib import closing
 from dataclasses import asdict
@@ -29,6 +30,7 @@ from laboratory import PROMPT_TOKENS, RESPONSES, VOCABULARY, Laboratory, Setting
 from vllm_engine import VllmEngine, VllmProcess, vllm_python
 
 from gspo_megatron.platform.groups import stop_processes
+from gspo_megatron.process.failures import run_script
 from gspo_megatron.rollout.engine import Requests, Sampling
 
 LENGTHS = (8, 32, 128, 256)
@@ -113,4 +115,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

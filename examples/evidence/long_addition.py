@@ -24,11 +24,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from gspo_megatron.data.tokenizers import train_sentencepiece
 from gspo_megatron.files import write_atomically
+from gspo_megatron.process.failures import run_script
 from gspo_megatron.types import Sample
 
 UNITS, DIGITS, ADDEND_UNITS, ADDEND_TENS = "abcdefghij", "0123456789", "ABCDEFGHIJ", "KLMNOPQRST"
@@ -116,4 +118,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

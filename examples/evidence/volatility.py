@@ -10,6 +10,7 @@ experts and seed is added to the output. Settings whose line exists already are 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -21,6 +22,7 @@ from gradients import changed_experts, coefficients, objective_of, response_adva
 from laboratory import RESPONSES, Laboratory, Setting
 
 from gspo_megatron.platform.groups import stop_processes
+from gspo_megatron.process.failures import run_script
 
 RATES = (1e-4, 3e-4, 1e-3, 3e-3)
 EXPERTS = (8, 32, 128)
@@ -91,4 +93,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

@@ -18,6 +18,7 @@ from rule import prefers_first, score
 
 from gspo_megatron.data.toy import train_toy_tokenizer
 from gspo_megatron.files import write_atomically
+from gspo_megatron.process.failures import run_script
 
 LETTERS, NAMED = "abcdefgh", 4  # a prompt names 4 of these letters
 LENGTHS = range(1, 9)  # the lengths of the random responses, in characters
@@ -86,4 +87,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

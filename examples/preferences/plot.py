@@ -10,11 +10,15 @@ The script also prints the step at which the score of the true rule stops rising
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+
+from gspo_megatron.errors import DataError
+from gspo_megatron.observe.metrics_files import read_metrics
+from gspo_megatron.process.failures import run_script
 
 SMOOTHED = 9  # steps
 PANELS = (
@@ -25,9 +29,10 @@ PANELS = (
 
 
 def curves(run: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return the steps of a run, and each metric as smoothed values."""
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [each for each in map(json.loads, lines) if PANELS[0][0] in each]
+    """Return the steps of a run, and each metric as smoothed values. Raises DataError."""
+    records = [each for each in read_metrics(run) if all(name in each for name, _ in PANELS)]
+    if not records:
+        raise DataError(f"{run}: its metrics lack {PANELS[0][0]} or {PANELS[1][0]}")
     steps = np.array([each["step"] for each in records])
     return steps, {name: smooth(np.array([each[name] for each in records])) for name, _ in PANELS}
 
@@ -72,4 +77,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

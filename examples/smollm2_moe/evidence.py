@@ -12,12 +12,17 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from scipy import stats
+
+from gspo_megatron.errors import DataError
+from gspo_megatron.observe.metrics_files import read_metrics
+from gspo_megatron.process.failures import run_script
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results.jsonl"
@@ -55,9 +60,14 @@ def summary(variant: str, seed: int, records: Sequence[Mapping[str, Any]]) -> di
 
 
 def read_runs(folder: Path) -> list[dict[str, Any]]:
+    """The results of the finished runs in a folder. Raises DataError."""
+    paths = sorted(folder.glob("*/seed_*/metrics.jsonl"))
+    if not paths:
+        wrong = "holds no VARIANT/seed_N/metrics.jsonl"
+        raise DataError(f"{folder}: {wrong}; name the folder of gspo-megatron ablate")
     found = []
-    for path in sorted(folder.glob("*/seed_*/metrics.jsonl")):
-        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for path in paths:
+        records = read_metrics(path.parent)
         variant, seed = path.parts[-3], int(path.parts[-2].removeprefix("seed_"))
         if variant in VARIANTS and (result := summary(variant, seed, records)) is not None:
             found.append(result)
@@ -169,4 +179,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from gspo_megatron.files import write_atomically
+from gspo_megatron.process.failures import run_script
 
 TRAIN, TEST = 2000, 64
 _TOPICS = (
@@ -91,4 +93,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.hf.load import load_hf
 from gspo_megatron.models.build import Policy, build_policy
 from gspo_megatron.platform.groups import set_up_model_parallel, start_processes, stop_processes
+from gspo_megatron.process.failures import run_script
 from gspo_megatron.rollout.engine import Requests, Sampling
 from gspo_megatron.rollout.megatron.engine import MegatronEngine
 
@@ -151,4 +153,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

@@ -43,6 +43,9 @@ def main() -> None:
     parser.add_argument("--prompts", required=True, help="JSON Lines with prompt and answer")
     parser.add_argument("-o", "--output", required=True, help="JSON: the answers of each model")
     options = parser.parse_args()
+    for path in (options.prompts, Path(options.output).parent, *options.models):
+        if not Path(path).exists():
+            parser.exit(2, f"{path}: no such file or folder\n")
     disable_progress_bar()
     rows = [json.loads(line) for line in Path(options.prompts).read_text().splitlines()]
     found = {}

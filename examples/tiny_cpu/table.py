@@ -8,19 +8,19 @@ answer.py must have written RL_RUN/answers.json before.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
+from gspo_megatron.observe.metrics_files import read_metrics
+from gspo_megatron.process.failures import run_script
+
 TOLERANCE = 0.02  # largest difference between the accuracies in the run and in transformers
 EXAMPLES = 5  # the number of prompts that are shown
 STAGES = ("pre-training", "fine-tuning", "GSPO")
 HEADINGS = ("stage", "steps", "seconds", "held-out loss", "transformers", "this run")
-
-
-def metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def values(records: list[dict[str, Any]], key: str) -> list[float]:
@@ -35,8 +35,11 @@ def write(rows: list[tuple[str, ...]]) -> None:
         print("  ".join([row[0].ljust(widths[0]), *cells[1:]]))
 
 
-def main(runs: list[Path]) -> int:
-    records = [metrics(run) for run in runs]
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", type=Path, nargs=len(STAGES), metavar="RUN")
+    runs = parser.parse_args().runs
+    records = [read_metrics(run) for run in runs]
     answers = json.loads((runs[-1] / "answers.json").read_text())
     models = list(answers["models"].values())
     reported = values(records[-1], "evaluation/accuracy")
@@ -69,4 +72,4 @@ def main(runs: list[Path]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main([Path(argument) for argument in sys.argv[1:]]))
+    sys.exit(run_script(main))

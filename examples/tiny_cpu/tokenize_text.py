@@ -9,6 +9,7 @@ Megatron-LM, which works in many processes (docs/data.md).
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -19,12 +20,16 @@ import torch
 from gspo_megatron.data.character_tokenizer import write_character_tokenizer
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.platform.quiet import quiet_imports
+from gspo_megatron.process.failures import run_script
 
 with quiet_imports():
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 
-def main(folder: Path) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, metavar="DATA")
+    folder = parser.parse_args().folder
     lines = (folder / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
     texts = [json.loads(line)["text"] for line in lines]
     model = write_character_tokenizer(folder / "tokenizer", texts, 48, byte_fallback=False)
@@ -44,4 +49,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    sys.exit(run_script(main))

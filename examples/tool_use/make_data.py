@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 from gspo_megatron.data.chat import TEMPLATE_FILE
 from gspo_megatron.data.tokenizers import train_sentencepiece
 from gspo_megatron.files import write_atomically
+from gspo_megatron.process.failures import run_script
 
 TRAIN, TEST, EXAMPLES = 2000, 128, 16000
 CALLING = 0.2  # share of the conversations that call the calculator
@@ -97,4 +99,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

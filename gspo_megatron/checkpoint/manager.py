@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Generator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -148,21 +149,26 @@ class Checkpoints:
         if self.start.begins_phase:
             position = {"scheduler": {"num_steps": state.step * updates_per_step}}
         load_trainer_state(trainer, position)
+        has_others = partial(self._has_other_prompts, state, loader)
         if self._next_prompts is not None:
             loader.load_state_dict(self._next_prompts)
-        elif not (self.start.begins_phase and on_main(lambda: self._has_other_prompts(state))):
+        elif not (self.start.begins_phase and on_main(has_others)):
             loader.load_state_dict(state.loader)
         return state.step
 
-    def _has_other_prompts(self, state: RunState) -> bool:
-        """Whether the prompts or their order have changed since the checkpoint was made."""
+    def _has_other_prompts(self, state: RunState, loader: DataOrder) -> bool:
+        """Whether the prompts or examples, or their order, have changed since the checkpoint was
+        made."""
         assert self.start.checkpoint is not None
         data, before = self.config.model_dump()["data"], read_config(self.start.checkpoint)["data"]
         # a checkpoint of an earlier version may lack a key
         if any(before[key] != data[key] for key in _PROMPT_KEYS if key in before):
             return True
-        now = fingerprints(self.config)
-        return now.get("data.prompts") != state.fingerprints.get("data.prompts")
+        # other keys decide how many rows of a file can be used
+        if loader.state_dict().get("num_prompts") != state.loader.get("num_prompts"):
+            return True
+        now, key = fingerprints(self.config), f"data.{self.config.inputs[0]}"
+        return now.get(key) != state.fingerprints.get(key)
 
     @contextlib.contextmanager
     def reference_weights(self, *, needed: bool, kept: bool) -> Generator[None]:

@@ -33,7 +33,7 @@ from gspo_megatron.config.load import override
 from gspo_megatron.config.lora import LoraSection
 from gspo_megatron.config.phases import at_step, is_border, may_change
 from gspo_megatron.config.resume import find_changes
-from gspo_megatron.config.stages import AnyConfig, StageConfig
+from gspo_megatron.config.stages import AnyConfig, PretrainingConfig, StageConfig
 from gspo_megatron.errors import ConfigError, DataError, UserError, format_value, problem, some_of
 from gspo_megatron.families import differences
 from gspo_megatron.families.model_shape import WHOLE_MODEL_KEYS, checkpoint_preset, no_checkpoint
@@ -61,9 +61,9 @@ class Start:
     state: RunState | None = None
     is_finished: bool = False
     notes: list[str] = field(default_factory=list)  # for the user
-    # Whether some keys get new values at this point, by `train --change` or because a phase begins.
+    # Whether some keys get new values at this point, by `--change` or because a phase begins.
     begins_phase: bool = False
-    changed: list[str] = field(default_factory=list)  # by `train --change`: one line for each key
+    changed: list[str] = field(default_factory=list)  # by `--change`: one line for each key
 
     @property
     def next_step(self) -> int:
@@ -338,7 +338,8 @@ def _changes(
         words = _words(command, _new_run(config, checkpoint if on_these else None))
         advice = f"start a new run{' on its weights' if on_these else ''}: {words}"
         keys = [line.partition(" = ")[0] for line in changes.refused]
-        if all(":" not in key and may_change(key) for key in keys):
+        has_option = not isinstance(config, PretrainingConfig)
+        if has_option and all(":" not in key and may_change(key) for key in keys):
             words = _words([*command, "--change"], {})
             advice = f"go on with the new values from step {state.step + 1}: {words}; or {advice}"
         raise ConfigError(

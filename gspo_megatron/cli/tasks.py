@@ -16,7 +16,7 @@ def add_parser(commands: Commands) -> None:
     more = ", in their order. The files that the configuration names are not read."
     parser = config_parser(commands, "tasks", run, text, more)
     parser.add_argument(
-        "-o", "--output", metavar="FILE.jsonl", type=Path, required=True, help="the file to write"
+        "-o", "--output", metavar="FILE.jsonl", type=Path, required=True, help="a new file"
     )
     parser.add_argument(
         "-n",
@@ -37,6 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
     from gspo_megatron.environments.registry import environment_of
     from gspo_megatron.environments.verifiers import Verifiers
 
+    if arguments.output.exists():
+        raise DataError(f"--output {arguments.output}: is there already; allowed: a new file")
     config = load_config(arguments.config, arguments.overrides)
     section = config.environment
     if section.verifiers is None or section.python is None:

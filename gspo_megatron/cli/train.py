@@ -64,11 +64,13 @@ def add_parser(commands: Commands) -> None:
                 help="with --from-step: make the folder of the new run, and do not train. Its "
                 "branch.yaml is the configuration to start, for example by sbatch",
             )
+        if name != "pretrain":
+            keys = "that training.phases may change" if name == "train" else "of data and optimizer"
             parser.add_argument(
                 "--change",
                 action="store_true",
-                help="resume the run with changed values of keys that training.phases may change, "
-                "from the next step on; without --change, changed values are refused",
+                help=f"resume the run with changed values of keys {keys}, from the next step on; "
+                "without --change, changed values are refused",
             )
 
 
@@ -125,7 +127,7 @@ def run(name: str, arguments: argparse.Namespace) -> int:
             check_config(phase, world_size, for_training=True)
             fetch_weights(phase)
     else:
-        config, inputs = check_all(config, world_size, fresh=fresh)
+        config, inputs = check_all(config, world_size, fresh=fresh, change=change)
         fetch_weights(config)
     if rank_of is None and world_size > 1:
         from gspo_megatron.process.launcher import launch
@@ -180,7 +182,7 @@ def _train(stage: str, config: Any, inputs: Any, fresh: bool, change: bool) -> b
     with loading():
         from gspo_megatron.supervised.run import run_stage
 
-    return run_stage(config, inputs, fresh=fresh)
+    return run_stage(config, inputs, fresh=fresh, change=change)
 
 
 def _tell_interrupted(config: AnyConfig) -> None:

@@ -52,7 +52,7 @@ SECTIONS = ("data", "rollout", "environment", "reward", "objective", "optimizer"
 
 
 def may_change(key: str) -> bool:
-    """Whether a phase, or `train --change`, may set a key to another value."""
+    """Whether a phase, or `--change`, may set a key to another value."""
     is_fixed = any(key == fixed or key.startswith(f"{fixed}.") for fixed in FIXED_KEYS)
     return key.partition(".")[0] in SECTIONS and not is_fixed
 

@@ -39,7 +39,7 @@ class Changes:
     refused: list[str] = field(default_factory=list)
     allowed: list[str] = field(default_factory=list)  # without effect on what is learned
     warned: list[str] = field(default_factory=list)  # allowed, but may change results
-    asked: list[str] = field(default_factory=list)  # refused without `train --change`
+    asked: list[str] = field(default_factory=list)  # refused without `--change`
 
 
 def find_changes(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gspo_megatron.config.stages import PreferenceDataSection
-from gspo_megatron.data.chat import check_template
+from gspo_megatron.data.chat import check_template, tools_of
 from gspo_megatron.data.examples import FlatArrays
 from gspo_megatron.data.preference_rows import (
     PreferenceFields,
@@ -147,7 +147,7 @@ class _Reader:
             self.counts.ties += 1
             return None
         try:
-            branches = [self._encode(where, whole) for whole in read.responses]
+            branches = [self._encode(where, row, whole) for whole in read.responses]
         except DataError as error:
             self.problems.add(where, str(error))
             return None
@@ -176,14 +176,17 @@ class _Reader:
         preference = Preference(np.concatenate(kept), lengths, np.array(values, np.float64), 0)
         return preference, read.source
 
-    def _encode(self, where: str, whole: Whole) -> np.ndarray:
-        """Return the token ids of a prompt with a response."""
+    def _encode(self, where: str, row: Mapping[str, Any], whole: Whole) -> np.ndarray:
+        """Return the token ids of a prompt with a response. Raises DataError."""
         if isinstance(whole, Texts):
             ids = encode_whole(whole.prompt, whole.response, self.tokenizer)
             text = whole.prompt + whole.response
         else:
             self._check_template()
-            rendered = self.tokenizer.render(whole)
+            tools, fault = tools_of(row, self.tokenizer.chat_template)
+            if fault is not None:
+                raise DataError(fault)
+            rendered = self.tokenizer.render(whole, tools=tools)
             ids = self.tokenizer.encode_rendered(rendered.text, rendered.quoted).ids
             text = "".join(message["content"] for message in whole)
         found = np.array(ids, np.int32)

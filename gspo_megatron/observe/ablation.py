@@ -69,8 +69,7 @@ class VariantRuns:
     unfinished: dict[int, str] = field(default_factory=dict)  # seed -> text: how far the run got
 
     def load(self) -> None:
-        """Read the finished runs. Unfinished runs are left out, because only runs of equal length
-        are compared.
+        """Read the finished runs. Unfinished runs are left out, because they are shorter.
 
         Raises DataError for a damaged file.
         """
@@ -279,6 +278,7 @@ def findings(variants: Sequence[VariantRuns]) -> list[str]:
     if left_out:
         sentences.append(f"Left out, because not finished: {'; '.join(left_out)}.")
     present = [variant for variant in variants if variant.runs]
+    sentences += _sentences_on_lengths(present)
     if len(present) > 1:
         sentences += _sentences_on_differences(present)
     collapses = [
@@ -293,6 +293,23 @@ def findings(variants: Sequence[VariantRuns]) -> list[str]:
     else:
         sentences.append(f"None of the {total} runs collapsed by the rule below.")
     return sentences
+
+
+def _sentences_on_lengths(variants: Sequence[VariantRuns]) -> list[str]:
+    """Return a sentence about the runs that are longer or shorter than most others, if there are
+    any. An ablation itself makes runs of one length, but a variant may have its own number of
+    steps, and a report may be asked for with fewer steps than the runs have."""
+    lengths = {
+        f"{variant.name}, seed {seed}": steps_done(run.records)
+        for variant in variants
+        for seed, run in variant.runs.items()
+    }
+    usual = statistics.mode(lengths.values()) if lengths else 0
+    others = [f"{name} ({steps})" for name, steps in lengths.items() if steps != usual]
+    if not others:
+        return []
+    text = f"Not all runs have {usual} steps: {'; '.join(others)}."
+    return [f"{text} Each is compared at its own end."]
 
 
 def _sentences_on_differences(variants: Sequence[VariantRuns]) -> list[str]:

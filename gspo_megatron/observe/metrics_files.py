@@ -110,9 +110,23 @@ def _is_turn(turn: Any) -> bool:
 
 def read_draws(run_dir: str | Path) -> list[Record]:
     """Return the record of each group of responses of a run. Returns an empty list without the
-    file. Raises DataError."""
+    file. Raises DataError for a damaged line, or if a record lacks a value."""
     path = Path(run_dir) / DRAWS_FILE
-    return read_json_lines(path) if path.is_file() else []
+    records = read_json_lines(path) if path.is_file() else []
+    for number, record in enumerate(records, start=1):
+        if not _is_draw(record):
+            raise DataError(f"{path}: record {number} is not the result of a prompt")
+    return records
+
+
+def _is_draw(record: Record) -> bool:
+    figures = [record.get(key) for key in ("step", "responses", "solved", "length")]
+    if record.get("responses"):
+        figures.append(record.get("reward"))
+    names = (record.get("prompt"), record.get("row_id"))
+    are_numbers = all(isinstance(each, int | float) for each in figures)
+    are_texts = all(isinstance(each, str) for each in names)
+    return are_numbers and are_texts and isinstance(record.get("spread"), bool)
 
 
 def read_changes(run_dir: str | Path) -> list[Record]:
@@ -150,11 +164,13 @@ def phase_of(record: Mapping[str, Any]) -> str:
 
 def position_of(record: Mapping[str, Any]) -> tuple[int, int]:
     """Return a key that sorts the records of a run by the progress of training. Raises DataError
-    for a phase that no run has."""
+    for a phase that no run has, or without a step."""
     phase = phase_of(record)
     if phase not in _PHASES:
         wrong = f"not a phase of training; allowed: {', '.join(_PHASES)}"
         raise DataError(problem("phase", phase, wrong))
+    if type(record.get("step")) is not int:
+        raise DataError("a record has no whole number as its `step`")
     return (_PHASES.index(phase), record["step"])
 
 

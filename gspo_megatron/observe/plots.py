@@ -302,20 +302,21 @@ def plot_run(run: Run, out: Path) -> list[Path]:
     Subjects and panels without metrics in this run are left out. Dotted lines mark the steps at
     which values of the configuration changed. Raises DataError if the file of changes is damaged.
     """
-    borders = [each["step"] for each in read_changes(run.path)]
+    changes = read_changes(run.path)
     written = []
     with matplotlib.rc_context(STYLE):
         for page in _PAGES:
             panels = [panel for panel in page.panels if _present_keys(run, panel, page.phase)]
             if not panels or (page.needs and not run.series(page.needs, page.phase)[0]):
                 continue
+            borders = [each["step"] for each in changes if phase_of(each) == page.phase]
             columns = 2 if len(panels) in (2, 4) else 3
             title = f"{page.title}: {as_label(run.name)}"
             figure, all_axes = panel_grid(len(panels), title, columns)
             for axes, panel in zip(all_axes, panels):
                 draw = {"lines": _draw_lines, "fan": _draw_fan, "stack": _draw_stack}[panel.kind]
                 finish_axes(axes, panel.title, draw(axes, run, panel, page.phase))
-                for step in borders if page.phase == RL else ():
+                for step in borders:
                     axes.axvline(step + 0.5, color=MUTED, linewidth=0.8, linestyle=":", zorder=0)
                 _add_legend(axes)
             fans = [axes for axes, panel in zip(all_axes, panels) if panel.kind == "fan"]

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.config import Config, to_shown_yaml
+from gspo_megatron.config import to_shown_yaml
+from gspo_megatron.config.phases import phases_of
 from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import tell
 from gspo_megatron.files import make_folder, os_errors, write_atomically
@@ -89,8 +90,7 @@ class RunLogger:
                 is_late = is_unlogged and file in (self._metrics, self._evaluation)
                 file.truncate_after(step - 1 if is_late else step, phase)
             # a change that was taken back is still in the file
-            is_planned = getattr(config.training, "phases", None)
-            undone = [] if is_planned else read_changes(self.folder)
+            undone = [] if phases_of(config) else read_changes(self.folder)
             if has_changed or any(each["step"] >= step for each in undone):
                 self._trackers.forget_after(phase, step)
         if config.logging.trackers:
@@ -107,31 +107,38 @@ class RunLogger:
             write_atomically(self.folder / "config.resolved.yaml", text.encode())
 
     def begin_phase(
-        self, step: int, changed: Sequence[str], run: Config, phase: Config, *, has_rollouts: bool
+        self,
+        step: int,
+        changed: Sequence[str],
+        run: AnyConfig,
+        phase: AnyConfig,
+        *,
+        has_rollouts: bool = False,
     ) -> None:
         """Record that the run goes on after `step` with the configuration `phase`. `changed` has
         one line for each key that gets a new value there. `has_rollouts`: the run goes on with
         responses of step + 1, which were generated with the values of `phase`."""
-        is_constant = not (changed or run.training.phases or (self.folder / CHANGES_FILE).exists())
+        has_phases, stage = bool(phases_of(run)), getattr(run, "phase", RL)
+        is_constant = not (changed or has_phases or (self.folder / CHANGES_FILE).exists())
         if is_constant or not self.is_main:
             return
         self.write_config(run)
         # A rollback or a resume may have gone back to a step before a recorded change.
         last_kept = step if has_rollouts else step - 1
         with JsonLinesWriter(self.folder / CHANGES_FILE) as file:
-            file.truncate_after(last_kept)
+            file.truncate_after(last_kept, stage)
             if changed:
-                file.append({"phase": RL, "step": step, "changed": list(changed)})
+                file.append({"phase": stage, "step": step, "changed": list(changed)})
         recorded = changed_configs(self.folder)
         for first in [first for first in recorded if first > last_kept + 1]:
             recorded.pop(first).unlink()
         if changed or step == 0:
             recorded[step + 1] = changed_config(self.folder, step + 1)
         if recorded:  # keys without effect on the training may have new values
-            # Without the list of phases, whose first ones would change these values again.
-            training = phase.training.model_copy(update={"phases": []})
-            text = to_shown_yaml(phase.model_copy(update={"training": training}), {})
-            write_atomically(recorded[max(recorded)], text.encode())
+            if has_phases:  # whose first ones would change these values again
+                training = phase.training.model_copy(update={"phases": []})
+                phase = phase.model_copy(update={"training": training})
+            write_atomically(recorded[max(recorded)], to_shown_yaml(phase, {}).encode())
 
     def progress(self, total: int, title: str, done: int = 0) -> Progress:
         """Return a progress display of one phase; `done` of its steps were finished earlier."""

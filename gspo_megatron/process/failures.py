@@ -83,6 +83,23 @@ def _exit_code_of(command: Callable[[], int]) -> int:
     return code or tell_failure(UserError(told))
 
 
+def run_script(main: Callable[[], int | None]) -> int:
+    """Run the function `main` of a script, and return its exit code, as `exit_code_of` does.
+
+    A script opens files that its user names. So if the system refuses to open one of them, this is
+    an error of the user."""
+
+    def command() -> int:
+        try:
+            return main() or 0
+        except OSError as error:
+            if error.filename is None:
+                raise
+            raise UserError(f"{error.filename}: {error.strerror}") from error
+
+    return exit_code_of(command)
+
+
 def tell_failure(error: Exception) -> int:
     """Print an error, or give it to the launcher of this rank. Returns the exit code."""
     is_forbidden = isinstance(error, OSError) and error.errno in _FORBIDDEN

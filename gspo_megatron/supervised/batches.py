@@ -72,12 +72,19 @@ class ExampleBatches(ABC, Generic[E, B]):
             len(train), self.batch_size, training.seed, shuffle=config.data.shuffle
         )
         self.num_examples = config.num_examples(len(train))  # the examples of the whole run
+        self.by_epochs = training.epochs is not None
         self.drawn = 0
 
     def next(self) -> B:
-        """Return the next `batch_size` examples as a batch; the last step may have fewer."""
+        """Return the next `batch_size` examples as a batch. The last step has the examples that are
+        left of the epochs: mostly fewer, but in a prolonged run there may be more of them."""
         # Take only `count` examples, so that a run with more steps continues with the next example.
-        count = min(self.batch_size, self.num_examples - self.drawn)
+        rest = self.num_examples - self.drawn
+        step, steps = (-(-n // self.batch_size) for n in (self.drawn, self.num_examples))
+        # If a run of one epoch is prolonged to two, its short last step is now in the middle. The
+        # number of steps does not count this, so the last step makes up for it.
+        is_last = self.by_epochs and step == steps - 1
+        count = rest if is_last else min(self.batch_size, rest)
         assert count > 0, "all examples are drawn"
         self.drawn += count
         return self.batch([self.train[number] for number in self.loader.next(count)])

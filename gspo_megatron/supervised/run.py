@@ -32,16 +32,16 @@ Inputs = FineTuningInputs | PretrainingInputs | PreferenceInputs
 Stage = FineTuningConfig | PretrainingConfig | PreferenceConfig
 
 
-def run_stage(config: Stage, inputs: Inputs, *, fresh: bool = False) -> bool:
+def run_stage(config: Stage, inputs: Inputs, *, fresh: bool = False, change: bool = False) -> bool:
     """Train on this rank. Every rank calls this with the same configuration.
 
     The configuration has passed `check_config`, and its number of steps is known. If the run folder
-    holds a run, it is continued. With `fresh`, the folder must be empty.
+    holds a run, it is continued. With `fresh`, the folder must be empty. `change`: see `conclude`.
 
     Returns True if the run is done, False if it was stopped and saved. Raises UserError.
     """
     export = None if config.export.hf_path is None else Path(config.export.hf_path)
-    with open_session(config, fresh=fresh) as session:
+    with open_session(config, fresh=fresh, change=change) as session:
         is_exported = export is None or (export / "config.json").exists()
         if session.start.is_finished and is_exported:
             session.tell_finished()
@@ -51,6 +51,8 @@ def run_stage(config: Stage, inputs: Inputs, *, fresh: bool = False) -> bool:
         session.begin()
         loop, hf = assemble_stage(config, inputs, session.start, session.stop)
         with loop.logger:
+            step = loop.checkpoints.finished_steps(config.phase)
+            loop.logger.begin_phase(step, session.start.changed, config, config)
             done = session.train(loop.run, loop.policy, loop.checkpoints.close, loop.logger)
             # No watchdog runs here, because one rank writes and all other ranks may wait for long.
             if done:

@@ -15,6 +15,7 @@ import yaml
 
 from gspo_megatron.config.stages import FineTuningDataSection
 from gspo_megatron.data.examples import load_supervised
+from gspo_megatron.data.loader import PromptLoader
 from gspo_megatron.data.tokenizers import load_tokenizer
 from tests.e2e.resuming import (
     TINY_MODEL,
@@ -116,6 +117,45 @@ def test_a_resumed_run_is_the_same_bit_for_bit(base: Path, tmp_path: Path, phase
     assert_same_run(again, base / phase, f"{phase}_{STEPS:08d}")
     exported = base / f"{phase}-hf" / "model.safetensors"
     assert (tmp_path / "hf" / "model.safetensors").read_bytes() == exported.read_bytes()
+
+
+def test_a_resumed_run_goes_on_with_changed_values(base: Path, toy: Path, tmp_path: Path) -> None:
+    """Other examples are taken in an order of their own, from its beginning."""
+    again = tmp_path / "run"
+    shutil.copytree(base / "sft", again)
+    for step in range(3, STEPS + 1):
+        shutil.rmtree(again / "checkpoints" / f"sft_{step:08d}")
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join((toy / "train.jsonl").read_text().splitlines(keepends=True)[1:]))
+    words = (f"logging.dir={again}", "export.hf_path=", "logging.plots=false")
+    words = (*words, f"data.examples={other}", "optimizer.learning_rate=1e-3")
+    errors = run("sft", base / "sft.yaml", *words, expect=2)
+    assert "optimizer.learning_rate = 0.001: was 0.003" in errors
+    assert "go on with the new values from step 3: gspo-megatron sft" in errors
+    assert "--change" in errors
+    errors = run("sft", base / "sft.yaml", *words, "--change")
+    assert "changed from step 3 on: data.examples: " in errors
+
+    found = records(again)
+    assert found[:3] == records(base / "sft")[:3]
+    assert found[3]["lr"] == pytest.approx(1e-3)
+    form = FineTuningDataSection(tokenizer="t", max_tokens=64)
+    data = load_supervised(other, load_tokenizer(toy / "tokenizer.model"), form)
+    order = PromptLoader(len(data), 12, seed=1)
+    tokens = [int(data.lengths[order.next()].sum()) for _ in range(3, STEPS + 1)]
+    assert [record["batch/tokens"] for record in found[3:]] == tokens
+    (line,) = (again / "changes.jsonl").read_text().splitlines()
+    change = json.loads(line)
+    assert (change["phase"], change["step"]) == ("sft", 2)
+    assert change["changed"][1] == "optimizer.learning_rate: 0.003 -> 0.001"
+    run("sft", base / "sft.yaml", *words)  # a later start needs no option
+
+
+def test_pre_training_has_no_changed_values(base: Path) -> None:
+    words = ("optimizer.learning_rate=1e-3", "export.hf_path=")
+    errors = run("pretrain", base / "pretrain.yaml", *words, expect=2)
+    assert "set them back to resume it, or start a new run on its weights: " in errors
+    assert "--change" not in errors
 
 
 @pytest.mark.full

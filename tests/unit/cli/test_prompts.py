@@ -177,6 +177,22 @@ def test_bounds_that_leave_nothing(gspo: Command, run: Path, tmp_path: Path) -> 
     assert not (tmp_path / "kept.jsonl").exists()
 
 
+def test_a_record_that_lacks_values(gspo: Command, run: Path) -> None:
+    path = run / "draws.jsonl"
+    whole = path.read_text()
+    path.write_text(whole + '{"step": 3, "pro')  # a run that is writing it, or was killed
+    code, out, _ = gspo("prompts", run)
+    assert code == 0 and "in 8 groups, up to step 2; " in out
+    first = json.loads(whole.splitlines()[0])
+    for lacking in ({"step": 3}, first | {"reward": None}, first | {"prompt": 7}):
+        path.write_text(whole + json.dumps(lacking) + "\n")
+        code, _, err = gspo("prompts", run)
+        assert (code, err) == (2, f"{path}: record 9 is not the result of a prompt\n")
+    path.write_text(json.dumps(first | {"responses": 0, "solved": 0, "reward": None}) + "\n")
+    code, out, _ = gspo("prompts", run)
+    assert code == 0 and "no rewards" in out
+
+
 def test_a_folder_without_draws(gspo: Command, tmp_path: Path) -> None:
     code, _, err = gspo("prompts", tmp_path)
     assert code == 2 and f"{tmp_path}/draws.jsonl: no groups of responses" in err

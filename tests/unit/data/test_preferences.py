@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from gspo_megatron.config.stages import PreferenceDataSection
+from gspo_megatron.data.chat import CHATML
 from gspo_megatron.data.preferences import PreferenceData, left_out, load_preferences
 from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
 from tests.unit.data.corpora import make_tokenizer, refusal, write_parquet, write_rows
@@ -265,3 +266,23 @@ def test_sequences_that_end_in_padding_are_counted(tmp_path: Path, tokenizer: To
         assert load(tmp_path, tokenizer, rows).counts.ends_in_padding == 2
     finally:
         tokenizer.pad_id = kept
+
+
+def test_the_tools_of_a_row_are_described(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(make_tokenizer(tmp_path / "char", "char"))
+    head = "{%- if tools -%}{{- tools[0].name ~ eos_token -}}{%- endif -%}"
+    tokenizer.chat_template = head + CHATML
+    row = {"prompt": "ka", "chosen": "lo", "rejected": "mi"}
+    rows: list[Any] = [row | {"tools": [{"name": "ster"}]}, row]
+    keys: dict[str, Any] = {"prompt_field": "prompt", "chat_template": True}
+    data = load(tmp_path, tokenizer, rows, **keys)
+    begin = text(tokenizer, "ster")
+    assert sequences(data, 0) == [begin + each for each in sequences(data, 1)]
+    # texts without a template, in which nothing reads the tools
+    data = load(tmp_path, tokenizer, rows, prompt_field="prompt")
+    plain = [text(tokenizer, "ka", end) for end in ("lo", "mi")]
+    assert sequences(data, 0) == sequences(data, 1) == plain
+    odd = [row | {"tools": [{"name": "\ud800"}]}]
+    assert faults(tmp_path, tokenizer, odd, **keys) == [
+        "/rows.jsonl:1: field 'tools' holds half a surrogate pair at character 1"
+    ]

@@ -190,6 +190,14 @@ def test_seeds_that_one_variant_lacks_are_left_out() -> None:
     assert ablation.difference(one, with_accuracies("c", []), ablation._ACCURACY) is None
 
 
+def test_runs_of_another_length_are_named() -> None:
+    one = VariantRuns("a", [], 2, {}, {seed: run_of([0.5] * 2) for seed in (1, 2)})
+    other = VariantRuns("b", [], 2, {}, {1: run_of([0.5] * 2), 2: run_of([0.5] * 5)})
+    told = "Not all runs have 2 steps: b, seed 2 (5). Each is compared at its own end."
+    assert findings([one, other])[0] == told
+    assert not any("Not all runs" in each for each in findings([one]))
+
+
 def test_one_seed_shows_no_difference() -> None:
     variants = [with_accuracies("a", [0.9]), with_accuracies("b", [0.1])]
     found = ablation.difference(*variants, ablation._ACCURACY)

@@ -117,12 +117,14 @@ def test_a_response_with_a_field_of_a_wrong_type_is_named(
             ": phase = 'rlhf': not a phase of training; allowed: pretrain, sft, reward_model, "
             "warm_start, rl",
         ),
+        ('{"prompt": "a"}\n', ": a record has no whole number as its `step`"),
     ],
 )
 def test_a_damaged_file_is_not_truncated_and_can_still_be_written(
     tmp_path: Path, text: str, told: str
 ) -> None:
-    """A file with a record of an unknown phase is not cut, because the phase's order is unknown."""
+    """A file with a record of an unknown phase is not cut, because the phase's order is unknown.
+    The same holds for a record without a step."""
     path = tmp_path / "metrics.jsonl"
     path.write_text(text)
     with JsonLinesWriter(path) as writer:

@@ -94,6 +94,7 @@ def test_lines_mark_where_keys_have_changed(
         for step in range(1, 7):
             writer.write(rl_record(step, 0.1))
     with JsonLinesWriter(tmp_path / CHANGES_FILE) as changes:
+        changes.append({"phase": "sft", "step": 2, "changed": ["data.shuffle: true -> false"]})
         changes.append({"phase": "rl", "step": 4, "changed": ["rollout.top_p: 1.0 -> 0.9"]})
     drawn: list[float] = []
     native = Axes.axvline
@@ -102,7 +103,7 @@ def test_lines_mark_where_keys_have_changed(
     assert drawn and set(drawn) == {4.5}  # between steps 4 and 5
     with JsonLinesWriter(tmp_path / CHANGES_FILE) as changes:
         changes.append({"phase": "rl"})
-    with pytest.raises(DataError, match=r"changes\.jsonl: the `step` of record 2 is not a number"):
+    with pytest.raises(DataError, match=r"changes\.jsonl: the `step` of record 3 is not a number"):
         plotted(tmp_path)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from gspo_megatron.config import Config, load_config, parse_config
 from gspo_megatron.config.phases import at_step
+from gspo_megatron.config.stages import FineTuningConfig
 from gspo_megatron.observe.metrics_files import changed_configs, read_changes, read_json_lines
 from gspo_megatron.observe.run_logger import RunLogger
 
@@ -107,6 +108,25 @@ def test_a_phase_is_written_without_the_list_of_phases(tmp_path: Path) -> None:
     assert not any(config.training.phases for config in written(tmp_path).values())
     start(tmp_path, 2, *words)
     assert changes(tmp_path) == [] and temperatures(tmp_path) == {1: 1.0}
+
+
+def test_a_change_of_fine_tuning_is_recorded_with_its_stage(tmp_path: Path) -> None:
+    values = {"data": {"tokenizer": "t.model"}, "logging": {"dir": str(tmp_path)}}
+    line = "optimizer.learning_rate: 0.0001 -> 0.5"
+
+    def go_on(step: int, *changed: str) -> None:
+        config = parse_config(values, ["optimizer.learning_rate=0.5"], "run", FineTuningConfig)
+        with RunLogger(config, True, ("sft", step), has_changed=bool(changed)) as logger:
+            logger.begin_phase(step, changed, config, config)
+
+    go_on(3, line)
+    go_on(5)
+    record = {"phase": "sft", "step": 3, "changed": [line]}
+    assert read_changes(tmp_path) == [record]
+    path = changed_configs(tmp_path)[4]
+    assert load_config(path, [], FineTuningConfig).optimizer.learning_rate == 0.5
+    go_on(2)
+    assert read_changes(tmp_path) == [] and changed_configs(tmp_path) == {}
 
 
 def test_a_file_of_the_user_with_a_similar_name_stays(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -52,6 +53,22 @@ TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 3, in f\n  
 )
 def test_errors_of_a_lost_peer_are_told_from_others(told: str, is_lost: bool) -> None:
     assert failures.is_lost_connection(TRACEBACK + told) == is_lost
+
+
+def test_a_script_names_the_file_that_it_cannot_open(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def reads() -> None:
+        (tmp_path / "absent").read_text()
+
+    def breaks() -> None:
+        raise OSError(errno.EIO, "no file is the cause")
+
+    assert failures.run_script(reads) == 2
+    assert capsys.readouterr().err == f"{tmp_path}/absent: No such file or directory\n"
+    assert failures.run_script(lambda: None) == 0
+    assert failures.run_script(breaks) == 1
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_a_text_of_others_does_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,14 +93,29 @@ def test_a_resumed_run_learns_what_is_left(policy: Policy, stop: int) -> None:
     assert begun + learned(second, 6 - stop) == whole
 
 
-def test_a_prolonged_run_loses_nothing_of_its_short_last_step(policy: Policy) -> None:
-    first = fine_tuning(policy, 17, epochs=1)
-    begun = learned(first, 3)
-    assert sorted(begun) == list(range(17))
-    second = fine_tuning(policy, 17, epochs=3)
+@pytest.mark.parametrize("size", [7, 9, 13, 17, 20])
+@pytest.mark.parametrize("epochs", [(1, 2), (1, 3), (1, 2, 3)])
+def test_a_prolonged_run_loses_nothing_of_its_short_last_step(
+    policy: Policy, size: int, epochs: tuple[int, ...]
+) -> None:
+    found: list[int] = []
+    done, state = 0, None
+    for count in epochs:
+        batches = fine_tuning(policy, size, epochs=count)
+        if state is not None:
+            batches.load_state_dict(state)
+        steps = -(-size * count // 6)
+        found += learned(batches, steps - done)
+        assert Counter(found) == dict.fromkeys(range(size), count)
+        done, state = steps, batches.state_dict()
+
+
+def test_a_run_that_is_prolonged_by_steps_keeps_the_size_of_its_batches(policy: Policy) -> None:
+    first = fine_tuning(policy, 20, epochs=1)
+    assert len(learned(first, 4)) == 20
+    second = fine_tuning(policy, 20, steps=7)
     second.load_state_dict(first.state_dict())
-    more = learned(second, 6)
-    assert Counter(begun + more) == dict.fromkeys(range(17), 3)
+    assert [len(learned(second, 1)) for _ in range(3)] == [6, 6, 6]
 
 
 # --- Pre-training ---------------------------------------------------------------------------------
