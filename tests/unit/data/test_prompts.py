@@ -416,18 +416,6 @@ def test_training_rows_have_a_template_and_a_system_message(tmp_path: Path) -> N
     assert first.messages[1]["content"] == "What is 0?"
 
 
-@pytest.mark.parametrize("chat_template", [False, True])
-def test_what_a_template_cannot_take_is_named(tmp_path: Path, chat_template: bool) -> None:
-    """Number columns of pandas hold NaN where a value is absent."""
-    fields = FieldMap(template="{a}{b}", answer=None)
-    rows = [{"a": "", "b": 3}, {"a": "x", "b": float("nan")}, {"a": " ", "b": ""}]
-    path = write_rows(tmp_path / "p.jsonl", rows)
-    assert refusal(load_prompts, path, fields, chat_template) == [
-        f"{path}:2: field 'b' is nan; a JSON value is wanted",
-        f"{path}:3: data.template gives an empty prompt; a prompt needs some text",
-    ]
-
-
 def test_a_system_message_of_the_row_stays_and_strings_need_a_template(tmp_path: Path) -> None:
     fields = FieldMap(system="Be brief.")
     own = [{"role": "system", "content": "Mine."}, ASKED]
