@@ -24,7 +24,7 @@ help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup:  ## make or update .venv from the pinned requirements
-	@requirements/install.sh $(VENV) $(PYTHON)
+	@requirements/install.sh "$(VENV)" $(PYTHON)
 
 demo: setup  ## all stages of a tiny Mixture-of-Experts model on this machine, in minutes
 	@PATH="$(BIN):$$PATH" bash examples/tiny_cpu/run.sh
@@ -58,5 +58,6 @@ format: setup  ## sort imports and format
 	@"$(BIN)/ruff" format
 
 clean:  ## remove .venv, caches and build outputs; runs/ stays
-	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .import_linter_cache
+	@[ ! -e "$(VENV)" ] || [ -f "$(VENV)/pyvenv.cfg" ] || { echo "$(VENV) is no virtual environment" >&2; exit 1; }
+	rm -rf "$(VENV)" build dist site *.egg-info .pytest_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -174,9 +174,7 @@ def fetch(name: HubName, where: str, *, weights: bool = False) -> Path:
 
     A model needs its settings, its tokenizer and the index of its weights, and with `weights` also
     its safetensors. A dataset needs the files of the split. `where` is the beginning of an error's
-    line.
-
-    Raises DataError.
+    line. Raises DataError.
     """
     assert name.commit is not None, f"{name}: not resolved"
     whole = _whole(name, weights)
@@ -436,8 +434,9 @@ def _link_split(name: HubName, files: list[str]) -> Path:
     # relative links, because a container may mount the cache at another place
     snapshot = os.path.relpath(os.path.realpath(_snapshot(name)), os.path.realpath(folder))
     for link, each in zip(_links(folder, files), files, strict=True):
-        link.unlink(missing_ok=True)
-        link.symlink_to(Path(snapshot) / each)
+        own = folder / f".{os.urandom(8).hex()}"  # another node may make the same link now
+        own.symlink_to(Path(snapshot) / each)
+        own.replace(link)
     write_atomically(folder / ".files", "\n".join(files).encode())
     return folder
 

@@ -95,6 +95,10 @@ make_venv() {
         { [ -z "$made_at" ] || [ "$made_at" = "$place" ]; }; then
         echo "updating $venv (Python $version)"
     else
+        # Anything else is not ours: VENV may come from the caller's environment.
+        if [ -e "$venv" ] && [ ! -f "$venv/pyvenv.cfg" ] && [ -n "$(ls -A "$venv")" ]; then
+            fail "$venv is not empty and is no virtual environment; remove it, or give another VENV"
+        fi
         echo "creating $venv with Python $version"
         rm -rf "$venv"
         if $with_uv; then

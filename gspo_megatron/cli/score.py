@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import sys
 from typing import TYPE_CHECKING
 
 from gspo_megatron.cli.arguments import Commands, add_step, config_parser, in_phase
@@ -120,10 +121,15 @@ def _response(arguments: argparse.Namespace) -> str:
 
 
 def _sample(config: Config, prompt: Prompt, response: str) -> Sample:
+    from gspo_megatron.data.prompts import encode_prompts
     from gspo_megatron.data.tokenizers import load_tokenizer
+    from gspo_megatron.environments.registry import tools_of
     from gspo_megatron.types import Sample
 
-    tokenizer = load_tokenizer(config.data.tokenizer, config.data.chat_template_options)
+    options, tools = config.data.chat_template_options, tools_of(config)
+    options = {**options, "tools": tools} if tools else options
+    tokenizer = load_tokenizer(config.data.tokenizer, options)
+    (encoded,) = encode_prompts([prompt], tokenizer, sys.maxsize)
     return Sample(
         prompt=prompt.text,
         answer=prompt.answer,
@@ -133,6 +139,7 @@ def _sample(config: Config, prompt: Prompt, response: str) -> Sample:
         num_tokens=len(tokenizer.encode(response)) + 1,  # 1 for the end-of-sequence token
         messages=prompt.messages,
         row_id=prompt.row_id,
+        num_prompt_tokens=len(encoded.token_ids),
     )
 
 

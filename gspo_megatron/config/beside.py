@@ -129,18 +129,21 @@ def _of_path(key: str, value: str, file: Path) -> str:
 
 def _find_modules(section: str, given: Mapping[str, Any], file: Path) -> None:
     """Let all processes of the run find the user's modules that are beside the file."""
-    for key in ("import_path", "advantage_import_path"):
-        value = given.get(key)
-        top = re.match(r"\w+", value) if isinstance(value, str) else None
-        if top is None or _has_module(Path(), top[0]) or not _has_module(file.parent, top[0]):
+    options = given.get("options")
+    named = {key: given.get(key) for key in ("import_path", "advantage_import_path")}
+    if isinstance(options, Mapping):  # of the reward `code`
+        named["options.runner"] = options.get("runner")
+    for key, value in named.items():
+        top = re.match(r"(\w+)[\w.]*:", value) if isinstance(value, str) else None
+        if top is None or _has_module(Path(), top[1]) or not _has_module(file.parent, top[1]):
             continue
-        if top[0] in sys.modules or importlib.util.find_spec(top[0]) is not None:
+        if top[1] in sys.modules or importlib.util.find_spec(top[1]) is not None:
             continue  # installed, or added by an earlier call
         folder = str(file.parent.resolve())
         known = filter(None, os.environ.get(MODULES_VARIABLE, "").split(os.pathsep))
         os.environ[MODULES_VARIABLE] = os.pathsep.join(dict.fromkeys([*known, folder]))
         tell_once(
-            f"{section}.{key} = {value}: {top[0]} is not in {os.getcwd()}; read beside {file}"
+            f"{section}.{key} = {value}: {top[1]} is not in {os.getcwd()}; read beside {file}"
         )
 
 

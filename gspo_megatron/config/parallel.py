@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ LAYOUT_KEYS: dict[str, str] = {
     "cp": "context_parallel_size",
     "dp": "data_parallel_size",
 }
+_SIZE = re.compile(r"0{0,9}[1-9][0-9]{0,8}")  # not longer: int() refuses thousands of digits
 
 
 class ParallelSection(Section):
@@ -152,8 +154,8 @@ def parse_sizes(text: str, key: str) -> tuple[dict[str, int], list[str]]:
             wrong.append(f"{part!r} is not KEY=SIZE; allowed: tp=2,pp=2,ep=2")
         elif name not in LAYOUT_KEYS:
             wrong.append(f"unknown key {name}; {suggest(name, list(LAYOUT_KEYS))}")
-        elif not number.isascii() or not number.isdigit() or int(number) < 1:
-            wrong.append(f"{name} is {number!r}; allowed: an integer from 1")
+        elif not _SIZE.fullmatch(number):
+            wrong.append(f"{name} is {number!r:.40}; allowed: an integer from 1 to 999999999")
         elif name in sizes:
             wrong.append(f"{name} is given twice; give it once")
         else:

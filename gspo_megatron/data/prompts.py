@@ -148,12 +148,16 @@ def _read_prompt(fields: FieldMap, row_values: Mapping[str, Any]) -> tuple[Any, 
         return value, _prompt_fault(fields.prompt, value)
     for name in names if fault is None else ():
         value = row_values[name][0]
-        fault = text_fault("" if type(value) in (int, float) else value)
+        is_number = type(value) in (int, float)
+        fault = json_fault(value) if is_number else text_fault(value)  # a number may be NaN
         if fault is not None:
             wrong = fault.replace("a string is", "a string or a number is")
             return None, f"field {name!r} {wrong}"
-    values = {name: row_values[name][0] for name in names}
-    return (None, fault) if fault is not None else (fields.fill(values), None)
+    if fault is not None:
+        return None, fault
+    text = fields.fill({name: row_values[name][0] for name in names})
+    empty = f"{fields.section}.template gives an empty prompt; a prompt needs some text"
+    return text, None if text.strip() else empty
 
 
 def _prompt_fault(name: str, value: Any) -> str | None:

@@ -24,10 +24,11 @@ _RECIPE = {
     "rollout": ("engine", "group_size", "prompts_per_step", "max_response_tokens", "temperature"),
     "reward": ("name", "import_path"),
     "environment": ("name", "import_path"),
+    "preference": ("loss",),
     "optimizer": ("learning_rate",),
     "training": ("steps", "precision", "seed"),
 }
-_DATA = ("prompts", "examples", "train")
+_DATA = ("prompts", "examples", "preferences", "train")
 
 
 def check_push(repo: str) -> None:
@@ -84,12 +85,12 @@ def write_card(
     licence = licence_of(base)
     library = "peft" if (folder / PEFT_CONFIG).is_file() else "transformers"
     header: dict[str, Any] = {"library_name": library, "tags": ["gspo-megatron"]}
-    if base is not None and (named := parse_name(base, "model")) is not None:
+    if base is not None and (named := _hub_name(base, "model")) is not None:
         header["base_model"] = named.repo
     if licence is not None:
         header["license"] = licence
     data = _data(config)
-    datasets = [named.repo for each in data if (named := parse_name(each, "dataset")) is not None]
+    datasets = [named.repo for each in data if (named := _hub_name(each, "dataset")) is not None]
     if datasets:
         header["datasets"] = list(dict.fromkeys(datasets))
     lines = [
@@ -136,7 +137,7 @@ def licence_of(base: str | None) -> str | None:
         return None
     from huggingface_hub import HfApi
 
-    named = name_of(base) or parse_name(base, "model")
+    named = _hub_name(base, "model")
     try:
         if named is None:
             licence = header_of((Path(base) / CARD).read_text(encoding="utf-8")).get("license")
@@ -188,10 +189,17 @@ def _rows(header: tuple[str, str], rows: Sequence[tuple[str, Any]]) -> list[str]
     return [f"| {name} | {_shown(value)} |" for name, value in found]
 
 
+def _hub_name(value: str, kind: Kind) -> HubName | None:
+    """Read a value of a run's configuration as a name of the Hub; None: a path. A run writes a name
+    with its commit. So a value without a revision is a path, even if this machine lacks it."""
+    named = name_of(value) or parse_name(value, kind)
+    return None if named is None or named.revision is None else named
+
+
 def _source(given: str, kind: Kind) -> str:
     """Return a name of the Hub unchanged. Of a path, return only the last part, because a card must
     not show the folders of a machine."""
-    named = parse_name(given, kind)
+    named = _hub_name(given, kind)
     return _shown(Path(given).name if named is None else named)
 
 

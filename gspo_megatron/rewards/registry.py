@@ -145,12 +145,14 @@ def get_reward(
     options = dict(options or {})
     if import_path:
         function = load_function("reward.import_path", import_path, RewardError)
-        reward = Reward(
-            import_path,
-            function,
-            read_answer=getattr(function, "read_answer", None),
-            figures=tuple(getattr(function, "figures", ())),
-        )
+        figures = getattr(function, "figures", ())
+        if not isinstance(figures, (tuple, list)):  # ("name") without a comma is a text
+            raise RewardError(
+                f"reward {import_path}: its attribute figures is {shorten(figures)}; allowed: a "
+                "tuple of names, as ('name',)"
+            )
+        read_answer = getattr(function, "read_answer", None)
+        reward = Reward(import_path, function, read_answer=read_answer, figures=tuple(figures))
     elif name in _REGISTRY:
         reward = _of_mode(_REGISTRY[name], options)
         needed = reward.requires

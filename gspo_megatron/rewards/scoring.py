@@ -191,10 +191,16 @@ class Scorer:
     def adopt(self, names: PartNames) -> None:
         """Set the names of the parts for this run.
 
-        Raises RewardError if `reward.weights` does not fit these names, or if there are no parts
-        although the advantage needs parts."""
+        Raises RewardError if `reward.weights` or a figure does not fit these names, or if there are
+        no parts although the advantage needs parts."""
         weights, name = self.section.weights, self.reward.name
         self.part_names = names
+        for figure in self.reward.figures:
+            if figure in names:  # of a reward model, or of the function beside it
+                raise RewardError(
+                    f"reward {name!r}: its figure {figure!r} has the name of a part of the reward; "
+                    f"both would be the metric reward/{figure}; give the figure another name"
+                )
         if self.needs_parts and not names:
             raise RewardError(
                 f"reward {name!r} returned no parts, and objective.advantage = gdpo normalises "

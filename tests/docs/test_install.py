@@ -66,6 +66,14 @@ def test_the_extras_are_on_the_page() -> None:
     assert all(name in PAGE for name in EXTRAS)
 
 
+def test_a_folder_that_is_no_environment_is_left_alone(tmp_path: Path) -> None:
+    """A user may have set VENV for other programs."""
+    (tmp_path / "file").touch()
+    ended = run_program(REQUIREMENTS / "install.sh", tmp_path, sys.executable, expect=1)
+    assert "is not empty and is no virtual environment" in ended.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 @pytest.mark.full  # needs uv, and a package index or a warm cache
 @pytest.mark.timeout(900)
 def test_uv_makes_the_environment_of_the_pins(tmp_path: Path) -> None:

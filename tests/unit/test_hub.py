@@ -371,3 +371,25 @@ def test_a_split_is_whole_at_another_place_and_only_with_its_files(server: Small
     assert folder.name == "train" and not row.readlink().is_absolute()
     row.unlink()
     assert [p.read_bytes() for p in get("org/rows", kind="dataset").glob("0*")] == [b"r"]
+
+
+def test_two_nodes_may_link_a_split_at_once(
+    server: SmallHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some shared file systems have no locks. Here another node makes each link first."""
+    server.add("org/rows", {"data/train.parquet": b"r"}, "dataset")
+    make_link = Path.symlink_to
+
+    def late(self: Path, target: Path) -> None:
+        link = self.parent / "00000-train.parquet"
+        if self.parent.name == "train" and not os.path.lexists(link):
+            make_link(link, target)
+        make_link(self, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "symlink_to", late)
+        folder = get("org/rows", kind="dataset")
+    assert [path.name for path in folder.iterdir() if path.name != ".files"] == [
+        "00000-train.parquet"
+    ]
+    assert (folder / "00000-train.parquet").read_bytes() == b"r"

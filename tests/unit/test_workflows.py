@@ -143,3 +143,17 @@ def test_make_works_in_a_folder_with_a_blank_in_its_path(
     assert [call.partition("|")[0] for call in calls] == programs
     if "ty" in programs:
         assert f"ty|check|--python|{folder}/.venv|" in calls
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+def test_make_clean_removes_no_other_folder(tmp_path: Path) -> None:
+    shutil.copyfile(ROOT / "Makefile", tmp_path / "Makefile")
+    folder = tmp_path / "my files"
+    folder.mkdir()
+    (folder / "file").touch()
+    plain = {"MAKEFLAGS": "", "VENV": str(folder), "PYTHON": ""}
+    ended = run_program("make", "clean", cwd=tmp_path, environ=plain, expect=2)
+    assert "is no virtual environment" in ended.stderr and (folder / "file").exists()
+    (folder / "pyvenv.cfg").touch()
+    run_program("make", "clean", cwd=tmp_path, environ=plain)
+    assert not folder.exists()

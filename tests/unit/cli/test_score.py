@@ -22,6 +22,9 @@ def parts(sample):
 def turns(sample):
     return TurnRewards([0.5, 0.25], [1, sample.num_tokens])
 
+def prompt_tokens(sample):
+    return sample.num_prompt_tokens
+
 def fails(sample):
     raise KeyError(sample.row_id)
 """
@@ -86,6 +89,7 @@ def test_a_response_is_scored_with_the_first_prompt_or_that_of_a_row(
         ("why", 1, [["reward", "0.5"], ["reason", "3 tokens for abc"]]),
         ("parts", 0, [["reward", "2.5"], ["part", "long 2"], ["part", "right 0"]]),
         ("turns", 0, [["reward", "0.75"], ["turns", "0.5 0.25"]]),
+        ("prompt_tokens", 0, [["reward", "3"]]),  # as a run counts them
     ],
 )
 def test_parts_turns_and_reasons_are_shown(

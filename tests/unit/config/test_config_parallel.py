@@ -46,9 +46,13 @@ def test_layout_reports_all_its_problems() -> None:
         "dp is '-1'",
         "'=3' is not KEY=SIZE",
     ]
-    for text in ("", " ", ",", "tp=2,", "tp", "tp=2;pp=2", "tp=2.0", "tp=²"):
+    for text in ("", " ", ",", "tp=2,", "tp", "tp=2;pp=2", "tp=2.0", "tp=²", "tp=1" + "0" * 9):
         with pytest.raises(ConfigError):
             Layout.parse(text)
+    with pytest.raises(ConfigError) as caught:  # Python does not convert so many digits
+        Layout.parse("tp=" + "9" * 5000)
+    assert caught.value.problems[0].endswith("allowed: an integer from 1 to 999999999")
+    assert Layout.parse("tp=02,dp=999999999") == Layout(tp=2, dp=999999999)
 
 
 @pytest.mark.parametrize(

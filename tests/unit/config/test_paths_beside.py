@@ -10,7 +10,7 @@ import pytest
 from gspo_megatron.checkpoint.run_state import fingerprints
 from gspo_megatron.cli.main import main
 from gspo_megatron.config import load_config
-from gspo_megatron.config.load import load_any_config
+from gspo_megatron.config.load import load_any_config, suites_of_file
 from gspo_megatron.data.toy import write_toy_dataset
 from gspo_megatron.errors import ConfigError, RewardError
 from gspo_megatron.rewards.registry import get_reward
@@ -162,6 +162,30 @@ def test_modules_are_found_by_all_processes_of_a_run(
     wrong = f"no module named nowhere, neither installed nor in {task.parent} nor in {task}"
     with pytest.raises(RewardError, match=wrong):
         get_reward("", "nowhere:score", {}, 0)
+
+
+def test_a_runner_of_programs_is_found_too(
+    task: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    module = "a_runner_beside_its_configuration"
+    code = f"{{name: code, options: {{runner: '{module}:Service'}}}}"
+    suite = f"{{prompts: toy/test.jsonl, reward: {code}}}"
+    (task / f"{module}.py").write_text("class Service:\n    def run(self, *_): ...\n")
+    (task / "config.yaml").write_text(f"{TEXT}reward: {code}\n")
+    (task / "suite.yaml").write_text(f"mine: {suite}\n")
+    config = load_config("task/config.yaml", ["evaluation.suites={}"])
+    key = f"reward.options.runner = {module}:Service: {module} is not in {task.parent}; read"
+    assert key in capsys.readouterr().err
+    try:
+        get_reward("code", None, config.reward.options)  # imports the class
+    finally:
+        sys.modules.pop(module, None)
+    monkeypatch.setenv("GSPO_TOLD_PATHS", "")
+    monkeypatch.setenv("GSPO_MODULE_FOLDERS", "")
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(task)])
+    suites_of_file("task/suite.yaml")
+    assert f"mine.{key}" in capsys.readouterr().err
 
 
 def test_check_works_from_another_folder(task: Path, capsys: pytest.CaptureFixture[str]) -> None:

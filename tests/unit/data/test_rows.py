@@ -1,4 +1,4 @@
-"""Files of rows that cannot be read as a file."""
+"""Files of rows that cannot be read as a file, and rows that give no prompt."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from gspo_megatron.data.formats import FieldMap
 from gspo_megatron.data.prompts import load_prompts
 from gspo_megatron.errors import DataError
-from tests.unit.data.corpora import refusal
+from tests.unit.data.corpora import refusal, write_rows
 
 ROW = b'{"prompt": "a", "answer": "b"}\n'
 
@@ -51,3 +52,15 @@ def test_a_compressed_file_in_a_folder_is_not_left_out_without_a_word(
     (tmp_path / packed).unlink()
     (tmp_path / "a.jsonl").write_bytes(ROW)
     assert [prompt.text for prompt in load_prompts(tmp_path)] == ["a"]
+
+
+@pytest.mark.parametrize("chat_template", [False, True])
+def test_what_a_template_cannot_take_is_named(tmp_path: Path, chat_template: bool) -> None:
+    """Number columns of pandas hold NaN where a value is absent."""
+    fields = FieldMap(template="{a}{b}", answer=None)
+    rows = [{"a": "", "b": 3}, {"a": "x", "b": float("nan")}, {"a": " ", "b": ""}]
+    path = write_rows(tmp_path / "p.jsonl", rows)
+    assert refusal(load_prompts, path, fields, chat_template) == [
+        f"{path}:2: field 'b' is nan; a JSON value is wanted",
+        f"{path}:3: data.template gives an empty prompt; a prompt needs some text",
+    ]

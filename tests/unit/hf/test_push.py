@@ -113,3 +113,14 @@ def test_a_licence_that_cannot_be_read_is_not_invented(server: SmallHub, folder:
     assert card_of(folder, {"model": {"hf_path": str(base)}}, {})[0]["license"] == "llama3"
     assert "to be named by whoever publishes this model" in card_of(folder, {}, {})[1]
     assert server.requests != []
+
+
+def test_a_path_that_is_not_here_is_not_taken_for_a_name(server: SmallHub, folder: Path) -> None:
+    """A conversion may run in another folder than the run. A run writes names with commits."""
+    data = {"preferences": "corp/pairs", "prompts": ["corp/rows"]}
+    config = {"model": {"hf_path": "corp/base"}, "data": data, "preference": {"loss": "regression"}}
+    header, text = card_of(folder, config, {})
+    assert "base_model" not in header and "datasets" not in header
+    assert "Base: base." in text and "- pairs\n" in text and "- rows\n" in text
+    assert "corp" not in text and server.requests == []
+    assert "| preference.loss | regression |" in text

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gspo_megatron.config.reward_model import RewardModelSection
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.errors import RewardError
 from gspo_megatron.rewards.registry import Reward
@@ -83,3 +84,10 @@ def test_figures_are_named_and_finite() -> None:
     for value in (float("nan"), "x", None):
         with pytest.raises(RewardError, match="as figure 'seen'; a finite number is wanted"):
             score(reward(seen=value), figures=("seen",))
+
+
+def test_a_figure_cannot_have_the_name_of_a_part() -> None:
+    model = RewardModelSection(url="http://127.0.0.1:1", tokenizer="t")
+    for name in ("model", "exact_match"):
+        (line,) = refusal(score, lambda sample: 0.5, figures=(name,), model=model)
+        assert f"figure '{name}' has the name of a part" in line and f"reward/{name};" in line

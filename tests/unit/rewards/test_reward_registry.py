@@ -64,6 +64,11 @@ def measured(sample):
 
 measured.figures = ("mean",)
 
+def one_figure(sample):
+    return 0.5
+
+one_figure.figures = ("length")
+
 class Judge:
     def __call__(self, sample, bonus: int = 0):
         return 1 + bonus
@@ -169,6 +174,7 @@ def test_all_bad_options_are_named_at_once(module: str) -> None:
         ),
         (("", "{}:misnamed_group"), "its first parameter 'group' is one sample; allowed: another"),
         (("", "{}:measured"), "its figure 'mean' is no name of a metric; allowed: letters, digits"),
+        (("", "{}:one_figure"), "its attribute figures is 'length'; allowed: a tuple of names"),
         (
             ("", "{}:of_batch", {}, 2),
             "2: {}:of_batch: a function of a batch is called once; allowed",
