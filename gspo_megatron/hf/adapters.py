@@ -252,7 +252,7 @@ def peft_layout(
             # alpha grows with the rank, so that the scale of the adapter stays the same
             factor = math.sqrt(count) if section.use_rslora else count
             alpha = (section.rank if section.alpha is None else section.alpha) * factor
-            patterns[rf".*\.{leaf}"] = (section.rank * count, _whole(alpha))
+            patterns[rf".*\.{leaf}"] = (section.rank * count, _int_if_whole(alpha))
     if patterns:
         document["rank_pattern"] = {key: rank for key, (rank, _) in patterns.items()}
         document["alpha_pattern"] = {key: alpha for key, (_, alpha) in patterns.items()}
@@ -281,7 +281,7 @@ def _peft_config(
         "base_model_name_or_path": base if hub is None else hub.repo,
         "revision": None if hub is None else hub.revision,
         "r": section.rank,
-        "lora_alpha": section.rank if section.alpha is None else _whole(section.alpha),
+        "lora_alpha": section.rank if section.alpha is None else _int_if_whole(section.alpha),
         "use_rslora": section.use_rslora,
         "target_modules": leaves if targets == modules else sorted(modules),
         "lora_dropout": 0.0,
@@ -319,7 +319,7 @@ def write_peft(
         writer.publish({PEFT_CONFIG: document})
 
 
-def _whole(value: float) -> float:
+def _int_if_whole(value: float) -> float:
     return int(value) if value == int(value) else value
 
 

@@ -70,9 +70,9 @@ def main(descriptor: int) -> None:
         asyncio.run(_serve_coroutines(connection, function, job.timeout_seconds))
         return
     while (request := _read(stream)) is not None:
-        number, given = request
+        number, argument = request
         try:
-            value = function.call(given)
+            value = function.call(argument)
         except Exception as error:  # noqa: BLE001 (the user's code may raise anything)
             _write(stream, (number, *_failure(error)))
         else:
@@ -110,8 +110,8 @@ async def _serve_coroutines(connection: socket.socket, function: Function, timeo
     reader, writer = await asyncio.open_connection(sock=connection)
     running: set[asyncio.Task[None]] = set()
 
-    async def serve(number: int, given: Any) -> None:
-        call = asyncio.ensure_future(function.call(given))
+    async def serve(number: int, argument: Any) -> None:
+        call = asyncio.ensure_future(function.call(argument))
         # asyncio.wait_for is not used, because after the timeout it would still wait for a call
         # that ignores its cancellation.
         if not (await asyncio.wait({call}, timeout=timeout))[0]:
@@ -129,9 +129,9 @@ async def _serve_coroutines(connection: socket.socket, function: Function, timeo
     while True:
         try:
             head = await reader.readexactly(LENGTH.size)
-            number, given = pickle.loads(await reader.readexactly(*LENGTH.unpack(head)))
+            number, argument = pickle.loads(await reader.readexactly(*LENGTH.unpack(head)))
         except (asyncio.IncompleteReadError, ConnectionError):
             return
-        task = asyncio.create_task(serve(number, given))
+        task = asyncio.create_task(serve(number, argument))
         running.add(task)
         task.add_done_callback(running.discard)
