@@ -74,8 +74,8 @@ def rank_memory(
 ) -> RankMemory:
     """Estimate the memory of a rank. `passes` has one entry for each chunk of the rank."""
     stages = model.parallel.pipeline_model_parallel_size
-    held = in_flight(stages, model.stage, len(passes), work.micro_batches)
-    kept = [each.saved_bytes + each.output_bytes for each in passes]
+    num_in_flight = in_flight(stages, model.stage, len(passes), work.micro_batches)
+    chunk_bytes = [each.saved_bytes + each.output_bytes for each in passes]  # of one micro-batch
     routes, rollout_routes, host = _routes(model, work)
     prefill = max(each.forward_peak_bytes for each in passes)
     config: Any = model.policy.config
@@ -84,14 +84,14 @@ def rank_memory(
         d.self_attention for d in decoders if isinstance(d.self_attention, CachedDeltaNet)
     ]
     layers = len(decoders)
-    attending = (d for d in decoders if not isinstance(d.self_attention, CachedDeltaNet))
-    windows = (window_of(config, layer.layer_number) for layer in attending)
-    places = sum(min(work.longest, window or work.longest) for window in windows)
+    attention = (d for d in decoders if not isinstance(d.self_attention, CachedDeltaNet))
+    windows = (window_of(config, layer.layer_number) for layer in attention)
+    tokens = sum(min(work.longest, window or work.longest) for window in windows)  # of all layers
     heads = max(1, config.num_query_groups // config.tensor_model_parallel_size)
     # KV cache for each layer and token. Latent attention also caches keys and values of all heads.
     channels = sum(model.config.resolved_model().head_channels)
-    cached = heads * channels * config.params_dtype.itemsize
-    cached = cached * places + sum(net.state_bytes for net in delta_nets)
+    token_bytes = heads * channels * config.params_dtype.itemsize
+    sequence_bytes = token_bytes * tokens + sum(net.state_bytes for net in delta_nets)
     cp = config.context_parallel_size
     # Each rank runs its own prompts; context parallelism does not split them.
     prefill *= work.prefill_tokens * cp / work.tokens
@@ -117,14 +117,14 @@ def rank_memory(
         state=state,
         reference=reference - on_host,
         scorer=scorer,
-        activations=sum(n * size for n, size in zip(held, kept, strict=True)),
-        in_flight=held,
+        activations=sum(n * size for n, size in zip(num_in_flight, chunk_bytes, strict=True)),
+        in_flight=num_in_flight,
         workspace=max(each.workspace_bytes for each in passes),
         head=max(each.head_bytes for each in passes),
         replay=routes,
         # When half of the sequences have ended, a smaller cache is made. Then the old and the new
         # cache exist together.
-        kv_cache=max(work.rollout_rows, work.evaluation_rows) * cached * 3 // 2,
+        kv_cache=max(work.rollout_rows, work.evaluation_rows) * sequence_bytes * 3 // 2,
         rollout=round(prefill) + rollout_routes,
         host=host + on_host,
         fp8_copies=model.fp8_copies,
@@ -143,13 +143,13 @@ def _routes(model: RankModel, work: Workload) -> tuple[int, int, int]:
         for m in model.policy.models
         for layer in m.decoder.layers
     )
-    a_token = layers * config.moe_router_topk * expert_dtype(config.num_moe_experts).itemsize
+    token_bytes = layers * config.moe_router_topk * expert_dtype(config.num_moe_experts).itemsize
     shards = config.context_parallel_size
     if config.sequence_parallel:
         shards *= config.tensor_model_parallel_size
-    store = a_token * work.tokens * work.micro_batches_per_step // shards
-    sampled = a_token * work.rollout_responses * work.longest if "r3" in routing.modes else 0
-    return (0, sampled, store) if routing.store_on_host else (store, sampled, 0)
+    store = token_bytes * work.tokens * work.micro_batches_per_step // shards
+    rollout = token_bytes * work.rollout_responses * work.longest if "r3" in routing.modes else 0
+    return (0, rollout, store) if routing.store_on_host else (store, rollout, 0)
 
 
 _STATE_NAMES = {"parameters": "weights", "gradients": "gradients", "optimizer": "optimizer"}

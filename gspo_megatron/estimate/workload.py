@@ -32,7 +32,7 @@ class Workload:
     sequences: int  # number of sequences in a step, on all ranks
     of_rank: int = 0  # number of this rank's sequences in a mini-batch
     rollout_rows: int = 0  # sequences of a step that a rank decodes together
-    rollout_rounds: int = 0  # how often in a step it decodes so many
+    rollout_rounds: int = 0  # how often in a step a rank decodes `rollout_rows` sequences
     evaluation_rows: int = 0  # sequences of an evaluation that a rank decodes together
     rollout_responses: int = 0  # responses of a rank in a step, or in an evaluation
     # Tokens of the prompts in a forward pass of a rollout, at most.
@@ -108,14 +108,14 @@ def workload(
         return work
     objective = config.objective
     if shares_prompts(config):
-        held = min(lengths.count(sequence), of_rank)
-        repeats = held - -(-held // rollout.group_size)
-        work = replace(work, computed=1 - repeats * sequence[0] / (held * sum(sequence)))
+        responses = min(lengths.count(sequence), of_rank)  # in a micro-batch
+        repeats = responses - -(-responses // rollout.group_size)  # prompts that are not computed
+        work = replace(work, computed=1 - repeats * sequence[0] / (responses * sum(sequence)))
     whole, forward = work.micro_batches_per_step, 0
     records = "r2" in config.routing.modes or config.routing.volatility
     if recomputes_old_logprobs(config) or records:
-        # The first mini-batch gets its old log-probs from its training pass, if no other pass needs
-        # them or the routes before (PolicyUpdater.compute_old_logprobs).
+        # The first mini-batch gets its old log-probs from its training pass, unless another pass
+        # needs them or the routes earlier (PolicyUpdater.compute_old_logprobs).
         is_early = objective.kl != "none" and objective.kl_in == "reward"
         is_early |= config.routing.reference_replay == "r2"
         forward += whole if is_early else whole - work.micro_batches
@@ -161,10 +161,10 @@ def in_flight(stages: int, stage: int, chunks: int, micro_batches: int) -> tuple
     total = micro_batches * chunks
     ahead = stages - stage - 1
     warm_up = ahead if chunks == 1 else 2 * ahead + (chunks - 1) * stages
-    held = [0] * chunks
+    counts = [0] * chunks
     for number in range(min(warm_up + 1, total)):
-        held[number // stages % chunks if chunks > 1 else 0] += 1
-    return tuple(held)
+        counts[number // stages % chunks if chunks > 1 else 0] += 1
+    return tuple(counts)
 
 
 def bubble_share(stages: int, chunks: int, micro_batches: int) -> float:
