@@ -240,14 +240,15 @@ class _Rank:
     def is_user_error(self) -> bool:
         return self.failure.is_user_error if self.failure else self.code == USER_ERROR
 
-    def obscurity(self) -> int:
-        """Return a number from 0 to 2: the lower it is, the better this rank's end explains the
-        failure. The rank with the lowest number counts as the cause."""
+    def cause_order(self) -> int:
+        """Return 0 for a user error, 2 for a lost connection, 1 for any other failure. The rank
+        with the lowest number counts as the cause."""
         if self.is_user_error():
             return 0
         return 2 if is_lost_connection("\n".join(self.output())) else 1
 
-    def manner_of_death(self) -> str:
+    def describe_end(self) -> str:
+        """Return how the process ended, such as "ended with exit code 1"."""
         code = self._process.returncode
         if code == -signal.SIGKILL:
             return "was killed by SIGKILL, as the system does when memory runs out"
@@ -360,7 +361,7 @@ def _collect_signals(queue: deque[signal.Signals]) -> Generator[Callable[[], obj
 
 def _report(failed: Sequence[_Rank], world_size: int) -> int:
     """Print why the run failed, the cause last, and return its exit code."""
-    cause = min(failed, key=_Rank.obscurity)  # if several are equal, the first one that failed
+    cause = min(failed, key=_Rank.cause_order)  # of equal ones, the rank that failed first
     failure = cause.failure
     if cause.is_user_error():
         # If rank 0 has no report, it has already printed its message.
@@ -372,7 +373,7 @@ def _report(failed: Sequence[_Rank], world_size: int) -> int:
         if others:
             lines.append(f"failed too, and not shown: {', '.join(others)}")
         why = f": {failure.summary}" if failure else ""
-        lines.append(f"rank {cause.number} of {world_size} {cause.manner_of_death()}{why}")
+        lines.append(f"rank {cause.number} of {world_size} {cause.describe_end()}{why}")
     _tell(*lines)
     return cause.code
 

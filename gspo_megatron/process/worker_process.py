@@ -19,7 +19,7 @@ from typing import Any
 from gspo_megatron.errors import UserError
 from gspo_megatron.plugins import origin
 
-LENGTH = struct.Struct("<Q")
+_LENGTH = struct.Struct("<Q")
 VALUE, ERROR, REFUSED, TIMEOUT = "value", "error", "refused", "timeout"
 
 
@@ -50,7 +50,13 @@ class Job:
 
 def frame(content: Any) -> bytes:
     data = pickle.dumps(content)
-    return LENGTH.pack(len(data)) + data
+    return _LENGTH.pack(len(data)) + data
+
+
+async def read_frame(reader: asyncio.StreamReader) -> Any:
+    """Receive one frame. Raises IncompleteReadError at the end of the stream."""
+    head = await reader.readexactly(_LENGTH.size)
+    return pickle.loads(await reader.readexactly(*_LENGTH.unpack(head)))
 
 
 def main(descriptor: int) -> None:
@@ -82,10 +88,10 @@ def main(descriptor: int) -> None:
 
 def _read(stream: BufferedRWPair) -> Any:
     """Read one frame; None at the end of the file."""
-    head = stream.read(LENGTH.size)
-    if len(head) < LENGTH.size:
+    head = stream.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
         return None
-    return pickle.loads(stream.read(*LENGTH.unpack(head)))
+    return pickle.loads(stream.read(*_LENGTH.unpack(head)))
 
 
 def _write(stream: BufferedRWPair, content: Any) -> None:
@@ -128,8 +134,7 @@ async def _serve_coroutines(connection: socket.socket, function: Function, timeo
 
     while True:
         try:
-            head = await reader.readexactly(LENGTH.size)
-            number, argument = pickle.loads(await reader.readexactly(*LENGTH.unpack(head)))
+            number, argument = await read_frame(reader)
         except (asyncio.IncompleteReadError, ConnectionError):
             return
         task = asyncio.create_task(serve(number, argument))

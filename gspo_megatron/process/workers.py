@@ -21,12 +21,12 @@ from gspo_megatron import errors
 from gspo_megatron.process.keeper import SIGNALLED, program_under_keeper
 from gspo_megatron.process.worker_process import (
     ERROR,
-    LENGTH,
     REFUSED,
     TIMEOUT,
     VALUE,
     Job,
     frame,
+    read_frame,
 )
 
 START_SECONDS = 300.0  # limit for importing the function's module, even from a slow file system
@@ -196,9 +196,7 @@ class _Process:
         self._connected.set()
         try:
             while True:
-                head = await reader.readexactly(LENGTH.size)
-                content = await reader.readexactly(*LENGTH.unpack(head))
-                number, kind, value = pickle.loads(content)
+                number, kind, value = await read_frame(reader)
                 if (answer := self._calls.pop(number, None)) is not None:
                     answer.set_result((kind, value))
         except asyncio.CancelledError:
