@@ -79,8 +79,8 @@ def rank_memory(
     routes, rollout_routes, routes_on_host = _routes(model, work)
     reference, reference_on_host = _reference_bytes(model, state, work)
     # Each rank runs its own prompts; context parallelism does not split them.
-    prompts = work.prefill_tokens * model.policy.config.context_parallel_size / work.tokens
-    prefill = max(each.forward_peak_bytes for each in passes) * prompts
+    share = work.prefill_tokens * model.policy.config.context_parallel_size / work.tokens
+    prefill = max(each.forward_peak_bytes for each in passes) * share
     return RankMemory(
         rank=model.rank,
         stage=model.stage,
