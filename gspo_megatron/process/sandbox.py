@@ -500,8 +500,8 @@ def _start(
     if not _is_root():
         return start([*enter, *words], pass_fds=descriptors)
     # The limit of the number of processes does not hold for the machine's root, so the program must
-    # become nobody. bwrap itself maps only one user, and root may map two. bwrap writes the process id
-    # of its child to the info pipe, and waits at the block pipe until both users are mapped.
+    # become nobody. bwrap itself maps only one user, and root may map two. bwrap writes the number
+    # of its child process to the info pipe, and waits at the block pipe for the map of the users.
     with ExitStack() as cleanup:
         info_reader, info_writer = os.pipe()
         block_reader, block_writer = os.pipe()

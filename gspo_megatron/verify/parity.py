@@ -380,11 +380,12 @@ class Recorder(Trainer):
 def _norm_of_megatron(policy: Policy) -> float:
     """The norm of the complete gradients, by the rules of Megatron-Core's optimizers.
 
-    Each rank adds up its parameters, without copies of another rank's parameters. Then the ranks
-    add up their sums. Attributes of a parameter say whether it is a copy
-    (get_main_grads_for_grad_norm in optimizer/optimizer.py), and whether it belongs to experts,
-    which have another group of ranks than dense layers. With a wrong attribute, this norm and the
-    clipping of gradients would depend on the layout, although the gradients do not."""
+    Each rank adds up the squares of its gradients, without those of parameters that are copies of
+    another rank's parameters. Then the ranks add up their sums. Attributes of a parameter say
+    whether it is a copy (get_main_grads_for_grad_norm in optimizer/optimizer.py), and whether it
+    belongs to experts, which have another group of ranks than dense layers. With a wrong attribute,
+    this norm and the clipping of gradients would depend on the layout, although the gradients do
+    not."""
     parameters = [p for model in policy.models for p in model.parameters() if p.requires_grad]
     unique = [
         p
