@@ -123,7 +123,7 @@ def _chunk_pass(
 def _head_bytes(model: RankModel, batch: MicroBatch) -> int:
     """Measure the bytes of the log-prob head alone, forward and backward."""
     if isinstance(batch.head, ScoreInputs):
-        return 0  # a score head needs next to nothing
+        return 0  # a score head needs almost no memory
     config, trace, rows = model.policy.config, model.trace, len(batch.head.targets)
     size = (rows, 1, config.hidden_size)
     hidden = torch.empty(size, dtype=config.params_dtype, device=META, requires_grad=True)
@@ -135,7 +135,8 @@ def _head_bytes(model: RankModel, batch: MicroBatch) -> int:
 
 
 def give_input(chunk: torch.nn.Module, batch: MicroBatch) -> None:
-    """Give a chunk without embedding an input like the output of the previous stage."""
+    """Set the input of a chunk without embedding: a tensor like the output of the previous
+    stage."""
     model = unwrap(chunk)
     if model.pre_process:
         return
@@ -154,7 +155,7 @@ class SavedTensors:
     def __init__(self, module: torch.nn.Module) -> None:
         """Prepare the context. It does not count the parameters of `module`."""
         self._parameters = {p.untyped_storage()._cdata for p in module.parameters()}
-        self._kept: list[weakref.ref[Tensor]] = []
+        self._references: list[weakref.ref[Tensor]] = []
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def __enter__(self) -> SavedTensors:
@@ -167,12 +168,13 @@ class SavedTensors:
     def _pack(self, tensor: Tensor) -> Tensor:
         # detach() makes a new tensor object that only the graph holds, so the weak reference shows
         # whether the graph still holds the data.
-        kept = tensor.detach()
-        self._kept.append(weakref.ref(kept))
-        return kept
+        alias = tensor.detach()
+        self._references.append(weakref.ref(alias))
+        return alias
 
     def num_bytes(self) -> int:
         """Return the bytes of the storages that the graph still holds, each counted once."""
-        alive = [t.untyped_storage() for kept in self._kept if (t := kept()) is not None]
-        sizes = {storage._cdata: storage.nbytes() for storage in alive}
+        tensors = (reference() for reference in self._references)
+        storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+        sizes = {storage._cdata: storage.nbytes() for storage in storages}
         return sum(n for key, n in sizes.items() if key not in self._parameters)

@@ -1,4 +1,4 @@
-"""Estimates the seconds of a training step, by which layouts are ordered, and the hours of a run.
+"""Estimates the seconds of a training step, to order layouts, and the hours of a run.
 
 Rough model of a step's seconds:
 
@@ -71,26 +71,27 @@ def step_cost(
     # average, half of the sequence. An input embedding is a look-up without FLOPs. A shared prompt
     # has its products once, but attention with each of its responses.
     is_head = shape.tie_embeddings and not shape.scores
-    outside = 0 if is_head else shape.hidden_size * (shape.vocab_size or 0)
-    kinds = delta_net_layers(shape)
+    look_up = 0 if is_head else shape.hidden_size * (shape.vocab_size or 0)
+    delta_nets = delta_net_layers(shape)
     windows = windows_in_layers(shape.megatron, shape.num_layers)
-    seen = sum(
+    # FLOPs for each channel of a head, over all layers: two for each key that a query sees.
+    key_flops = sum(
         min(work.longest, 2 * (window or work.longest))
-        for window, is_delta in zip(windows, kinds, strict=True)
-        if not is_delta
+        for window, is_delta_net in zip(windows, delta_nets, strict=True)
+        if not is_delta_net
     )
-    attention = seen * shape.num_attention_heads * sum(shape.head_channels)
-    products = 2.0 * (active_parameters - outside) * work.computed
-    flops = products + attention + sum(kinds) * _delta_flops(shape)
+    attention = key_flops * shape.num_attention_heads * sum(shape.head_channels)
+    products = 2.0 * (active_parameters - look_up) * work.computed
+    flops = products + attention + sum(delta_nets) * _delta_flops(shape)
     # Passes per token, in units of a forward pass. A backward pass counts as two, or as one if the
-    # weights are frozen. Adapters have next to no FLOPs.
+    # weights are frozen. The FLOPs of adapters are negligible.
     passes = 2.0 if config.model.lora.rank else 3.0
     passes += config.training.recompute == "full"
     passes += work.forward_only / work.micro_batches_per_step
     compute = flops * passes * tokens / (sizes.tp * sizes.cp * sizes.pp) / FLOPS
     rates = axis_rates(parallel)
-    sent = sum(traffic[axis] / rates[axis] for axis in ("tp", "ep", "etp", "cp"))
-    exchange = work.filled * work.computed * sent
+    seconds = sum(traffic[axis] / rates[axis] for axis in ("tp", "ep", "etp", "cp"))
+    exchange = work.filled * work.computed * seconds
     update = sum(traffic[axis] / rates[axis] for axis in ("dp", "edp", "pp"))
     bubble = bubble_share(sizes.pp, sizes.vpp or 1, work.micro_batches)
     return Cost(compute, exchange, (compute + exchange) * bubble / (1 - bubble), update)
@@ -142,8 +143,8 @@ class RunCost:
         """Return the cost of a run with both phases; the seconds of its steps are means."""
         steps = self.steps + later.steps
 
-        def mean(mine: float, its: float) -> float:
-            return (self.steps * mine + later.steps * its) / steps
+        def mean(earlier_seconds: float, later_seconds: float) -> float:
+            return (self.steps * earlier_seconds + later.steps * later_seconds) / steps
 
         generate = None
         if self.generate_seconds is not None and later.generate_seconds is not None:

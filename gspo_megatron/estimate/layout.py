@@ -66,7 +66,7 @@ def estimate_layout(
 
     config: has passed `check_config` at this world size.
     longest, evaluated: see `workload`.
-    limit: bytes of a GPU's memory. If given, only the first, second and last stage are built,
+    limit: bytes of a GPU's memory. If it is set, only the first, second and last stage are built,
     because the other stages hold fewer micro-batches in flight than the second one. If a stage
     needs more than `limit`, the stages after it are not built.
     runs: a cache of runs, shared between layouts.
@@ -136,6 +136,6 @@ def recompute_modes(estimate: LayoutEstimate, vocab_size: int) -> dict[str, int]
         changed = with_values(config, "training", recompute=mode)
         with rank_model(changed, estimate.parallel, worst.rank, vocab_size) as model:
             passes = run_stage(model, estimate.work)
-            found = rank_memory(model, state_bytes(model), passes, estimate.work)
-            totals[mode] = found.while_training
+            memory = rank_memory(model, state_bytes(model), passes, estimate.work)
+            totals[mode] = memory.while_training
     return totals

@@ -74,61 +74,69 @@ def rank_memory(
 ) -> RankMemory:
     """Estimate the memory of a rank. `passes` has one entry for each chunk of the rank."""
     stages = model.parallel.pipeline_model_parallel_size
-    held = in_flight(stages, model.stage, len(passes), work.micro_batches)
-    kept = [each.saved_bytes + each.output_bytes for each in passes]
-    routes, rollout_routes, host = _routes(model, work)
-    prefill = max(each.forward_peak_bytes for each in passes)
-    config: Any = model.policy.config
-    decoders = [layer for m in model.policy.models for layer in m.decoder.layers]
-    delta_nets = [
-        d.self_attention for d in decoders if isinstance(d.self_attention, CachedDeltaNet)
-    ]
-    layers = len(decoders)
-    attending = (d for d in decoders if not isinstance(d.self_attention, CachedDeltaNet))
-    windows = (window_of(config, layer.layer_number) for layer in attending)
-    places = sum(min(work.longest, window or work.longest) for window in windows)
-    heads = max(1, config.num_query_groups // config.tensor_model_parallel_size)
-    # KV cache for each layer and token. Latent attention also caches keys and values of all heads.
-    channels = sum(model.config.resolved_model().head_channels)
-    cached = heads * channels * config.params_dtype.itemsize
-    cached = cached * places + sum(net.state_bytes for net in delta_nets)
-    cp = config.context_parallel_size
+    num_in_flight = in_flight(stages, model.stage, len(passes), work.micro_batches)
+    chunk_bytes = [each.saved_bytes + each.output_bytes for each in passes]  # of one micro-batch
+    routes, rollout_routes, routes_on_host = _routes(model, work)
+    reference, reference_on_host = _reference_bytes(model, state, work)
     # Each rank runs its own prompts; context parallelism does not split them.
-    prefill *= work.prefill_tokens * cp / work.tokens
-    section = model.config.objective if isinstance(model.config, Config) else None
-    lora, whole, reference = model.policy.lora, sum(state.parameters.values()), 0
-    # If the adapters' B was zero at the start, the policy without adapters is the reference policy,
-    # and no copy of the weights is needed.
-    has_reference = section is not None and needs_reference(section)
-    if has_reference and not (lora is not None and lora.starts_as_base):
-        reference = whole - sum(frozen_bytes(model.policy).values())
-    if section:
-        reference += whole * len(section.distillation.folders)
-    scorer = scorer_bytes(model)
-    on_host = reference if section and section.reference_offload else 0
-    if section and model.stage == stages - 1:
-        # the teacher's tokens and probabilities, for all response tokens of the step
-        responses = work.of_rank * work.mini_batches * work.lengths[0][1] // cp
-        reference += responses * _CANDIDATE_BYTES * section.distillation.candidates
+    share = work.prefill_tokens * model.policy.config.context_parallel_size / work.tokens
+    prefill = max(each.forward_peak_bytes for each in passes) * share
     return RankMemory(
         rank=model.rank,
         stage=model.stage,
-        layers=layers,
+        layers=sum(len(m.decoder.layers) for m in model.policy.models),
         state=state,
-        reference=reference - on_host,
-        scorer=scorer,
-        activations=sum(n * size for n, size in zip(held, kept, strict=True)),
-        in_flight=held,
+        reference=reference,
+        scorer=scorer_bytes(model),
+        activations=sum(n * size for n, size in zip(num_in_flight, chunk_bytes, strict=True)),
+        in_flight=num_in_flight,
         workspace=max(each.workspace_bytes for each in passes),
         head=max(each.head_bytes for each in passes),
         replay=routes,
         # When half of the sequences have ended, a smaller cache is made. Then the old and the new
         # cache exist together.
-        kv_cache=max(work.rollout_rows, work.evaluation_rows) * cached * 3 // 2,
+        kv_cache=max(work.rollout_rows, work.evaluation_rows) * _cache_bytes(model, work) * 3 // 2,
         rollout=round(prefill) + rollout_routes,
-        host=host + on_host,
+        host=routes_on_host + reference_on_host,
         fp8_copies=model.fp8_copies,
     )
+
+
+def _cache_bytes(model: RankModel, work: Workload) -> int:
+    """Return the bytes of keys, values and states of delta nets that the longest sequence needs."""
+    config: Any = model.policy.config
+    layers = [layer for m in model.policy.models for layer in m.decoder.layers]
+    delta_nets, tokens = 0, 0  # bytes of all states; tokens in the KV cache, over all layers
+    for layer in layers:
+        if isinstance(layer.self_attention, CachedDeltaNet):
+            delta_nets += layer.self_attention.state_bytes
+        else:
+            window = window_of(config, layer.layer_number)
+            tokens += min(work.longest, window or work.longest)
+    heads = max(1, config.num_query_groups // config.tensor_model_parallel_size)
+    # Latent attention also caches keys and values of all heads.
+    channels = sum(model.config.resolved_model().head_channels)
+    return heads * channels * config.params_dtype.itemsize * tokens + delta_nets
+
+
+def _reference_bytes(model: RankModel, state: StateBytes, work: Workload) -> tuple[int, int]:
+    """Return the bytes of the reference policy and the teacher: on the device, and on the host."""
+    if not isinstance(model.config, Config):
+        return 0, 0
+    objective, lora = model.config.objective, model.policy.lora
+    whole = sum(state.parameters.values())
+    weights = whole * len(objective.distillation.folders)
+    # If the adapters' B was zero at the start, the policy without adapters is the reference policy,
+    # and no copy of the weights is needed.
+    if needs_reference(objective) and not (lora is not None and lora.starts_as_base):
+        weights += whole - sum(frozen_bytes(model.policy).values())
+    candidates = 0
+    if model.stage == model.parallel.pipeline_model_parallel_size - 1:
+        # the teacher's tokens and probabilities, for all response tokens of the step
+        responses = work.of_rank * work.mini_batches * work.lengths[0][1]
+        responses //= model.policy.config.context_parallel_size
+        candidates = responses * _CANDIDATE_BYTES * objective.distillation.candidates
+    return (candidates, weights) if objective.reference_offload else (weights + candidates, 0)
 
 
 def _routes(model: RankModel, work: Workload) -> tuple[int, int, int]:
@@ -143,13 +151,13 @@ def _routes(model: RankModel, work: Workload) -> tuple[int, int, int]:
         for m in model.policy.models
         for layer in m.decoder.layers
     )
-    a_token = layers * config.moe_router_topk * expert_dtype(config.num_moe_experts).itemsize
+    token_bytes = layers * config.moe_router_topk * expert_dtype(config.num_moe_experts).itemsize
     shards = config.context_parallel_size
     if config.sequence_parallel:
         shards *= config.tensor_model_parallel_size
-    store = a_token * work.tokens * work.micro_batches_per_step // shards
-    sampled = a_token * work.rollout_responses * work.longest if "r3" in routing.modes else 0
-    return (0, sampled, store) if routing.store_on_host else (store, sampled, 0)
+    store = token_bytes * work.tokens * work.micro_batches_per_step // shards
+    rollout = token_bytes * work.rollout_responses * work.longest if "r3" in routing.modes else 0
+    return (0, rollout, store) if routing.store_on_host else (store, rollout, 0)
 
 
 _STATE_NAMES = {"parameters": "weights", "gradients": "gradients", "optimizer": "optimizer"}

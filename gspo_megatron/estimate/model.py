@@ -148,9 +148,9 @@ def state_bytes(model: RankModel) -> StateBytes:
 
 def _optimizer_bytes(model: RankModel) -> dict[str, int]:
     """Count the bytes of the optimizer's own copies of the weights, and of its moments."""
-    result, named = _zeros(), _parameters(model.policy)
-    weights = {p.untyped_storage()._cdata for _, p in named}
-    owners = {id(getattr(p, "main_param", None)): kind_of(name, p) for name, p in named}
+    result, pairs = _zeros(), _parameters(model.policy)
+    weights = {p.untyped_storage()._cdata for _, p in pairs}
+    kinds = {id(getattr(p, "main_param", None)): kind_of(name, p) for name, p in pairs}
     optimizer = model.trainer.optimizer
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = getattr(part, "optimizer", None)
@@ -160,7 +160,7 @@ def _optimizer_bytes(model: RankModel) -> dict[str, int]:
         for group in inner.param_groups:
             for shard in group["params"]:
                 fallback = EXPERTS if group.get("is_expert_parallel") else DENSE
-                kind = owners.get(id(shard), fallback)
+                kind = kinds.get(id(shard), fallback)
                 if shard.untyped_storage()._cdata not in weights:
                     result[kind] += shard.nbytes
                 states = inner.state[shard].values()

@@ -84,7 +84,7 @@ class _Servers:
         self.lengths: list[float] = lengths.ravel().tolist()
         self.next = 0  # the response that starts next
         self.allowed = 0  # number of responses that may start
-        self.left = [self.per_draw] * len(lengths)  # unfinished responses of each draw
+        self.unfinished = [self.per_draw] * len(lengths)  # responses of each draw
         # For each server: a heap of its running responses, (clock value at the end, draw); its last
         # clock value, and the time of this value.
         self.running: list[list[tuple[float, int]]] = [[] for _ in range(servers)]
@@ -121,8 +121,8 @@ class _Servers:
             wait = (running[0][0] - self.clock[server]) * self.token_seconds[len(running)]
             heapq.heappush(self.ends, (now + wait, server))
 
-    def run(self, until: float, wanted: int = -1) -> float:
-        """Generate until the time `until` or until the draw `wanted` is complete.
+    def run(self, until: float, last_draw: int = -1) -> float:
+        """Generate until the time `until` or until the draw `last_draw` is complete.
 
         Returns the time of the end."""
         while self.ends and self.ends[0][0] <= until:
@@ -130,16 +130,16 @@ class _Servers:
             clock, draw = heapq.heappop(self.running[server])
             self.clock[server], self.at[server] = clock, now
             self.tokens[draw] += clock
-            self.left[draw] -= 1
+            self.unfinished[draw] -= 1
             self._fill((server,))
             self._await_end(server, now)
-            if draw == wanted and not self.left[draw]:
+            if draw == last_draw and not self.unfinished[draw]:
                 return now
         return until
 
     def pause(self, now: float) -> list[float]:
         """Stop at `now`. Returns the tokens of each draw since the last pause."""
-        before = [0.0] * len(self.left)
+        before = [0.0] * len(self.unfinished)
         for server, running in enumerate(self.running):
             if not running:
                 continue
@@ -169,7 +169,7 @@ def simulate(
     now, times, tokens = 0.0, [], []
     servers.start(now, ahead)
     for step in range(1, steps + 1):
-        ready = servers.run(math.inf, step - 1) if servers.left[step - 1] else now
+        ready = servers.run(math.inf, step - 1) if servers.unfinished[step - 1] else now
         trained = ready + setting.train_seconds
         servers.run(trained)
         tokens.append(servers.pause(trained))
@@ -203,8 +203,8 @@ def outcome(lengths: np.ndarray, server: ServerSpeed, setting: Setting) -> StepF
 
 
 def best(outcomes: Sequence[StepFigures]) -> StepFigures:
-    """Return the best of the outcomes within 2% of the fastest step. The best outcome has the least
-    staleness and, if several outcomes have the least staleness, the fewest servers."""
+    """Return the outcome with the least staleness among those within 2% of the fastest step. If
+    several have the same staleness, return the one with the fewest servers."""
     limit = _AS_GOOD * min(each.step_seconds for each in outcomes)
     good = [each for each in outcomes if each.step_seconds <= limit]
     return min(good, key=lambda each: (each.setting.max_staleness, each.setting.servers))

@@ -95,15 +95,15 @@ def suggest(
     """
     room = gpu_bytes * (1 - HEADROOM)
     phases = phase_configs(config)
-    kept, output = _kept_activations(phases[0], vocab_size, longest)
+    saved, output = _saved_bytes(phases[0], vocab_size, longest)
     every = list(_candidates(phases, world_size, counts, longest))
-    likely = [each for each in every if _may_fit(each, kept, output, room)]
-    found: list[Suggestion] = []
+    likely = [each for each in every if _may_fit(each, saved, output, room)]
+    suggestions: list[Suggestion] = []
     built = 0
     options: dict[str, Any] = {"limit": room, "evaluated": evaluated}
     runs: list[dict[tuple, list[ChunkPass]]] = [{} for _ in phases]
     for candidate in sorted(likely, key=lambda candidate: candidate.cost)[:MOST_BUILT]:
-        if len(found) == count:
+        if len(suggestions) == count:
             break
         built += 1
         try:
@@ -116,9 +116,9 @@ def suggest(
         if all(each.fits(gpu_bytes) for each in estimates):
             worst = max(estimates, key=lambda each: each.worst.total)
             cost = _mean_cost(estimates, counts[1])
-            found.append(Suggestion(worst, cost, overrides(candidate.config, config)))
-    found.sort(key=lambda suggestion: suggestion.cost.total)
-    return Search(found, len(every), len(likely), built)
+            suggestions.append(Suggestion(worst, cost, overrides(candidate.config, config)))
+    suggestions.sort(key=lambda suggestion: suggestion.cost.total)
+    return Search(suggestions, len(every), len(likely), built)
 
 
 def _mean_cost(phases: Sequence[LayoutEstimate], active_parameters: int) -> Cost:
@@ -161,34 +161,36 @@ def _candidates(
     """Yield the layouts that pass the rules in every phase. Work and cost are those of the first
     phase."""
     first, *_ = phases
-    for layout, placed in _layouts(first, world_size):
-        laid_out = [apply_layout(phase, layout) for phase in phases]
-        if placed:
-            megatron = first.model.megatron | placed
-            laid_out = [with_values(phase, "model", megatron=megatron) for phase in laid_out]
+    for layout, placement in _layouts(first, world_size):
+        configs = [apply_layout(phase, layout) for phase in phases]
+        if placement:
+            megatron = first.model.megatron | placement
+            configs = [with_values(each, "model", megatron=megatron) for each in configs]
         try:
-            for phase in laid_out:
-                check_config(phase, world_size)
+            for each in configs:
+                check_config(each, world_size)
         except ConfigError:
             continue
-        parallel = resolve_parallel(laid_out[0], world_size)
-        work = workload(laid_out[0], parallel, longest)
-        plain = _Candidate(laid_out, parallel, work, *_rank_parameters(first, parallel, counts[0]))
+        parallel = resolve_parallel(configs[0], world_size)
+        work = workload(configs[0], parallel, longest)
+        plain = _Candidate(configs, parallel, work, *_rank_parameters(first, parallel, counts[0]))
         traffic = _traffic(plain)
         for mode in RECOMPUTE:
-            changed = [with_values(phase, "training", recompute=mode) for phase in laid_out]
-            cost = step_cost(changed[0], parallel, work, counts[1], traffic).total
-            yield replace(plain, phases=changed, cost=cost)
+            variants = [with_values(each, "training", recompute=mode) for each in configs]
+            cost = step_cost(variants[0], parallel, work, counts[1], traffic).total
+            yield replace(plain, phases=variants, cost=cost)
 
 
 def _layouts(config: AnyConfig, world_size: int) -> Iterator[tuple[Layout, dict[str, Any]]]:
-    """Yield all layouts whose tp stays inside a node, each with fields that place the layers.
+    """Yield all layouts whose tp stays inside a node, each with fields that divide the layers into
+    stages.
 
-    A layout comes once without such fields, and once with fields that count embedding and loss as
-    layers. If neither of these variants splits the layers evenly, a third variant makes the last
-    stage smaller."""
+    The first variant of a layout has no such fields, and the second variant has fields that count
+    embedding and loss as layers. If neither variant divides the layers evenly, a third one makes
+    the last stage smaller. If the configuration divides the layers itself, there is only the first
+    variant."""
     shape = config.resolved_model()
-    placed = any(shape.megatron.get(name) for name in _PLACED_BY)
+    has_placement = any(shape.megatron.get(name) for name in _PLACED_BY)
     for tp in _divisors(world_size, GPUS_PER_NODE):
         for pp in _divisors(world_size // tp, shape.num_layers):
             for cp in _divisors(world_size // (tp * pp), world_size):
@@ -196,7 +198,7 @@ def _layouts(config: AnyConfig, world_size: int) -> Iterator[tuple[Layout, dict[
                     for vpp in (None, 2, 3, 4, 6) if pp > 1 else (None,):
                         layout = Layout(tp=tp, pp=pp, vpp=vpp, ep=ep, cp=cp)
                         yield layout, {}
-                        if pp > 1 and not placed:
+                        if pp > 1 and not has_placement:
                             yield layout, dict.fromkeys(PLACEMENT, True)
                             yield from _with_smaller_last_stage(shape.num_layers, layout)
 
@@ -210,13 +212,13 @@ def _with_smaller_last_stage(
         yield layout, {LAST: split[1]}
 
 
-def _kept_activations(
+def _saved_bytes(
     config: AnyConfig, vocab_size: int, longest: int | None
 ) -> tuple[dict[str, float], float]:
-    """Measure the bytes per token that are kept for the backward pass, with tp = cp = 1.
+    """Measure the bytes per token that are saved for the backward pass, with tp = cp = 1.
 
-    Returns the bytes of a layer by recompute mode, and of a chunk's output. The measured stage has
-    two layers, and is the middle stage of three, so it has neither embedding nor head."""
+    Returns the bytes of a layer by recompute mode, and the bytes of a chunk's output. The measured
+    stage has two layers. It is the middle stage of three, so it has neither embedding nor head."""
     fields = {k: v for k, v in config.model.megatron.items() if k not in _PLACED_BY}
     fields |= {"num_layers": 6}
     if config.resolved_model().num_moe_experts:
@@ -224,35 +226,36 @@ def _kept_activations(
     small = apply_layout(with_values(config, "model", megatron=fields), Layout(pp=3))
     parallel = resolve_parallel(small, 3)
     work = workload(small, parallel, longest)
-    of_modes, output = {}, 0.0
+    saved, output = {}, 0.0
     for mode in RECOMPUTE:
         changed = with_values(small, "training", recompute=mode)
-        with rank_model(changed, parallel, 1, vocab_size) as built:
-            found = run_stage(built, work)[0]
-        of_modes[mode] = found.saved_bytes / 2 / work.tokens
-        output = found.output_bytes / work.tokens
-    return of_modes, output
+        with rank_model(changed, parallel, 1, vocab_size) as model:
+            [chunk] = run_stage(model, work)
+        saved[mode] = chunk.saved_bytes / 2 / work.tokens
+        output = chunk.output_bytes / work.tokens
+    return saved, output
 
 
 _TOLERANCE = 1.05  # the rough count may exceed the available memory by this factor
 
 
-def _may_fit(candidate: _Candidate, kept: Mapping[str, float], output: float, room: float) -> bool:
+def _may_fit(candidate: _Candidate, saved: Mapping[str, float], output: float, room: float) -> bool:
     """Check roughly whether a candidate may fit, by the state and activations of an average rank.
+    saved, output: see `_saved_bytes`.
 
     Only tp divides the activations: the tokens of a micro-batch on a rank do not depend on cp.
     Returns False for selective recomputation if it saves little."""
     mode = candidate.config.training.recompute
-    if mode == "selective" and saves_little(kept[mode], kept["none"]):
+    if mode == "selective" and saves_little(saved[mode], saved["none"]):
         return False
     work, sizes = candidate.work, candidate.parallel.layout
     chunks = sizes.vpp or 1
     tokens = work.tokens / sizes.cp / sizes.tp
     layers = candidate.config.resolved_model().num_layers / (sizes.pp * chunks)
     passes = sum(in_flight(sizes.pp, 0, chunks, work.micro_batches))
-    activations = (kept[mode] * layers + output) * tokens * passes
+    activations = (saved[mode] * layers + output) * tokens * passes
     # While a layer is recomputed, all its activations exist.
-    workspace = kept["none"] * tokens
+    workspace = saved["none"] * tokens
     # Weights, gradients and optimizer. With fp32 weights, the optimizer needs no fp32 copy, which
     # saves 4 bytes for each weight.
     parallel = candidate.parallel
@@ -298,7 +301,7 @@ def _traffic(candidate: _Candidate) -> dict[str, float]:
     def ring(size: int) -> float:
         return (size - 1) / size
 
-    # The update of adapters sends next to nothing.
+    # The bytes of an update of adapters are negligible.
     update = 0 if config.model.lora.rank else (element + 4) * work.mini_batches
     return {
         "tp": 6 * ring(tp) * layers * hidden * tokens,

@@ -32,7 +32,7 @@ class Workload:
     sequences: int  # number of sequences in a step, on all ranks
     of_rank: int = 0  # number of this rank's sequences in a mini-batch
     rollout_rows: int = 0  # sequences of a step that a rank decodes together
-    rollout_rounds: int = 0  # how often in a step it decodes so many
+    rollout_rounds: int = 0  # how often in a step a rank decodes `rollout_rows` sequences
     evaluation_rows: int = 0  # sequences of an evaluation that a rank decodes together
     rollout_responses: int = 0  # responses of a rank in a step, or in an evaluation
     # Tokens of the prompts in a forward pass of a rollout, at most.
@@ -69,10 +69,13 @@ def workload(
     longest: int | None = None,
     evaluated: tuple[int, float] = NO_EVALUATION,
 ) -> Workload:
-    """Return the work of a step. `longest`: tokens of the longest prompt or example; None: the
-    largest number that is allowed. In pre-training it is not used, because all samples have the
-    same length. `evaluated`: the responses of the largest evaluation, and how much longer than in
-    training they may be."""
+    """Return the work of a step.
+
+    longest: tokens of the longest prompt or example; None: the largest number that is allowed.
+    Pre-training ignores it, because all samples have the same length.
+    evaluated: the number of responses in the largest evaluation, and the factor by which they may
+    be longer than in training.
+    """
     training, replicas = config.training, parallel.data_parallel_size
     budget = training.micro_batch_tokens * parallel.context_parallel_size
     # In an interleaved schedule, `multiple` must divide the number of micro-batches.
@@ -106,33 +109,46 @@ def workload(
     work = Workload(lengths, micro_batches, mini_batches, 0, sequences, of_rank)
     if not isinstance(config, Config):
         return work
-    objective = config.objective
     if shares_prompts(config):
-        held = min(lengths.count(sequence), of_rank)
-        repeats = held - -(-held // rollout.group_size)
-        work = replace(work, computed=1 - repeats * sequence[0] / (held * sum(sequence)))
-    whole, forward = work.micro_batches_per_step, 0
-    records = "r2" in config.routing.modes or config.routing.volatility
-    if recomputes_old_logprobs(config) or records:
-        # The first mini-batch gets its old log-probs from its training pass, if no other pass needs
-        # them or the routes before (PolicyUpdater.compute_old_logprobs).
-        is_early = objective.kl != "none" and objective.kl_in == "reward"
-        is_early |= config.routing.reference_replay == "r2"
-        forward += whole if is_early else whole - work.micro_batches
-    forward += whole * (needs_reference(objective) + len(objective.distillation.folders))
+        responses = min(lengths.count(sequence), of_rank)  # in a micro-batch
+        repeats = responses - -(-responses // rollout.group_size)  # prompts that are not computed
+        work = replace(work, computed=1 - repeats * sequence[0] / (responses * sum(sequence)))
+    work = replace(work, forward_only=_forward_only(config, work))
     if rollout.engine == "vllm":  # the ranks generate only the short responses of the weight check
-        return replace(work, forward_only=forward)
-    ranks = replicas * parallel.context_parallel_size
+        return work
+    return _with_rollout(config, work, replicas * parallel.context_parallel_size, evaluated)
+
+
+def _forward_only(config: Config, work: Workload) -> int:
+    """Return the number of micro-batches in the passes of a step that have no backward pass: those
+    of the old policy, of the reference policy and of the teachers."""
+    objective, routing = config.objective, config.routing
+    whole, count = work.micro_batches_per_step, 0
+    if recomputes_old_logprobs(config) or "r2" in routing.modes or routing.volatility:
+        # The first mini-batch gets its old log-probs from its training pass, unless another pass
+        # needs them or the routes earlier (PolicyUpdater.compute_old_logprobs).
+        is_early = objective.kl != "none" and objective.kl_in == "reward"
+        is_early |= routing.reference_replay == "r2"
+        count = whole if is_early else whole - work.micro_batches
+    return count + whole * (needs_reference(objective) + len(objective.distillation.folders))
+
+
+def _with_rollout(
+    config: Config, work: Workload, ranks: int, evaluated: tuple[int, float]
+) -> Workload:
+    """Return `work` with the rollout of a step and the largest evaluation, both by the trained
+    model itself. ranks: the number of ranks with prompts of their own; evaluated: see
+    `workload`."""
+    rollout, has_episodes = config.rollout, config.environment.has_episodes
     responses = -(-rollout.prompts_per_step // ranks) * rollout.group_size
     rows = min(responses, rollout.batch_size or responses)
     # A pass takes as many prompts as fit into the budget (MegatronEngine.prefill_tokens), and each
     # turn of an episode takes the conversation so far.
-    longest_prompt = sum(sequence) if config.environment.has_episodes else sequence[0]
-    prompts = rows if config.environment.has_episodes else -(-rows // rollout.group_size)
+    longest_prompt = work.longest if has_episodes else work.lengths[0][0]
+    prompts = rows if has_episodes else -(-rows // rollout.group_size)
     count, longer = -(-evaluated[0] // ranks), evaluated[1]
     return replace(
         work,
-        forward_only=forward,
         rollout_rows=rows,
         # longer responses count as more rows
         evaluation_rows=math.ceil(min(count, rollout.batch_size or count) * longer),
@@ -140,7 +156,7 @@ def workload(
         rollout_responses=max(responses, math.ceil(count * longer)),
         prefill_tokens=min(
             max(prompts, count) * longest_prompt,
-            max(training.micro_batch_tokens, longest_prompt),
+            max(config.training.micro_batch_tokens, longest_prompt),
         ),
     )
 
@@ -161,10 +177,10 @@ def in_flight(stages: int, stage: int, chunks: int, micro_batches: int) -> tuple
     total = micro_batches * chunks
     ahead = stages - stage - 1
     warm_up = ahead if chunks == 1 else 2 * ahead + (chunks - 1) * stages
-    held = [0] * chunks
+    counts = [0] * chunks
     for number in range(min(warm_up + 1, total)):
-        held[number // stages % chunks if chunks > 1 else 0] += 1
-    return tuple(held)
+        counts[number // stages % chunks if chunks > 1 else 0] += 1
+    return tuple(counts)
 
 
 def bubble_share(stages: int, chunks: int, micro_batches: int) -> float:

@@ -36,20 +36,20 @@ def pair_figures(
     differences = scores[pairs.chosen] - scores[pairs.rejected]
     sums = scores[pairs.chosen] + scores[pairs.rejected]
     losses = np.logaddexp(0.0, pairs.margins - differences) + center_coefficient * sums**2
-    right = (np.sign(differences) + 1) / 2
+    correct = (np.sign(differences) + 1) / 2
     prompts = float(pairs.weights.sum())
     figures = {
         "loss": _mean(losses, pairs.weights),
-        **_accuracy(right, pairs.weights),
-        "calibration_error": _calibration_error(differences, right, pairs.weights),
+        **_accuracy(correct, pairs.weights),
+        "calibration_error": _calibration_error(differences, correct, pairs.weights),
         "difference": _mean(differences, pairs.weights),
         "prompts": round(prompts),
         **_of_scores(scores),
     }
     for number, name in enumerate(names if len(names) > 1 else ()):
         own = pairs.sources == number
-        found = _accuracy(right[own], pairs.weights[own])
-        figures |= {f"source/{name}/{key}": value for key, value in found.items()}
+        accuracy = _accuracy(correct[own], pairs.weights[own])
+        figures |= {f"source/{name}/{key}": value for key, value in accuracy.items()}
         figures[f"source/{name}/prompts"] = round(float(pairs.weights[own].sum()))
     return figures
 
@@ -81,20 +81,19 @@ def _mean(values: np.ndarray, weights: np.ndarray) -> float:
     return float((values * weights).sum() / weights.sum())
 
 
-def _accuracy(right: np.ndarray, weights: np.ndarray) -> dict[str, float]:
-    share = _mean(right, weights)
+def _accuracy(correct: np.ndarray, weights: np.ndarray) -> dict[str, float]:
+    share = _mean(correct, weights)
     # Pairs of one prompt share its chosen response, so prompts are counted, not pairs.
     low, high = share_interval(share, max(round(float(weights.sum())), 1))
     return {"accuracy": share, "accuracy_low": low, "accuracy_high": high}
 
 
-def _calibration_error(differences: np.ndarray, right: np.ndarray, weights: np.ndarray) -> float:
+def _calibration_error(differences: np.ndarray, correct: np.ndarray, weights: np.ndarray) -> float:
     """The expected calibration error, with bins of equal width."""
-    stated = 1 / (1 + np.exp(-np.abs(differences)))  # the probability of the model's own choice
-    bins = np.minimum(((stated - 0.5) * 2 * BINS).astype(np.int64), BINS - 1)
-    gaps = [
-        abs(float(((right - stated) * weights)[bins == each].sum())) for each in np.unique(bins)
-    ]
+    confidence = 1 / (1 + np.exp(-np.abs(differences)))  # the probability of the model's own choice
+    bins = np.minimum(((confidence - 0.5) * 2 * BINS).astype(np.int64), BINS - 1)
+    errors = (correct - confidence) * weights
+    gaps = [abs(float(errors[bins == each].sum())) for each in np.unique(bins)]
     return sum(gaps) / float(weights.sum())
 
 

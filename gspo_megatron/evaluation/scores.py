@@ -41,9 +41,9 @@ class ProblemResponses:
 
     def scored(self) -> ProblemResponses:
         """Return a copy with only the responses that have a reward."""
-        kept = [i for i, reward in enumerate(self.rewards) if not math.isnan(reward)]
+        places = [i for i, reward in enumerate(self.rewards) if not math.isnan(reward)]
         return ProblemResponses(
-            **{name: [column[i] for i in kept] for name, column in vars(self).items()}
+            **{name: [column[i] for i in places] for name, column in vars(self).items()}
         )
 
 
@@ -106,15 +106,16 @@ def majority_at_k(correct: Sequence[bool], answers: Sequence[str | None]) -> flo
 
     If several answers share the first place, return the mean over them. Responses without an answer
     do not count; if no response has an answer, the result is 0.0. If an answer has correct and
-    wrong responses, it counts with its share of correct ones. All answers with a correct response
+    wrong responses, its value is the share of correct ones. All answers with a correct response
     count as one answer, even if they are written differently, because a reward compares values, not
     texts.
     """
     pairs = [pair for pair in zip(answers, correct, strict=True) if pair[0] is not None]
-    right = {answer for answer, is_correct in pairs if is_correct}
+    correct_answers = {answer for answer, is_correct in pairs if is_correct}
     votes: dict[str | None, list[bool]] = {}
     for answer, is_correct in pairs:
-        votes.setdefault(None if answer in right else answer, []).append(is_correct)
+        key = None if answer in correct_answers else answer
+        votes.setdefault(key, []).append(is_correct)
     most = max(map(len, votes.values()), default=0)
     winners = [sum(each) / most for each in votes.values() if len(each) == most]
     return sum(winners) / len(winners) if winners else 0.0

@@ -37,7 +37,7 @@ from gspo_megatron.rollout.reward_model import with_model
 from gspo_megatron.types import Prompt, Sample
 
 KEY_VARIABLE = "OPENAI_API_KEY"
-_RETRIES = 5
+_TRIES = 5
 _FIRST_WAIT_SECONDS = 0.5  # the wait before a request is repeated; it doubles with each repetition
 _RESPONSE_SECONDS = 3600
 _BUSY = 429  # HTTP status: too many requests
@@ -88,23 +88,25 @@ class ServerEvaluation:
         model = model or asyncio.run(self._first_model())
         with self._files() as (responses, figures):
             for name, suite in self.section.suites.items():
-                drawn: list[Sample | None] = [None] * (len(self.prompts[name]) * suite.samples)
+                samples: list[Sample | None] = [None] * (len(self.prompts[name]) * suite.samples)
                 records: list[dict[str, Any]] | None = None
                 try:
-                    asyncio.run(self._draw(name, suite, model, requests, drawn))
-                    records = self._judge(name, suite, [each for each in drawn if each is not None])
+                    asyncio.run(self._request_samples(name, suite, model, requests, samples))
+                    complete = [each for each in samples if each is not None]
+                    records = self._judge(name, suite, complete)
                 finally:
                     # If the server or the reward fails, the responses so far are written without
-                    # rewards: the server may have taken hours for them.
+                    # rewards, because the server may have needed hours for them.
                     if records is None:
-                        records = self._records(name, suite, drawn, [None] * len(drawn), [])
+                        records = self._records(name, suite, samples, [None] * len(samples), [])
                     for record in records:
                         responses.append({"phase": RL, "step": 0, **record})
                 try:
-                    found = figures_of_records(records, suite)
+                    suite_metrics = figures_of_records(records, suite)
                 except ValueError as error:
                     raise RolloutError(f"{suite_key(name)}: {error}") from error
-                metrics |= {f"evaluation/{name}/{key}": value for key, value in found.items()}
+                for key, value in suite_metrics.items():
+                    metrics[f"evaluation/{name}/{key}"] = value
             figures.write(metrics)
         print_suites(self.out)
 
@@ -122,37 +124,37 @@ class ServerEvaluation:
 
     async def _first_model(self) -> str:
         async with _session(self.url) as session:
-            found = await _call(session, f"{self.url}/v1/models", None)
+            models = await _call(session, f"{self.url}/v1/models", None)
         try:
-            return str(found["data"][0]["id"])
+            return str(models["data"][0]["id"])
         except WRONG_VALUES as error:
             raise RolloutError(f"{self.url}: names no model; allowed: --model NAME") from error
 
-    async def _draw(
+    async def _request_samples(
         self,
         name: str,
         suite: SuiteSection,
         model: str,
         requests: int,
-        drawn: list[Sample | None],
+        samples: list[Sample | None],
     ) -> None:
-        """Write the responses to each problem into `drawn`, in the order of the problems."""
+        """Write the responses to each problem into `samples`, in the order of the problems."""
         prompts, slots = self.prompts[name], asyncio.Semaphore(requests)
-        with Progress(len(drawn), name) as progress:
+        with Progress(len(samples), name) as progress:
             async with _session(self.url) as session:
-                done = 0
+                count = 0  # of complete responses
 
-                async def draw(place: int) -> None:
-                    nonlocal done
+                async def request(place: int) -> None:
+                    nonlocal count
                     problem, number = divmod(place, suite.samples)
                     async with slots:
-                        drawn[place] = await self._response(
+                        samples[place] = await self._response(
                             session, suite, model, prompts[problem], number
                         )
-                    done += 1
-                    progress.update(done, {})
+                    count += 1
+                    progress.update(count, {})
 
-                await gathered(draw(place) for place in range(len(drawn)))
+                await gathered(request(place) for place in range(len(samples)))
 
     async def _response(
         self,
@@ -160,29 +162,29 @@ class ServerEvaluation:
         suite: SuiteSection,
         model: str,
         prompt: Prompt,
-        n: int,
+        seed: int,
     ) -> Sample:
-        given = {
+        request = {
             "model": model,
             "messages": list(prompt.messages),
             "temperature": suite.temperature,
             "top_p": suite.top_p,
-            "seed": n,
+            "seed": seed,
         }
         if suite.max_response_tokens is not None:
-            given["max_tokens"] = suite.max_response_tokens
+            request["max_tokens"] = suite.max_response_tokens
         if suite.top_k:  # OpenAI's own API does not have this parameter
-            given["top_k"] = suite.top_k
-        found = await _call(session, f"{self.url}/v1/chat/completions", given)
+            request["top_k"] = suite.top_k
+        answer = await _call(session, f"{self.url}/v1/chat/completions", request)
         try:
-            choice = found["choices"][0]
+            choice = answer["choices"][0]
             return Sample(
                 prompt=prompt.text,
                 answer=prompt.answer,
                 response=_text(choice["message"].get("content")),
                 truncated=choice["finish_reason"] == "length",
                 fields=prompt.fields,
-                num_tokens=int((found.get("usage") or {}).get("completion_tokens") or 0),
+                num_tokens=int((answer.get("usage") or {}).get("completion_tokens") or 0),
                 messages=prompt.messages,
                 row_id=prompt.row_id,
             )
@@ -209,9 +211,9 @@ class ServerEvaluation:
         scores: Sequence[Score | None],
         answers: Sequence[Any],
     ) -> list[dict[str, Any]]:
-        """Return the records of a suite's responses. samples: None is a missing response, which has
-        no record. scores: one for each response. answers: as the reward read them, one for each
-        response; empty: not read."""
+        """Return the records of a suite's responses. samples: a response, or None if it is missing;
+        a missing response has no record. scores: one for each response, or None. answers: one for
+        each response, as the reward read it; empty if no reward was called."""
         least = self.section.correct_at if suite.correct_at is None else suite.correct_at
         return [
             {
@@ -227,8 +229,8 @@ class ServerEvaluation:
 
 
 def _holds_records(out: Path) -> bool:
-    """Whether a folder has the responses or figures of an evaluation, also of one that failed. The
-    files are empty if it failed before its first response."""
+    """Whether a folder has responses or figures of an evaluation, complete or not. The files are
+    empty if the evaluation failed before its first response."""
     for name in (EVALUATION_FILE, METRICS_FILE):
         with contextlib.suppress(OSError):
             if (out / name).stat().st_size:
@@ -246,14 +248,14 @@ def _load(name: str, suite: SuiteSection) -> list[Prompt]:
     """Load a suite's problems as messages. The server applies its chat template, if it has one.
 
     Raises DataError with the faults of all files."""
-    found: list[Prompt] = []
+    prompts: list[Prompt] = []
     problems: list[str] = []
     for path in suite.prompts:
         with gathered_in(problems):
-            found += load_prompts(path, field_map(suite, suite_key(name)), chat_template=True)
+            prompts += load_prompts(path, field_map(suite, suite_key(name)), chat_template=True)
     if problems:
         raise DataError("\n".join(problems))
-    return found[: suite.limit]
+    return prompts[: suite.limit]
 
 
 def _text(content: Any) -> str:
@@ -268,20 +270,20 @@ def _session(url: str) -> aiohttp.ClientSession:
     return keyed_session(url, KEY_VARIABLE, _RESPONSE_SECONDS, force_close=True)
 
 
-async def _call(session: aiohttp.ClientSession, url: str, given: Any) -> Any:
-    """Send a request and return the answer.
+async def _call(session: aiohttp.ClientSession, url: str, body: Any) -> Any:
+    """Send a request (GET if `body` is None, else POST) and return the answer.
 
     Repeats the request if the server is busy, fails or cannot be reached. Raises RolloutError."""
-    wait = _FIRST_WAIT_SECONDS
-    for left in reversed(range(_RETRIES)):
+    method, wait = "GET" if body is None else "POST", _FIRST_WAIT_SECONDS
+    for remaining in reversed(range(_TRIES)):
         try:
-            async with session.request("GET" if given is None else "POST", url, json=given) as told:
-                content = await read_answer(told)
-                if told.status < 400:
+            async with session.request(method, url, json=body) as response:
+                content = await read_answer(response)
+                if response.status < 400:
                     return parse_json(content)
                 text = " ".join(content.decode(errors="replace").split())[:300]
-                wrong = f"{url}: HTTP {told.status}: {text}"
-                if told.status < 500 and told.status != _BUSY:
+                wrong = f"{url}: HTTP {response.status}: {text}"
+                if response.status < 500 and response.status != _BUSY:
                     break
         except asyncio.TimeoutError:
             wrong = f"{url}: no answer within {_RESPONSE_SECONDS} s"
@@ -290,7 +292,7 @@ async def _call(session: aiohttp.ClientSession, url: str, given: Any) -> Any:
             break
         except (aiohttp.ClientError, OSError) as error:
             wrong = f"{url}: {error or type(error).__name__}"
-        if left:
+        if remaining:
             await asyncio.sleep(wait)
             wait *= 2
     raise RolloutError(wrong)

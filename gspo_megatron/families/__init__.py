@@ -43,8 +43,8 @@ FAMILIES: Mapping[str, Family] = {
 _OTHER_NAMES = {name: family for family in FAMILIES.values() for name in family.other_model_types}
 _VISION_MODELS = {each.vision_model_type: each for each in FAMILIES.values()}
 
-# Families for which users ask, but which are not supported, each with the reason.
-_REFUSED = {
+# Families that users ask for, and the reason why they are not supported.
+_UNSUPPORTED = {
     "nemotron_h": "its Mamba layers (state spaces) belong to another model class of Megatron-Core",
 }
 
@@ -67,18 +67,18 @@ PRESETS: Mapping[str, ModelPreset] = {
 def family_of(hf_config: Mapping[str, Any]) -> Family:
     """Return the family of a config.json. Raises ConfigError if the model is not supported."""
     hf_config = language_model(hf_config)
-    named = hf_config.get("architectures") or []
+    architectures = hf_config.get("architectures") or []
     model_type = hf_config.get("model_type")
     families = {**FAMILIES, **_OTHER_NAMES}
     family = families.get(model_type) if isinstance(model_type, str) else None
     if family is not None:
         classes = (family.architecture, family.score_architecture, *family.other_classes)
-        if named in ([], *([each] for each in classes)):
+        if architectures in ([], *([each] for each in classes)):
             return family
     known = ", ".join(family.architecture for family in FAMILIES.values())
-    reason = _REFUSED.get(model_type) if isinstance(model_type, str) else None
+    reason = _UNSUPPORTED.get(model_type) if isinstance(model_type, str) else None
     wrong = f"not supported{f', {reason}' if reason else ''}; supported: {known}"
-    raise ConfigError([problem("architectures", named or model_type, wrong)])
+    raise ConfigError([problem("architectures", architectures or model_type, wrong)])
 
 
 def language_model(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -88,17 +88,18 @@ def language_model(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     family = _VISION_MODELS.get(model_type) if isinstance(model_type, str) else None
     if family is None or not isinstance(text, Mapping):
         return hf_config
-    shared = {key: value for key, value in hf_config.items() if key in _OF_BOTH_MODELS}
-    outer = {key: value for key, value in hf_config.items() if key in _OF_OUTER_MODEL}
-    named = {"architectures": [family.architecture], "model_type": family.model_type}
+    shared = {key: value for key, value in hf_config.items() if key in _SHARED_KEYS}
+    outer = {key: value for key, value in hf_config.items() if key in _OUTER_KEYS}
+    names = {"architectures": [family.architecture], "model_type": family.model_type}
     if is_score_model(hf_config):
-        named["architectures"] = [family.score_architecture]
-    return {**shared, **text, **outer, **named}
+        names["architectures"] = [family.score_architecture]
+    return {**shared, **text, **outer, **names}
 
 
-_OF_BOTH_MODELS = ("dtype", "torch_dtype", "quantization_config", "auto_map")
-# As in transformers, these keys of the text model are not read if the outer config has them.
-_OF_OUTER_MODEL = ("tie_word_embeddings", "id2label", "label2id", "problem_type")
+# The text model takes these keys from the outer config if it lacks them itself.
+_SHARED_KEYS = ("dtype", "torch_dtype", "quantization_config", "auto_map")
+# If the outer config has these keys, those of the text model are not read, as in transformers.
+_OUTER_KEYS = ("tie_word_embeddings", "id2label", "label2id", "problem_type")
 
 
 def family_of_shape(shape: ModelShape) -> Family:
@@ -127,33 +128,33 @@ def preset_of_folder(path: str) -> ModelPreset:
     """The model of a Hugging Face folder. Raises ConfigError."""
     file = Path(path) / "config.json"
     try:
-        changed = file.stat()
+        stat = file.stat()
     except OSError as error:
         wrong = f"{file}: {error.strerror}" if Path(path).is_dir() else no_folder(path)
         if checkpoint_model_file(path) is not None:
             wrong = "is a checkpoint of gspo-megatron; use model.checkpoint_path for it"
         raise ConfigError([problem("model.hf_path", path, wrong)]) from None
-    return read_model("model.hf_path", file, describe, (changed.st_mtime_ns, changed.st_size))
+    return read_model("model.hf_path", file, describe, (stat.st_mtime_ns, stat.st_size))
 
 
 def differs_in_folder(path: str) -> str | None:
-    """Return in words what a Hugging Face folder holds, if its model differs from the model that we
-    train in more than the dtype; else None."""
+    """Describe the contents of a Hugging Face folder, such as "weights in fp8", if the model in it
+    differs from the trained model in more than the dtype. Otherwise return None."""
     config = object_in(Path(path) / "config.json")
     if language_model(config) is not config:
         return "a vision-language model"
-    if isinstance(given := config.get("quantization_config"), Mapping):
-        return f"weights in {given.get('quant_method')}"
+    if isinstance(quantization := config.get("quantization_config"), Mapping):
+        return f"weights in {quantization.get('quant_method')}"
     return None
 
 
 def _misfits(family: Family, shape: ModelShape) -> list[str]:
-    """Return the fields of TransformerConfig whose values in this shape are not possible for any
-    model of the family."""
-    known = {entry.ours: shape.megatron.get(entry.ours) for entry in family.fields}
+    """Return the fields of TransformerConfig whose values in this shape no model of the family can
+    have."""
+    values = {entry.ours: shape.megatron.get(entry.ours) for entry in family.fields}
     if family.write_pattern is not None and family.write_pattern(experts_in_layers(shape)):
-        known["moe_layer_freq"] = [int(flag) for flag in experts_in_layers(shape)]
-    known = {name: value for name, value in known.items() if value is not None}
+        values["moe_layer_freq"] = [int(flag) for flag in experts_in_layers(shape)]
+    values = {name: value for name, value in values.items() if value is not None}
     preset, _ = family.preset({})
-    preset = ModelPreset(1, 1, 1.0, False, {**preset.megatron, **known})
+    preset = ModelPreset(1, 1, 1.0, False, {**preset.megatron, **values})
     return differences(shape, preset) or ["config.json cannot express it"]

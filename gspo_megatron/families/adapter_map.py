@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gspo_megatron.errors import ConfigError, did_you_mean, nearest, problem
@@ -75,24 +75,23 @@ class Adapted:
 
 
 def matrices_of(recipe: TensorRecipe) -> list[Matrix]:
-    """Return the matrices of the Hugging Face model that a weight is made of; an empty list if the
-    weight is made of other tensors. If the files have all experts of a layer in one tensor, each
-    matrix of an expert still gets its own name: the name that it has in files with one tensor for
-    each matrix."""
-    found: dict[str, Matrix] = {}
+    """Return the matrices of the Hugging Face model that a weight consists of, or an empty list if
+    the weight consists of other tensors. If the files have all experts of a layer in one tensor,
+    each matrix of an expert has the name that it has in files with one tensor for each matrix."""
+    matrices: dict[str, Matrix] = {}
     for box in recipe.boxes:
         if is_of_joint_experts(box):
             half = box.target[0] if len(box.target) == 3 else None
             leaf = "down_proj" if half is None else ("gate_proj", "up_proj")[half]
             name = f"{box.name.rpartition('.')[0]}.{box.source[0]}.{leaf}.weight"
-            found[name] = Matrix(name, *box.size[-2:])
+            matrices[name] = Matrix(name, *box.size[-2:])
             continue
         if len(box.source) != 2 or not box.name.endswith(".weight"):
             return []
         rows, columns = (part.stop for part in box.source_slices)
-        known = found.get(box.name, Matrix(box.name, 0, 0))
-        found[box.name] = Matrix(box.name, max(known.rows, rows), max(known.columns, columns))
-    return list(found.values())
+        other = matrices.get(box.name, Matrix(box.name, 0, 0))  # from another box of the matrix
+        matrices[box.name] = Matrix(box.name, max(other.rows, rows), max(other.columns, columns))
+    return list(matrices.values())
 
 
 def is_of_joint_experts(box: Box) -> bool:
@@ -101,10 +100,10 @@ def is_of_joint_experts(box: Box) -> bool:
 
 
 def place_in_joint(recipe: TensorRecipe, target: Sequence[int]) -> tuple[str, tuple[int, int]]:
-    """Find the element `target` of an expert's weight in the matrices of the Hugging Face model,
-    for files with all experts in one tensor. Returns the name of the matrix, and the row and column
-    of the element in it. With Transformer Engine, gate and up projection are the halves of one
-    weight."""
+    """Find the element `target` of an expert's weight in the matrices of the Hugging Face model.
+    This is for files with all experts in one tensor. Returns the name of the matrix, and the row
+    and column of the element in it. With Transformer Engine, gate and up projection are the halves
+    of one weight."""
     matrices = matrices_of(recipe)
     rows = matrices[0].rows
     flat = target[0] * rows + target[1] if len(target) == 3 else target[0]
@@ -115,17 +114,17 @@ def place_in_joint(recipe: TensorRecipe, target: Sequence[int]) -> tuple[str, tu
 def joint_matrices(
     adapted: Mapping[str, Adapted], weights: WeightMap, files: WeightMap
 ) -> dict[str, list[tuple[Box, Matrix]]]:
-    """Return the adapted matrices of each tensor of `files` that holds all experts of a layer, each
-    with its box. weights: the weight map from which `adapted` was made."""
-    found: dict[str, list[tuple[Box, Matrix]]] = {}
+    """Return, for each tensor of `files` that holds all experts of a layer, its adapted matrices
+    and their boxes. weights: the weight map that gave `adapted`."""
+    joint: dict[str, list[tuple[Box, Matrix]]] = {}
     for name, each in adapted.items():
         boxes = [box for box in files.recipes[name].boxes if is_of_joint_experts(box)]
         order = matrices_of(weights.recipes[name]) if boxes else []
         for box in boxes:
             matrix = order[box.target[0] if len(box.target) == 3 else 0]
             if matrix in each.matrices:
-                found.setdefault(box.name, []).append((box, matrix))
-    return found
+                joint.setdefault(box.name, []).append((box, matrix))
+    return joint
 
 
 def merge_joint(
@@ -135,9 +134,9 @@ def merge_joint(
     scale: float,
     shape: Sequence[int],
 ) -> Tensor:
-    """Return a block of a tensor of all experts plus the adapters. data: the block; slices: its
-    place in the tensor; shape: the shape of the tensor; parts: box, A and B of each adapted
-    matrix."""
+    """Add adapters to a block of a tensor that holds all experts, and return the sum. data: the
+    block; slices: its place in the tensor; shape: the shape of the tensor; parts: box, A and B of
+    each adapted matrix."""
     first, last, _ = slices[0].indices(shape[0])
     wide = data.clone() if data.dtype.itemsize >= 4 else data.float()
     for expert in range(first, last):
@@ -153,57 +152,63 @@ def merge_joint(
 def adapted_weights(weights: WeightMap, targets: Sequence[str]) -> dict[str, Adapted]:
     """The weights of a model that have adapters, by name. Raises ConfigError if a target names no
     matrix of the model."""
-    found: dict[str, Adapted] = {}
-    known: dict[str, None] = {}
-    met: set[str] = set()
+    adapted: dict[str, Adapted] = {}
+    known: dict[str, None] = {}  # the targets that the model has, in order
     for name, recipe in weights.recipes.items():
-        expert, linear = _EXPERT.match(name), _LINEAR.match(name)
-        in_layers = name.startswith("decoder.layers.") or name == _HEAD_WEIGHT
-        if not in_layers or (expert or linear) is None:
+        group, pair = _group(name), _with_adapters(name, recipe)
+        if group is None or pair is None:
             continue
-        matrices = matrices_of(recipe)
-        if expert is not None:
-            parent, number, index = expert.groups()
-            owner, index, kind = f"{parent}.lora", f"[{index}]", f"linear_fc{number}"
-            one_by_one = all(re.search(rf"\.{expert[3]}\.", matrix.name) for matrix in matrices)
-            matrices = matrices if one_by_one else []
-        else:
-            assert linear is not None
-            owner, index, kind = f"{linear[1]}{linear[2]}_lora", "", linear[2]
-        group = _group(name)
-        if not matrices or group is None:
-            continue
+        module, weight = pair
         chosen = []
-        for matrix in matrices:
-            names = {group, kind, matrix.leaf} | ({ALL} if group in GROUPS else set())
+        for matrix in weight.matrices:
+            names = {group, module, matrix.leaf} | ({ALL} if group in GROUPS else set())
             known |= dict.fromkeys(sorted(names))
-            met |= names & set(targets)
-            if names & set(targets):
+            if not names.isdisjoint(targets):
                 chosen.append(matrix)
         if chosen:
-            found[name] = Adapted(owner, index, tuple(chosen))
-    wrong = [target for target in targets if target not in met]
-    if wrong:
+            adapted[name] = replace(weight, matrices=tuple(chosen))
+    unknown = [target for target in targets if target not in known]
+    if unknown:
         has_head = _HEAD_WEIGHT in weights.recipes
-        raise ConfigError([_no_such_matrices(wrong, known, has_head=has_head)])
-    return found
+        raise ConfigError([_no_such_matrices(unknown, known, has_head=has_head)])
+    return adapted
 
 
-def _no_such_matrices(wrong: Sequence[str], known: Collection[str], *, has_head: bool) -> str:
+def _no_such_matrices(unknown: Sequence[str], known: Collection[str], *, has_head: bool) -> str:
     """The message about targets that the model does not have. known: the targets that the model
     has."""
-    why, names = "the model has no such matrices", set(wrong)
+    why, names = "the model has no such matrices", set(unknown)
     if names & {HEAD, "output_layer", "lm_head"} and not has_head:
         why = "the output layer is tied to the embedding, which has no adapters here"
     elif names & set(_EMBEDDING):
         why = "the embedding has no adapters here"
-    hint = "".join(f"; {did_you_mean(close)}" for t in wrong if (close := nearest(t, known, 1)))
+    hint = "".join(f"; {did_you_mean(close)}" for t in unknown if (close := nearest(t, known, 1)))
     return problem(
-        "model.lora.targets", ", ".join(wrong), f"{why}; allowed: {', '.join(known)}{hint}"
+        "model.lora.targets", ", ".join(unknown), f"{why}; allowed: {', '.join(known)}{hint}"
     )
 
 
-_kept: dict[str, dict[str, Adapted]] = {}  # only the result for the last model
+def _with_adapters(name: str, recipe: TensorRecipe) -> tuple[str, Adapted] | None:
+    """Return the Megatron module of a weight, such as linear_fc1, and the weight with an adapter
+    for each of its matrices. None: the weight cannot have adapters."""
+    expert, linear = _EXPERT.match(name), _LINEAR.match(name)
+    in_layers = name.startswith("decoder.layers.") or name == _HEAD_WEIGHT
+    if not in_layers or (expert or linear) is None:
+        return None
+    matrices = tuple(matrices_of(recipe))
+    if expert is not None:
+        parent, number, index = expert.groups()
+        # A matrix without the expert's number in its name belongs to several experts.
+        matrices = matrices if all(f".{index}." in each.name for each in matrices) else ()
+        module, weight = f"linear_fc{number}", Adapted(f"{parent}.lora", f"[{index}]", matrices)
+    else:
+        assert linear is not None
+        parent, module = linear.groups()
+        weight = Adapted(f"{parent}{module}_lora", "", matrices)
+    return (module, weight) if matrices else None
+
+
+_cache: dict[str, dict[str, Adapted]] = {}  # only the result for the last model
 
 
 def adapted_weights_of(
@@ -213,11 +218,11 @@ def adapted_weights_of(
     search for layouts needs this result for the same model many times, and a large model has tens
     of thousands of matrices."""
     key = f"{family.model_type} {shape} {targets}"
-    if key not in _kept:
-        found = adapted_weights(weight_map(family, shape, shape.vocab_size or 1), targets)
-        _kept.clear()
-        _kept[key] = found
-    return _kept[key]
+    if key not in _cache:
+        adapted = adapted_weights(weight_map(family, shape, shape.vocab_size or 1), targets)
+        _cache.clear()
+        _cache[key] = adapted
+    return _cache[key]
 
 
 def _group(name: str) -> str | None:

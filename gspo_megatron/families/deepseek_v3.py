@@ -17,22 +17,21 @@ _ATTENTION = f.LAYER + "self_attn."
 _GROUPS = r.Groups(count=8, chosen=4, topk=8)
 
 
-def check_latent(
-    groups: r.Groups, key_value_heads: int
-) -> Callable[[Mapping[str, Any]], list[str]]:
-    """Return a function that checks several keys together. key_value_heads: the default of
+def check_latent(groups: r.Groups, default_heads: int) -> Callable[[Mapping[str, Any]], list[str]]:
+    """Return a function that checks several keys together. default_heads: the default of
     num_key_value_heads."""
 
     def check(hf: Mapping[str, Any]) -> list[str]:
         problems = groups.problems(hf) + r.layer_problems(hf)
         heads = hf.get("num_attention_heads")
-        given = hf.get("num_key_value_heads", key_value_heads)
-        if given not in (None, heads):
+        key_value_heads = hf.get("num_key_value_heads", default_heads)
+        if key_value_heads not in (None, heads):
             wrong = f"not supported; allowed: {heads}"
-            problems.append(problem("num_key_value_heads", given, wrong))
-        rotated, width = hf.get("qk_rope_head_dim", 64), hf.get("head_dim")
-        if width not in (None, rotated):  # transformers takes the rotary frequencies from head_dim
-            wrong = f"not supported; allowed: qk_rope_head_dim ({rotated})"
+            problems.append(problem("num_key_value_heads", key_value_heads, wrong))
+        rope_width, width = hf.get("qk_rope_head_dim", 64), hf.get("head_dim")
+        # transformers computes the rotary frequencies from head_dim
+        if width not in (None, rope_width):
+            wrong = f"not supported; allowed: qk_rope_head_dim ({rope_width})"
             problems.append(problem("head_dim", width, wrong))
         return problems
 

@@ -70,7 +70,7 @@ class Family:
     other_model_types: tuple[str, ...] = ()  # values of model_type with this architecture
     renamed_types: tuple[str, ...] = ()  # of them, those that transformers does not know
     other_classes: tuple[str, ...] = ()  # other names in `architectures`
-    normalizes: bool = True  # False: the weight of a token's only expert is its sigmoid score
+    normalizes: bool = True  # False: if a token has one expert, its weight is the sigmoid score
     always: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     spellings: Mapping[str, str] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Family:
     joint_qk_norm: bool = False
     router_bias_is_row: bool = False  # published files have the bias as [1, experts]
     has_windows: bool = False  # `read_rest` and `check` read sliding windows
-    quantizations: tuple[str, ...] = (FP8,)  # legal values of quant_method
+    quantizations: tuple[str, ...] = (FP8,)  # supported values of quant_method
     read_pattern: ReadPattern | None = None
     write_pattern: WritePattern | None = None
     # For relations that `fields` cannot express: a check of several keys together, and functions
@@ -114,28 +114,18 @@ class Family:
     def preset(self, hf: Mapping[str, Any]) -> tuple[ModelPreset, list[str]]:
         """Return the model that a config.json describes, and a line for each setting that is not
         supported."""
-        hf, twice = in_one_spelling(hf, self.spellings)
-        problems = twice + [
-            problem(
-                key, hf[key], f"not supported; allowed: {' or '.join(map(format_value, legal))}"
-            )
-            for key, legal in (_ONLY | dict(self.only)).items()
-            if key in hf and hf[key] not in legal
-        ]
-        problems += [] if self.has_windows else _windows(hf, self.layer_types)
-        problems += _quantization(hf, self.quantizations)
-        rope, wrong = read_rope(hf, self.rope)
-        problems += wrong
-        problems += _label_problems(hf)
-        megatron = _ALWAYS | dict(self.always) | dict(rope.megatron)
-        for entry in self.fields:
-            value = hf.get(entry.hf, entry.default)
-            if value is REQUIRED:
-                problems.append(f"{entry.hf}: required and missing")
-            elif (wrong := self._wrong_value(entry, value)) is not None:
-                problems.append(problem(entry.hf, value, wrong))
-            elif value is not None or entry.nullable:
-                megatron[entry.ours] = not value if entry.negated else value
+        hf, problems = in_one_spelling(hf, self.spellings)
+        for key, allowed in (_ONLY | dict(self.only)).items():
+            if key in hf and hf[key] not in allowed:
+                choices = " or ".join(map(format_value, allowed))
+                problems.append(problem(key, hf[key], f"not supported; allowed: {choices}"))
+        problems += [] if self.has_windows else _window_problems(hf, self.layer_types)
+        problems += _quantization_problems(hf, self.quantizations)
+        rope, rope_problems = read_rope(hf, self.rope)
+        problems += rope_problems + _label_problems(hf)
+        values, field_problems = self._read_fields(hf)
+        problems += field_problems
+        megatron = _ALWAYS | dict(self.always) | dict(rope.megatron) | values
         if not hf.get("vocab_size") or _wrong_size(hf["vocab_size"], 1):
             problems.append("vocab_size: required, and an integer from 1")
         problems += _count_problems(hf) + _group_problems(megatron)
@@ -146,12 +136,7 @@ class Family:
         rest = {} if problems else self.read_rest(hf)
         megatron |= {name: value for name, value in rest.items() if value is not None}
         if self.read_pattern is not None and not problems:
-            experts = self.read_pattern(hf)
-            if not any(experts):
-                megatron = {k: v for k, v in megatron.items() if not k.startswith("moe_")}
-                megatron.pop("num_moe_experts", None)
-            elif not all(experts):
-                megatron["moe_layer_freq"] = [int(flag) for flag in experts]
+            megatron = _with_experts_in(self.read_pattern(hf), megatron)
         preset = ModelPreset(
             vocab_size=hf.get("vocab_size"),
             max_sequence_length=hf.get("max_position_embeddings") or self.max_position_embeddings,
@@ -164,6 +149,21 @@ class Family:
             scores=is_score_model(hf),
         )
         return preset, problems
+
+    def _read_fields(self, hf: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """Return the fields of TransformerConfig in `fields`, and a line for each missing or wrong
+        key of config.json."""
+        values: dict[str, Any] = {}
+        problems: list[str] = []
+        for entry in self.fields:
+            value = hf.get(entry.hf, entry.default)
+            if value is REQUIRED:
+                problems.append(f"{entry.hf}: required and missing")
+            elif (wrong := self._wrong_value(entry, value)) is not None:
+                problems.append(problem(entry.hf, value, wrong))
+            elif value is not None or entry.nullable:
+                values[entry.ours] = not value if entry.negated else value
+        return values, problems
 
     @property
     def score_architecture(self) -> str:
@@ -220,8 +220,8 @@ class Family:
         if not experts or not chosen or chosen <= experts:
             return []
         names = {entry.ours: entry.hf for entry in self.fields}
-        most = f"must be at most {names['num_moe_experts']} = {experts}"
-        return [problem(names["moe_router_topk"], chosen, most)]
+        wrong = f"must be at most {names['num_moe_experts']} = {experts}"
+        return [problem(names["moe_router_topk"], chosen, wrong)]
 
     def config(self, shape: ModelShape, vocab_size: int) -> dict[str, Any] | None:
         """The config.json of a model of this shape, in the form of published checkpoints; None if
@@ -232,7 +232,7 @@ class Family:
             value = shape.megatron.get(entry.ours)
             if value is not None:
                 hf[entry.hf] = not value if entry.negated else value
-        hf |= {key: legal[0] for key, legal in self.only.items()}
+        hf |= {key: allowed[0] for key, allowed in self.only.items()}
         hf |= {
             "vocab_size": vocab_size,
             "max_position_embeddings": shape.max_sequence_length,
@@ -263,9 +263,23 @@ def is_score_model(hf: Mapping[str, Any]) -> bool:
     return any(str(name).endswith(SCORE_CLASS) for name in hf.get("architectures") or ())
 
 
+def _with_experts_in(layers: list[bool], megatron: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of TransformerConfig, changed so that only the flagged layers have
+    experts."""
+    if all(layers):
+        return megatron
+    if any(layers):
+        return {**megatron, "moe_layer_freq": [int(flag) for flag in layers]}
+    return {
+        name: value
+        for name, value in megatron.items()
+        if not (name.startswith("moe_") or name == "num_moe_experts")
+    }
+
+
 def _count_problems(hf: Mapping[str, Any]) -> list[str]:
-    """Return a line for each number of things in config.json that is no size, and for each flag
-    that is neither true nor false. The fields of a family do not include these keys."""
+    """Check the counts and flags in config.json that are no `fields` of a family. Returns a line
+    for each wrong value."""
     return [
         problem(key, hf[key], wrong)
         for least, keys in _COUNTS.items()
@@ -292,8 +306,8 @@ def _label_problems(hf: Mapping[str, Any]) -> list[str]:
     labels = hf.get("id2label")
     if not is_score_model(hf) or (isinstance(labels, Mapping) and len(labels) == 1):
         return []
-    found = "2 labels" if labels is None else format_value(labels)
-    return [f"id2label: {found}; a preference model has one label, the score"]
+    value = "2 labels" if labels is None else format_value(labels)  # transformers' default is 2
+    return [f"id2label: {value}; a preference model has one label, the score"]
 
 
 _LAYER_OF = re.compile(r"model\.layers\.(\d+)\.")
@@ -376,9 +390,9 @@ GATED_SHARED_EXPERT = {
 def differences(shape: ModelShape, preset: ModelPreset) -> list[str]:
     """Return the fields of TransformerConfig that make a model and a preset compute different
     things."""
-    own, its = dict(shape.megatron), dict(preset.megatron)
+    ours, theirs = dict(shape.megatron), dict(preset.megatron)
     # the same pattern may be a number or a list of flags
-    for fields, model in ((own, shape), (its, preset)):
+    for fields, model in ((ours, shape), (theirs, preset)):
         fields["moe_layer_freq"] = expert_pattern(fields, shape.num_layers)
         frequency = fields.get("linear_attention_freq")
         fields["linear_attention_freq"] = delta_net_pattern(frequency, shape.num_layers)
@@ -390,17 +404,17 @@ def differences(shape: ModelShape, preset: ModelPreset) -> list[str]:
     defaults = ["num_query_groups", "kv_channels"]
     if not shape.has_dense_layers:
         defaults.append("ffn_hidden_size")
-    its = {name: own.get(name) for name in defaults} | its
+    theirs = {name: ours.get(name) for name in defaults} | theirs
     neutral, starts = _NEUTRAL.split(), tuple(_NEUTRAL_STARTS.split())
     return [
         name
-        for name in sorted(own.keys() | its.keys())
-        if (own.get(name) or None) != (its.get(name) or None)
+        for name in sorted(ours.keys() | theirs.keys())
+        if (ours.get(name) or None) != (theirs.get(name) or None)
         and not (name in neutral or name.startswith(starts) or name.endswith("_fusion"))
     ]
 
 
-# Fields that change how a model is computed, sharded or trained, but not what it computes.
+# Fields that change how a model is sharded, trained or computed, but not its outputs.
 _NEUTRAL = """
     attention_backend attention_softmax_in_fp32 apply_query_key_layer_scaling apply_rope_fusion
     barrier_with_L1_time batch_p2p_comm batch_p2p_sync deterministic_mode
@@ -420,40 +434,41 @@ _NEUTRAL_STARTS = """
 """
 
 
-def _windows(hf: Mapping[str, Any], legal_types: tuple[str, ...]) -> list[str]:
-    """Return a problem if the model has sliding-window attention, and a problem if it has layer
-    types outside of `legal_types`. Neither is supported."""
-    window, used = hf.get("sliding_window"), hf.get("use_sliding_window", "sliding_window" in hf)
+def _window_problems(hf: Mapping[str, Any], layer_types: tuple[str, ...]) -> list[str]:
+    """Return a problem if the model has sliding-window attention, and a problem if it has other
+    layers than the supported `layer_types`."""
+    window = hf.get("sliding_window")
+    has_window = hf.get("use_sliding_window", "sliding_window" in hf)
     problems = []
-    if used and "sliding_window" not in hf:  # transformers then takes a default
+    if has_window and "sliding_window" not in hf:  # transformers then takes a default
         wrong = "there is no sliding_window; allowed: false, or sliding_window: null"
-        problems.append(problem("use_sliding_window", used, wrong))
-    if window is not None and used:
-        legal = "null, or use_sliding_window = false"
-        problems.append(problem("sliding_window", window, f"not supported; allowed: {legal}"))
-    others = ", ".join(map(str, sorted(set(hf.get("layer_types") or ()) - set(legal_types))))
+        problems.append(problem("use_sliding_window", has_window, wrong))
+    if window is not None and has_window:
+        allowed = "null, or use_sliding_window = false"
+        problems.append(problem("sliding_window", window, f"not supported; allowed: {allowed}"))
+    others = ", ".join(map(str, sorted(set(hf.get("layer_types") or ()) - set(layer_types))))
     if others:
-        legal = " or ".join(legal_types)
-        problems.append(f"layer_types: {others}: not supported; allowed: {legal}")
+        allowed = " or ".join(layer_types)
+        problems.append(f"layer_types: {others}: not supported; allowed: {allowed}")
     return problems
 
 
-def _quantization(hf: Mapping[str, Any], methods: tuple[str, ...]) -> list[str]:
+def _quantization_problems(hf: Mapping[str, Any], methods: tuple[str, ...]) -> list[str]:
     """Return what is wrong with the quantization of the weights. Supported are FP8 with a scale for
     each block, and MXFP4 experts if the family has them."""
-    given = hf.get("quantization_config")
-    if given is None:
+    config = hf.get("quantization_config")
+    if config is None:
         return []
-    if not isinstance(given, Mapping):
-        return [problem("quantization_config", given, "must be a mapping")]
-    blocks, method = given.get("weight_block_size"), given.get("quant_method")
+    if not isinstance(config, Mapping):
+        return [problem("quantization_config", config, "must be a mapping")]
+    blocks, method = config.get("weight_block_size"), config.get("quant_method")
     if method == MXFP4 and method in methods:
         return []
-    is_read = method == FP8 and method in methods and given.get("fmt", "e4m3") in _FP8_FORMATS
-    if is_read and isinstance(blocks, list) and len(blocks) == 2 and all(map(_is_block, blocks)):
+    is_fp8 = method == FP8 and method in methods and config.get("fmt", "e4m3") in _FP8_FORMATS
+    if is_fp8 and isinstance(blocks, list) and len(blocks) == 2 and all(map(_is_block, blocks)):
         return []
     allowed = " or ".join(_QUANTIZED[each] for each in methods)
-    return [problem("quantization_config", dict(given), f"not supported; allowed: {allowed}")]
+    return [problem("quantization_config", dict(config), f"not supported; allowed: {allowed}")]
 
 
 _FP8_FORMATS = ("e4m3", "float8_e4m3fn")  # two names of one format
@@ -477,13 +492,13 @@ def _wrong_size(value: Any, least: int) -> str | None:
     return f"must be an integer from {least} to {_LARGEST_SIZE:,}"
 
 
-# Fields that every model of a family with these fields has, and that are above 0.
+# If a family has one of these fields, the field must be set and above 0.
 _NEEDED = """
     num_layers hidden_size num_attention_heads kv_lora_rank qk_head_dim qk_pos_emb_head_dim
     v_head_dim linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
     linear_num_value_heads
 """
-# Other keys with a number of things or layers, by the smallest number that is allowed.
+# Keys with a count, such as a number of layers, by the smallest count that is allowed.
 _COUNTS = {
     0: """
         max_position_embeddings n_shared_experts num_shared_experts moe_num_shared_experts

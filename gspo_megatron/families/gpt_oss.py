@@ -15,7 +15,7 @@ from gspo_megatron.families.rope import DEFAULT, YARN, RopeKinds
 
 _MLP = f.LAYER + "mlp."
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_WINDOW = 128  # the window if config.json names none
+_WINDOW = 128  # the window if config.json has none
 
 
 def _check(hf: Mapping[str, Any]) -> list[str]:
@@ -39,11 +39,13 @@ def _read_windows(hf: Mapping[str, Any]) -> dict[str, Any]:
     kinds = hf.get("layer_types")
     if kinds is not None and _SLIDING not in kinds:
         return {}
-    before, flags = hf.get("sliding_window", _WINDOW) - 1, None
+    frequency: int | list[int] = 2
     if kinds is not None:
         flags = [int(kind == _SLIDING) for kind in kinds]
-        flags = None if flags == [int(layer % 2 == 0) for layer in range(len(kinds))] else flags
-    return {"window_size": [before, 0], "window_attn_skip_freq": flags or 2}
+        if flags != [int(layer % 2 == 0) for layer in range(len(kinds))]:
+            frequency = flags
+    before = hf.get("sliding_window", _WINDOW) - 1
+    return {"window_size": [before, 0], "window_attn_skip_freq": frequency}
 
 
 def _write_windows(megatron: Mapping[str, Any]) -> dict[str, Any]:

@@ -105,11 +105,11 @@ def shape_of(
         sizes["moe_ffn_hidden_size"] = width
         sizes["moe_router_topk"] = megatron.get("moe_router_topk", 2)
     megatron.update(sizes)
-    taken: dict[str, Any] = {name: megatron.get(name) for name in _MEGATRON_SIZES}
+    shape_fields: dict[str, Any] = {name: megatron.get(name) for name in _MEGATRON_SIZES}
     if num_experts is None:
-        taken |= {"moe_router_topk": None, "moe_ffn_hidden_size": None}
-    outer = {field.name: getattr(preset, field.name) for field in fields(preset)}
-    return ModelShape(**taken, **(outer | {"megatron": megatron}))
+        shape_fields |= {"moe_router_topk": None, "moe_ffn_hidden_size": None}
+    preset_fields = {field.name: getattr(preset, field.name) for field in fields(preset)}
+    return ModelShape(**shape_fields, **(preset_fields | {"megatron": megatron}))
 
 
 _MEGATRON_SIZES = tuple(
@@ -184,11 +184,12 @@ def checkpoint_model_file(path: str) -> Path | None:
     """The model.json of a checkpoint; None if there is none. `path` may also be a run folder or its
     checkpoints folder, whose checkpoints all have the same model."""
     folder = Path(path)
-    found = [folder / MODEL_FILE, folder.parent / f"{REPLACED}{folder.name}" / MODEL_FILE]
-    for names in ("[!.]*", f"{REPLACED}*"):  # other names with a dot are unfinished checkpoints
+    files = [folder / MODEL_FILE, folder.parent / f"{REPLACED}{folder.name}" / MODEL_FILE]
+    # Folders whose names begin with a dot, but not with REPLACED, are unfinished checkpoints.
+    for names in ("[!.]*", f"{REPLACED}*"):
         for place in ("checkpoints/", ""):
-            found += sorted(folder.glob(f"{place}{names}/{MODEL_FILE}"), reverse=True)
-    return next((file for file in found if file.is_file()), None)
+            files += sorted(folder.glob(f"{place}{names}/{MODEL_FILE}"), reverse=True)
+    return next((file for file in files if file.is_file()), None)
 
 
 def no_checkpoint(path: str) -> str:
@@ -209,18 +210,17 @@ def preset_of_checkpoint(path: str) -> ModelPreset:
     file = checkpoint_model_file(path)
     if file is None:
         raise ConfigError([no_checkpoint(path)])
-    changed = file.stat().st_mtime_ns
-    return read_model("model.checkpoint_path", file, checkpoint_preset, changed)
+    mtime = file.stat().st_mtime_ns
+    return read_model("model.checkpoint_path", file, checkpoint_preset, mtime)
 
 
 @functools.lru_cache(maxsize=8)
 def read_model(
-    key: str, file: Path, describe: Callable[[Mapping[str, Any]], ModelPreset], _changed: object
+    key: str, file: Path, describe: Callable[[Mapping[str, Any]], ModelPreset], _version: object
 ) -> ModelPreset:
     """Return the model that a JSON file describes. Raises ConfigError. The result is cached,
-    because a run asks for the model's shape many times. `_changed` (such as the file's time) is
-    another value after each change of the file, so that a changed file is read again. key: the
-    config key of the path."""
+    because a run asks for the model's shape many times. `_version`, such as the file's time, is
+    part of the cache's key, so a changed file is read again. key: the config key of the path."""
     try:
         content = parse_json(file.read_bytes())
         if isinstance(content, dict):

@@ -11,11 +11,11 @@ from gspo_megatron.families import family as f
 
 def _check(hf: Mapping[str, Any]) -> list[str]:
     """Refuse a head_dim other than hidden_size / num_attention_heads."""
-    width, heads, given = (hf.get(k) for k in ("hidden_size", "num_attention_heads", "head_dim"))
-    if given is None or given * heads == width:
+    hidden, heads, width = (hf.get(k) for k in ("hidden_size", "num_attention_heads", "head_dim"))
+    if width is None or width * heads == hidden:
         return []
-    legal = "hidden_size / num_attention_heads"
-    return [problem("head_dim", given, f"not supported; allowed: {legal}")]
+    wrong = "not supported; allowed: hidden_size / num_attention_heads"
+    return [problem("head_dim", width, wrong)]
 
 
 FAMILY = f.Family(

@@ -92,7 +92,7 @@ def read_rope(hf: Mapping[str, Any], kinds: RopeKinds) -> tuple[Rope, list[str]]
     if hf.get("rope_parameters") is None and not hf.get("rope_scaling"):
         values |= {key: each for key, each in kinds.unnamed.items() if key not in values}
     if kinds.width_key is not None:
-        problems += _percent_of_width(hf, kinds.width_key, settings)
+        problems += _add_percent(hf, kinds.width_key, settings)
     kind = values.get("rope_type", DEFAULT)
     if kind not in kinds.types:
         settings.refuse("rope_type", f"not supported; allowed: {' or '.join(kinds.types)}")
@@ -111,9 +111,9 @@ def read_rope(hf: Mapping[str, Any], kinds: RopeKinds) -> tuple[Rope, list[str]]
         settings.refuse("factor", "must be a number of at least 1")
         return Rope(base), problems
     if kind == LLAMA3:
-        for key, legal in _LLAMA3_CONSTANTS.items():
-            if values.get(key) != legal:
-                settings.refuse(key, f"not supported; allowed: {legal:g}")
+        for key, constant in _LLAMA3_CONSTANTS.items():
+            if values.get(key) != constant:
+                settings.refuse(key, f"not supported; allowed: {constant:g}")
         return Rope(base, percent, factor), problems
     return Rope(base, percent, megatron=_yarn(settings, kinds)), problems
 
@@ -133,77 +133,78 @@ def write_rope(shape: ModelShape, kinds: RopeKinds) -> dict[str, Any]:
             scaling["truncate"] = False
     elif kinds.unnamed:
         scaling = {"rope_type": DEFAULT}
-    found = {"rope_theta": shape.rotary_base, "rope_scaling": scaling}
+    keys = {"rope_theta": shape.rotary_base, "rope_scaling": scaling}
     if kinds.width_key is not None and kinds.writes_width:
-        return found | {kinds.width_key: round(shape.rotary_percent * shape.kv_channels)}
+        return keys | {kinds.width_key: round(shape.rotary_percent * shape.kv_channels)}
     if kinds.percent is not None:
-        found["partial_rotary_factor"] = shape.rotary_percent
-    return found
+        keys["partial_rotary_factor"] = shape.rotary_percent
+    return keys
 
 
 def two_values(key: str, value: Any, other: str, its: Any) -> str:
     """The message about two keys for one setting that have different values."""
-    two = f"{key} = {format_value(value)}, but {other} = {format_value(its)}"
-    return f"{two}: two spellings of one setting; keep the right one"
+    values = f"{key} = {format_value(value)}, but {other} = {format_value(its)}"
+    return f"{values}: two spellings of one setting; keep the right one"
 
 
 def in_one_spelling(
     hf: Mapping[str, Any], spellings: Mapping[str, str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """The keys of a config.json under their usual names, and a line for each setting that two keys
-    give different values."""
-    found, problems = dict(hf), []
+    """The keys of a config.json under their usual names, and a line for each setting that has two
+    keys with different values."""
+    config, problems = dict(hf), []
     for other, usual in spellings.items():
-        if other not in found:
+        if other not in config:
             continue
-        value = found.pop(other)
-        if usual in found and found[usual] != value:
-            problems.append(two_values(other, value, usual, found[usual]))
-        found.setdefault(usual, value)
-    return found, problems
+        value = config.pop(other)
+        if usual in config and config[usual] != value:
+            problems.append(two_values(other, value, usual, config[usual]))
+        config.setdefault(usual, value)
+    return config, problems
 
 
 def _settings(hf: Mapping[str, Any]) -> _Settings:
     """All settings, and a problem for each that has several values or a wrong type."""
     problems: list[str] = []
-    found: dict[str, dict[str, Any]] = {"": {}, "rope_scaling.": {}, "rope_parameters.": {}}
-    for where, values in found.items():
-        given = hf.get(where[:-1]) if where else hf
-        if given is not None and not isinstance(given, Mapping):
-            problems.append(problem(where[:-1], given, "must be a mapping"))
+    sections: dict[str, dict[str, Any]] = {"": {}, "rope_scaling.": {}, "rope_parameters.": {}}
+    for prefix, section in sections.items():
+        content = hf.get(prefix[:-1]) if prefix else hf
+        if content is not None and not isinstance(content, Mapping):
+            problems.append(problem(prefix[:-1], content, "must be a mapping"))
             continue
-        for key, value in (given or {}).items():
+        for key, value in (content or {}).items():
             # the settings are for the layers of one type only
-            if where and isinstance(value, Mapping):
+            if prefix and isinstance(value, Mapping):
                 wrong = "not supported; allowed: one set of values for all layers"
-                problems.append(problem(f"{where}{key}", value, wrong))
-            elif key in _KEYS and (where or key in _KEYS_OUTSIDE) and value is not None:
-                values[key] = value
+                problems.append(problem(f"{prefix}{key}", value, wrong))
+            elif key in _KEYS and (prefix or key in _KEYS_OUTSIDE) and value is not None:
+                section[key] = value
     settings: dict[str, Any] = {}
     names: dict[str, str] = {}
-    for where, given in found.items():
-        values, twice = in_one_spelling(given, {"type": "rope_type"})
-        problems += [line.replace("type = ", f"{where}type = ", 1) for line in twice]
+    for prefix, section in sections.items():
+        values, conflicts = in_one_spelling(section, {"type": "rope_type"})
+        problems += [line.replace("type = ", f"{prefix}type = ", 1) for line in conflicts]
         for key, value in values.items():
             if key in settings and settings[key] != value:
-                problems.append(two_values(f"{where}{key}", value, names[key], settings[key]))
-            settings[key], names[key] = value, f"{where}{key}"
+                problems.append(two_values(f"{prefix}{key}", value, names[key], settings[key]))
+            settings[key], names[key] = value, f"{prefix}{key}"
     return _Settings(settings, names, problems)
 
 
-def _percent_of_width(hf: Mapping[str, Any], key: str, settings: _Settings) -> list[str]:
-    """Add the share of rotated channels to the settings, computed from the number of rotated
-    channels. Returns the problems of this number."""
-    rotated, width = hf.get(key), hf.get("head_dim")
-    if rotated is None:
+def _add_percent(hf: Mapping[str, Any], key: str, settings: _Settings) -> list[str]:
+    """Compute the share of rotated channels from their number, which is the value of `key`, and add
+    the share to the settings. Returns the problems of the number."""
+    channels, width = hf.get(key), hf.get("head_dim")
+    if channels is None:
         return []
-    if type(rotated) is not int or type(width) is not int or not 0 < rotated <= width:
+    if type(channels) is not int or type(width) is not int or not 0 < channels <= width:
         wrong = f"must be an integer from 1 to head_dim ({format_value(width)})"
-        return [problem(key, rotated, wrong)]
-    percent = rotated / width
-    given = settings.values.setdefault("partial_rotary_factor", percent)
-    named = settings.names.setdefault("partial_rotary_factor", key)
-    return [] if given == percent else [two_values(key, rotated, named, given)]
+        return [problem(key, channels, wrong)]
+    percent = channels / width
+    # config.json may have the share, too
+    value = settings.values.setdefault("partial_rotary_factor", percent)
+    name = settings.names.setdefault("partial_rotary_factor", key)
+    return [] if value == percent else [two_values(key, channels, name, value)]
 
 
 def _yarn(settings: _Settings, kinds: RopeKinds) -> dict[str, Any]:
@@ -215,10 +216,10 @@ def _yarn(settings: _Settings, kinds: RopeKinds) -> dict[str, Any]:
         megatron[ours] = value = values.get(key, default)
         if not is_number(value) or value <= 0:
             settings.refuse(key, "must be a number above 0")
-    legal_values = {"attention_factor": None} | ({"truncate": True} if kinds.latent else {})
-    for key, legal in legal_values.items():
-        if values.get(key, legal) != legal:
-            settings.refuse(key, f"not supported; allowed: {format_value(legal)}")
+    constants = {"attention_factor": None} | ({"truncate": True} if kinds.latent else {})
+    for key, constant in constants.items():
+        if values.get(key, constant) != constant:
+            settings.refuse(key, f"not supported; allowed: {format_value(constant)}")
     scale, all_dims = values.get("mscale", 0), values.get("mscale_all_dim", 0)
     # in this case transformers scales the two parts of attention differently
     if all_dims and not scale:

@@ -33,18 +33,16 @@ def fields(topk: int, scaling: float) -> tuple[f.Field, ...]:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of experts: a token's experts are chosen from the best groups only. The first
-    three fields of this class are a family's defaults for keys that config.json lacks. `experts` is
-    the key for the number of experts."""
+    """The groups of experts in a family: a token's experts are chosen from the best groups only."""
 
-    count: int = 1
-    chosen: int = 1
-    topk: int = 8
-    experts: str = "n_routed_experts"
+    count: int = 1  # default of n_group, the number of groups
+    chosen: int = 1  # default of topk_group, the number of best groups
+    topk: int = 8  # default of num_experts_per_tok
+    experts: str = "n_routed_experts"  # the key for the number of experts
 
     def problems(self, hf: Mapping[str, Any]) -> list[str]:
-        """Return a line for each wrong number, or if Megatron-Core would not choose the same
-        experts as the published model."""
+        """Return a line for each wrong number. If all numbers are right, return a line if
+        Megatron-Core would choose other experts than the published model."""
         count, experts = hf.get("n_group", self.count), hf.get(self.experts)
         chosen, topk = hf.get("topk_group", self.chosen), hf.get("num_experts_per_tok", self.topk)
         if count in (None, 1) or not experts:
@@ -96,8 +94,9 @@ def write_shared(megatron: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 def dense_first(default: int, *, has_types: bool = False) -> f.ReadPattern:
     """Return a function that reads which layers have experts: all except the first
-    `first_k_dense_replace` layers. has_types: config.json may instead name the kind of each layer
-    in `mlp_layer_types`; otherwise this key is ignored."""
+    `first_k_dense_replace` layers. default: the number of these layers if the key is missing.
+    has_types: if config.json has `mlp_layer_types`, this list decides instead. Without `has_types`
+    the list is ignored."""
 
     def read(hf: Mapping[str, Any]) -> list[bool]:
         kinds = hf.get("mlp_layer_types") if has_types else None

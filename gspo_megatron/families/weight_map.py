@@ -76,7 +76,7 @@ class Box:
     def _in_source(self, values: Sequence[int], missing: int) -> tuple[int, ...]:
         """Reorder `values`, one for each dimension of the Megatron tensor, to the order of the HF
         tensor's dimensions. `missing` is the value for dimensions that only the HF tensor has."""
-        last = aligned(values, len(self.source), missing)
+        last = last_values(values, len(self.source), missing)
         return last if self.axes is None else tuple(last[axis] for axis in self.axes)
 
     def to_source(self, part: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class Box:
         return replace(self, source=source, target=tuple(starts), size=tuple(sizes))
 
 
-def aligned(values: Sequence[int], count: int, fill: int) -> tuple[int, ...]:
+def last_values(values: Sequence[int], count: int, fill: int) -> tuple[int, ...]:
     """The last `count` values. If there are fewer values, `fill` is put in front of them."""
     return (fill,) * (count - len(values)) + tuple(values[max(0, len(values) - count) :])
 
@@ -220,12 +220,12 @@ def split(box: Box) -> Iterator[Box]:
     rows = box.size[axis]
     step = max(1, MOST_ELEMENTS * rows // max(1, box.numel))
     for first in range(0, rows, step):
-        part = list(box.target_slices)
+        slices = list(box.target_slices)
         start = box.target[axis] + first
-        part[axis] = slice(start, min(start + step, part[axis].stop))
-        found = box.cut(part)
-        assert found is not None, "rows of the box itself"
-        yield replace(found, target=tuple(each.start for each in part))
+        slices[axis] = slice(start, min(start + step, slices[axis].stop))
+        part = box.cut(slices)
+        assert part is not None, "rows of the box itself"
+        yield replace(part, target=tuple(each.start for each in slices))
 
 
 # The two backends have different names for tensors: Transformer Engine fuses a norm into the linear
@@ -258,8 +258,8 @@ def native_name(name: str) -> str:
 def is_one_matrix(name: str) -> bool:
     """Whether this tensor holds gate and up projection of an expert, or their biases, as the halves
     of one matrix [2 * ffn, hidden]. In the torch_native backend this tensor is [2, ffn, hidden]."""
-    known = native_name(name)
-    return known != name and re.search(r"\.experts\.(weight|bias)1", known) is not None
+    native = native_name(name)
+    return native != name and re.search(r"\.experts\.(weight|bias)1", native) is not None
 
 
 def is_vocabulary(name: str) -> bool:
@@ -289,12 +289,12 @@ class WeightMap:
         """The recipe of a tensor by any of its names: a shard's name, Transformer Engine's, or the
         key in a checkpoint, in which all experts of a layer are one tensor. Raises KeyError.
         """
-        known, one_matrix = native_name(name), is_one_matrix(name)
-        found = self.recipes.get(known)
-        if found is not None:
-            return flatten(found) if one_matrix else found
+        native, one_matrix = native_name(name), is_one_matrix(name)
+        recipe = self.recipes.get(native)
+        if recipe is not None:
+            return flatten(recipe) if one_matrix else recipe
         experts = []
-        while (expert := self.recipes.get(f"{known}[{len(experts)}]")) is not None:
+        while (expert := self.recipes.get(f"{native}[{len(experts)}]")) is not None:
             experts.append(flatten(expert) if one_matrix else expert)
         if not experts:
             raise KeyError(name)

@@ -33,7 +33,7 @@ from gspo_megatron.hf.joint_adapters import (
     LEAVES,
     Part,
     is_joint,
-    joined,
+    join_pairs,
     joint_shapes,
     joint_stem,
     not_plain,
@@ -73,9 +73,9 @@ class PeftFolder(HfFolder):
         problems: list[str] = []
         file = self.path / PEFT_CONFIG
         self.config: dict[str, Any] = read_json(file, problems) or {}
-        for name, legal in _PLAIN.items() if self.config else ():
-            value = self.config.get(name, legal[0])
-            if value not in legal:
+        for name, plain_values in _PLAIN.items() if self.config else ():
+            value = self.config.get(name, plain_values[0])
+            if value not in plain_values:
                 problems.append(f"{file}: {not_plain(name, value)}")
         if self.config and not (type(self.rank) is int and self.rank > 0):
             problems.append(f"{file}: r is {format_value(self.rank)}; allowed: a rank from 1 on")
@@ -134,24 +134,27 @@ class PeftFolder(HfFolder):
         return super().read(name, [slice(0, size) for size in self.tensors[name].shape])
 
     def open_joint(self, adapted: Mapping[str, Adapted], maps: tuple[WeightMap, WeightMap]) -> None:
-        """Split the pairs that hold the adapters of all experts of a layer: afterwards, `tensors`
-        and `read` have A and B of each expert's matrix. maps: see `peft_maps`. Raises DataError."""
+        """Split each pair that holds the adapters of all experts of a layer. After this call,
+        `tensors` and `read` have A and B of each expert's matrix. maps: see `peft_maps`. Raises
+        DataError."""
         weights, modules = maps
         joint = joint_matrices(adapted, weights, modules) if self._joint else {}
         problems = []
-        for name, found in joint.items():
+        for name, matrices in joint.items():
             stem, shape = joint_stem(name, joint), modules.shapes[name]
             names = [f"{stem}.lora_{letter}.weight" for letter in "AB"]
             if not set(names) <= self._joint:
                 continue  # `check` reports the missing tensors
-            count = len(found) // shape[0]
+            count = len(matrices) // shape[0]  # matrices of one expert
             sizes = tuple(self.tensors[each].shape for each in names)
             ranks = [
                 rank
                 for rank in (self.rank, self.rank * count)
-                if sizes == joint_shapes(found[0][0], rank, shape)
+                if sizes == joint_shapes(matrices[0][0], rank, shape)
             ]
-            parts = dict(split_joint(found, stem, (ranks[0], self.rank), shape)) if ranks else {}
+            parts: dict[str, Part] = {}
+            if ranks:
+                parts = dict(split_joint(matrices, stem, (ranks[0], self.rank), shape))
             if not parts:
                 wrong = f"rank {self.rank} and the model's shape {list(shape)}"
                 problems.append(f"{stem}.lora_*: the shapes {sizes} do not fit {wrong}")
@@ -185,15 +188,15 @@ class PeftFolder(HfFolder):
                 wrong.append(f"{name} has the shape {list(entry.shape)}, not {list(shape)}")
             elif entry.dtype not in DTYPES:
                 wrong.append(f"{name} has the dtype {entry.dtype}; allowed: {', '.join(DTYPES)}")
-        opened = {part.name for part in self._parts.values()}
+        split = {part.name for part in self._parts.values()}  # see `open_joint`
         foreign = [
             f"{name} belongs to no adapter of the model"
             for name in self.tensors
-            if name not in adapters.shapes and name not in opened
+            if name not in adapters.shapes and name not in split
         ]
         if lines := [*some_of(missing), *some_of(wrong), *some_of(foreign)]:
-            made_for = f"adapters made for {self.base} do not fit the model and model.lora.targets"
-            raise DataError("\n".join(f"{self.path}: {line}" for line in [*lines, made_for]))
+            last = f"adapters made for {self.base} do not fit the model and model.lora.targets"
+            raise DataError("\n".join(f"{self.path}: {line}" for line in [*lines, last]))
 
 
 def fitting_adapters(
@@ -213,9 +216,9 @@ def fitting_adapters(
 
 
 def peft_maps(family: Family, shape: ModelShape, vocab_size: int) -> tuple[WeightMap, WeightMap]:
-    """Return two maps of a model. The first has tensors of single experts. The second has the
-    tensors of transformers' modules, which PEFT adapts: for some families, such a tensor holds all
-    experts of a layer."""
+    """Return two maps of a model. The first map has a tensor for each matrix of each expert. The
+    second map has the tensors of transformers' modules, which PEFT adapts. In some families, such a
+    tensor holds all experts of a layer."""
     joint = "experts_gate_up" in family.names
     weights = weight_map(family, shape, vocab_size)
     return weights, weight_map(family, shape, vocab_size, joint_experts=joint)
@@ -233,53 +236,54 @@ def peft_layout(
     model."""
     weights, modules = maps
     joint = joint_matrices(adapted, weights, modules)
-    inside = {matrix.name for found in joint.values() for _, matrix in found}
-    document = _peft_config(section, adapted, inside, weights, base)
-    kept = {name: each for name, each in tensors.items() if peft_stem(name) not in inside}
+    in_joint = {matrix.name for matrices in joint.values() for _, matrix in matrices}
+    document = _peft_config(section, adapted, in_joint, weights, base)
+    layout = {name: each for name, each in tensors.items() if peft_stem(name) not in in_joint}
     if not joint:
-        return document, kept
+        return document, layout
     document["target_parameters"] = sorted({".".join(n.split(".")[-3:]) for n in joint})
     patterns: dict[str, tuple[int, float]] = {}
     pairs = pairs_of(tensors)
-    for name, found in joint.items():
+    for name, matrices in joint.items():
         leaf, stem = name.rpartition(".")[2], joint_stem(name, joint)
-        a, b = joined(found, pairs, modules.shapes[name])
-        kept |= {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}
-        if (count := len(found) // len({box.source[0] for box, _ in found})) > 1:
-            grown = math.sqrt(count) if section.use_rslora else count
-            alpha = (section.rank if section.alpha is None else section.alpha) * grown
-            patterns[rf".*\.{leaf}"] = (section.rank * count, _whole(alpha))
+        a, b = join_pairs(matrices, pairs, modules.shapes[name])
+        layout |= {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}
+        if (count := len(matrices) // len({box.source[0] for box, _ in matrices})) > 1:
+            # alpha grows with the rank, so that the scale of the adapter stays the same
+            factor = math.sqrt(count) if section.use_rslora else count
+            alpha = (section.rank if section.alpha is None else section.alpha) * factor
+            patterns[rf".*\.{leaf}"] = (section.rank * count, _int_if_whole(alpha))
     if patterns:
         document["rank_pattern"] = {key: rank for key, (rank, _) in patterns.items()}
         document["alpha_pattern"] = {key: alpha for key, (_, alpha) in patterns.items()}
-    return document, kept
+    return document, layout
 
 
 def _peft_config(
     section: LoraSection,
     adapted: Mapping[str, Adapted],
-    inside: Collection[str],
+    in_joint: Collection[str],
     weights: WeightMap,
     base: str | None,
 ) -> dict[str, Any]:
-    """Return the adapter_config.json. inside: the names of matrices that are part of a tensor of
+    """Return the adapter_config.json. in_joint: the names of matrices that are part of a tensor of
     all experts."""
-    matrices = [m for each in adapted.values() for m in each.matrices if m.name not in inside]
+    matrices = [m for each in adapted.values() for m in each.matrices if m.name not in in_joint]
     leaves = sorted({matrix.leaf for matrix in matrices})
-    # In PEFT, a name without a path, such as q_proj, stands for all modules whose names end in it.
-    alike = (m for recipe in weights.recipes.values() for m in matrices_of(recipe))
     modules = {matrix.module for matrix in matrices}
+    # In PEFT, a name without a path, such as q_proj, stands for all modules whose names end in it.
+    in_model = (m for recipe in weights.recipes.values() for m in matrices_of(recipe))
+    targets = {m.module for m in in_model if m.leaf in leaves and m.name not in in_joint}
     hub = parse_name(base or "", "model")  # PEFT wants the revision in a key of its own
-    by_leaf = {m.module for m in alike if m.leaf in leaves and m.name not in inside} == modules
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base if hub is None else hub.repo,
         "revision": None if hub is None else hub.revision,
         "r": section.rank,
-        "lora_alpha": section.rank if section.alpha is None else _whole(section.alpha),
+        "lora_alpha": section.rank if section.alpha is None else _int_if_whole(section.alpha),
         "use_rslora": section.use_rslora,
-        "target_modules": leaves if by_leaf else sorted(modules),
+        "target_modules": leaves if targets == modules else sorted(modules),
         "lora_dropout": 0.0,
         "bias": "none",
         "use_dora": False,
@@ -315,7 +319,7 @@ def write_peft(
         writer.publish({PEFT_CONFIG: document})
 
 
-def _whole(value: float) -> float:
+def _int_if_whole(value: float) -> float:
     return int(value) if value == int(value) else value
 
 
@@ -326,7 +330,7 @@ def peft_stem(name: str) -> str:
 
 def pairs_of(tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
     """Return the pairs (A, B) of `tensors` in PEFT's layout, by the name of the adapted matrix."""
-    found: dict[str, list[Tensor]] = {}
+    pairs: dict[str, list[Tensor]] = {}
     for name in sorted(tensors):  # lora_A comes before lora_B
-        found.setdefault(peft_stem(name), []).append(tensors[name])
-    return found
+        pairs.setdefault(peft_stem(name), []).append(tensors[name])
+    return pairs

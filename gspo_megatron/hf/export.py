@@ -197,7 +197,8 @@ class _ModelCopy:
     def __init__(
         self, shards: Sequence[Shard], weights: WeightMap, lora: Lora | None = None
     ) -> None:
-        """lora: the adapters to merge into the sent weights; None if there are no adapters."""
+        """lora: the adapters that are merged into the weights before they are sent; None if there
+        are none."""
         self._shards, self._weights, self._lora = shards, weights, lora
         # HF tensor -> rank -> the rank's parts of the tensor: (number of the shard, box in the
         # shard)
@@ -210,8 +211,8 @@ class _ModelCopy:
                 self._distribute(group, are_experts, weights)
         if dist.get_rank() == MAIN_RANK:
             for name, shape in weights.shapes.items():
-                found = sum(box.numel for each in self._parts[name].values() for _, box in each)
-                assert found == math.prod(shape), f"{name}: {found} elements of {list(shape)}"
+                count = sum(box.numel for each in self._parts[name].values() for _, box in each)
+                assert count == math.prod(shape), f"{name}: {count} elements of {list(shape)}"
 
     def _distribute(self, group: dist.ProcessGroup, are_experts: bool, weights: WeightMap) -> None:
         """Let all ranks of a group know which boxes each of them holds. If several ranks hold a
@@ -222,12 +223,12 @@ class _ModelCopy:
             if (".experts." in shard.name) == are_experts
         ]
         ranks = dist.get_process_group_ranks(group)
-        taken = set()
+        places = set()
         for rank, shards in zip(ranks, all_gather_objects(mine, group), strict=True):
             for number, name, offset, shape in shards:
-                if (name, offset, shape) in taken:
+                if (name, offset, shape) in places:
                     continue
-                taken.add((name, offset, shape))
+                places.add((name, offset, shape))
                 slices = [slice(at, at + n) for at, n in zip(offset, shape, strict=True)]
                 for box in weights[name].cut(slices):
                     self._parts[box.name].setdefault(rank, []).append((number, box))

@@ -114,8 +114,8 @@ class HfFolder:
 
     @property
     def side_files(self) -> list[Path]:
-        found = (self.path / name for name in SIDE_FILES)
-        return [copied_as(file) for file in found if file.is_file()]
+        files = (self.path / name for name in SIDE_FILES)
+        return [copied_as(file) for file in files if file.is_file()]
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The torch dtype to which an import converts a tensor; bf16 for FP8 and MXFP4. The
@@ -137,19 +137,18 @@ class HfFolder:
         Raises KeyError for a name that the folder lacks.
         """
         if self.tensors[name].dtype == MXFP4:
-            return self._mxfp4(name, slices)
-        part = self._stored(name, slices)
+            return self._read_mxfp4(name, slices)
+        part = self._read_raw(name, slices)
         if self.tensors[name].dtype != FP8:
             return part
         # Only the scales of blocks that overlap the part are read. The last block of a row or
         # column of blocks may be smaller.
-        pairs = list(zip(slices, self.block_size, strict=True))
-        touched = [slice(s.start // size, -(-s.stop // size)) for s, size in pairs]
-        scales = self._stored(name + SCALES, touched).float()
-        for axis, (wanted, size) in enumerate(pairs):
-            first = wanted.start % size
+        axes = list(zip(slices, self.block_size, strict=True))
+        blocks = [slice(s.start // size, -(-s.stop // size)) for s, size in axes]
+        scales = self._read_raw(name + SCALES, blocks).float()
+        for axis, (s, size) in enumerate(axes):
             scales = scales.repeat_interleave(size, dim=axis)
-            scales = scales.narrow(axis, first, wanted.stop - wanted.start)
+            scales = scales.narrow(axis, s.start % size, s.stop - s.start)
         return part.float() * scales
 
     def _add_mxfp4(self, problems: list[str]) -> None:
@@ -162,14 +161,14 @@ class HfFolder:
         blocks, scales = FP4_PARTS
         for name in [name for name in self.tensors if name.endswith(blocks)]:
             base = name.removesuffix(blocks)
-            entry, beside = self.tensors[name], self.tensors.get(base + scales)
+            entry, scale = self.tensors[name], self.tensors.get(base + scales)
             fits = len(entry.shape) == 4 and entry.shape[-1] == FP4_BLOCK // 2
-            if beside is None:
+            if scale is None:
                 problems.append(f"{self.path}: {base}{scales}, the scales of {name}, is missing")
-            elif not fits or entry[0] != BYTES or beside[:2] != (BYTES, entry.shape[:3]):
+            elif not fits or entry.dtype != BYTES or scale[:2] != (BYTES, entry.shape[:3]):
                 problems.append(
                     f"{self.path}: {name} is {entry.dtype} {list(entry.shape)}, and {base}{scales} "
-                    f"{beside.dtype} {list(beside.shape)}; MXFP4 has bytes [experts, rows, blocks, "
+                    f"{scale.dtype} {list(scale.shape)}; MXFP4 has bytes [experts, rows, blocks, "
                     "16] and [experts, rows, blocks]"
                 )
             else:
@@ -177,21 +176,21 @@ class HfFolder:
                 shape = (experts, count * FP4_BLOCK, rows)
                 self.tensors[base] = FileTensor(MXFP4, shape, entry.file, entry.offset)
 
-    def _mxfp4(self, name: str, slices: Sequence[slice]) -> Tensor:
+    def _read_mxfp4(self, name: str, slices: Sequence[slice]) -> Tensor:
         """Return a part of an MXFP4 tensor, in fp32. Only the blocks that overlap this part are
         read."""
         experts, columns, rows = slices
         first = columns.start // FP4_BLOCK
-        touched = slice(first, -(-columns.stop // FP4_BLOCK))
-        blocks, scales = (self._stored(name + part, (experts, rows, touched)) for part in FP4_PARTS)
+        part = (experts, rows, slice(first, -(-columns.stop // FP4_BLOCK)))
+        blocks, scales = (self._read_raw(name + ending, part) for ending in FP4_PARTS)
         values = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)])
         # the low four bits of a byte are the first value
-        pairs = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
-        found = torch.ldexp(values[pairs.int()], scales.int().unsqueeze(-1) - 127)
+        codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
+        numbers = torch.ldexp(values[codes.int()], scales.int().unsqueeze(-1) - 127)
         start = columns.start - first * FP4_BLOCK
-        return found.flatten(-2).narrow(-1, start, columns.stop - columns.start).mT
+        return numbers.flatten(-2).narrow(-1, start, columns.stop - columns.start).mT
 
-    def _stored(self, name: str, slices: Sequence[slice]) -> Tensor:
+    def _read_raw(self, name: str, slices: Sequence[slice]) -> Tensor:
         """Return a part of a tensor as it is stored in the file."""
         entry = self.tensors[name]
         dtype = _PACKED.get(entry.dtype) or DTYPES[entry.dtype]
@@ -265,27 +264,27 @@ def _read_indexed(index: Path, problems: list[str]) -> dict[str, FileTensor]:
         problems.append(f"{index}: no weight_map from tensor names to file names")
         return {}
     tensors: dict[str, FileTensor] = {}
-    wrong: list[str] = []  # names of files
-    differs: list[str] = []
+    wrong_files: list[str] = []
+    differences: list[str] = []
     names_in: dict[str, set[str]] = {}
     for name, file_name in files.items():
         names_in.setdefault(file_name, set()).add(name)
-    for file_name, named in sorted(names_in.items()):
+    for file_name, names in sorted(names_in.items()):
         file = index.parent / file_name
         if Path(file_name).name != file_name:
-            wrong.append(f"{index}: {file_name!r:.80} is not the name of a file beside it")
+            wrong_files.append(f"{index}: {file_name!r:.80} is not the name of a file beside it")
         elif (fault := fault_of_name(file_name)) is not None:
-            wrong.append(f"{index}: {file_name!r:.80} {fault}")
+            wrong_files.append(f"{index}: {file_name!r:.80} {fault}")
         elif not file.exists():
-            wrong.append(f"{index}: {file_name}, with {len(named)} tensors, does not exist")
-        elif (found := read_header(file, wrong)) is not None:
-            differs += [f"{file}: {name} is missing" for name in sorted(named - found.keys())]
-            differs += [
+            wrong_files.append(f"{index}: {file_name}, with {len(names)} tensors, does not exist")
+        elif (in_file := read_header(file, wrong_files)) is not None:
+            differences += [f"{file}: {name} is missing" for name in sorted(names - in_file.keys())]
+            differences += [
                 f"{file}: {name} is in the file, and not in {index.name} at this place"
-                for name in sorted(found.keys() - named)
+                for name in sorted(in_file.keys() - names)
             ]
-            tensors |= found
-    problems += [*some_of(wrong), *some_of(differs)]
+            tensors |= in_file
+    problems += [*some_of(wrong_files), *some_of(differences)]
     return tensors
 
 
@@ -314,14 +313,14 @@ def checked_folder(
     `vocab_size`, and the problems that `checked_weights` finds.
     """
     folder = HfFolder(path, ignore_custom_code=ignore_custom_code)
-    theirs = folder.describe()
-    conflicts = shape_conflicts(replace(shape, vocab_size=vocab_size), theirs)
+    preset = folder.describe()
+    conflicts = shape_conflicts(replace(shape, vocab_size=vocab_size), preset)
     problems = [
         f"{folder.path / 'config.json'}: {key} is {format_value(theirs)}, and "
         f"{format_value(ours)} in the model"
         for key, ours, theirs in conflicts
     ]
-    if theirs.scores and not shape.scores:
+    if preset.scores and not shape.scores:
         problems.append(
             f"{folder.path}: holds a preference model, which gives scores and no tokens; allowed: "
             "a model that ends in ForCausalLM"
@@ -377,12 +376,12 @@ def _scale_problems(folder: HfFolder, name: str) -> list[str]:
     shape, entry = folder.tensors[name].shape, folder.tensors.get(name + SCALES)
     if entry is None:
         return [f"{name} has the dtype {FP8}, and its scales {name}{SCALES} are missing"]
-    wanted = tuple(-(-n // size) for n, size in zip(shape, folder.block_size))
-    if len(shape) == 2 and entry.shape == wanted and entry.dtype in DTYPES:
+    scale_shape = tuple(-(-n // size) for n, size in zip(shape, folder.block_size))
+    if len(shape) == 2 and entry.shape == scale_shape and entry.dtype in DTYPES:
         return []
     return [
         f"{name}{SCALES} is {entry.dtype} {list(entry.shape)}; of {list(shape)} in blocks of "
-        f"{list(folder.block_size)} it must be F32 {list(wanted)}"
+        f"{list(folder.block_size)} it must be F32 {list(scale_shape)}"
     ]
 
 

@@ -85,14 +85,14 @@ def write_card(
     licence = licence_of(base)
     library = "peft" if (folder / PEFT_CONFIG).is_file() else "transformers"
     header: dict[str, Any] = {"library_name": library, "tags": ["gspo-megatron"]}
-    if base is not None and (named := _hub_name(base, "model")) is not None:
-        header["base_model"] = named.repo
+    if base is not None and (hub_name := _hub_name(base, "model")) is not None:
+        header["base_model"] = hub_name.repo
     if licence is not None:
         header["license"] = licence
     data = _data(config)
-    datasets = [named.repo for each in data if (named := _hub_name(each, "dataset")) is not None]
-    if datasets:
-        header["datasets"] = list(dict.fromkeys(datasets))
+    datasets = [_hub_name(each, "dataset") for each in data]
+    if repos := [each.repo for each in datasets if each is not None]:
+        header["datasets"] = list(dict.fromkeys(repos))
     lines = [
         "---",
         yaml.safe_dump(header, sort_keys=False).strip(),
@@ -109,7 +109,7 @@ def write_card(
         "",
         "## Recipe",
         "",
-        *_rows(("key", "value"), _recipe(config)),
+        *_table(("key", "value"), _recipe(config)),
         "",
         "## Data",
         "",
@@ -117,7 +117,7 @@ def write_card(
         "",
         "## Evaluation",
         "",
-        *(_rows(("metric", "value"), _scores(evaluation)) if evaluation else ["None was made."]),
+        *(_table(("metric", "value"), _scores(evaluation)) if evaluation else ["None was made."]),
         "",
     ]
     return write_atomically(folder / CARD, "\n".join(lines).encode())
@@ -137,13 +137,13 @@ def licence_of(base: str | None) -> str | None:
         return None
     from huggingface_hub import HfApi
 
-    named = _hub_name(base, "model")
+    name = _hub_name(base, "model")
     try:
-        if named is None:
+        if name is None:
             licence = header_of((Path(base) / CARD).read_text(encoding="utf-8")).get("license")
         else:
-            found: Any = HfApi().model_info(named.repo, revision=named.revision, timeout=30)
-            licence = found.card_data.get("license")
+            info: Any = HfApi().model_info(name.repo, revision=name.revision, timeout=30)
+            licence = info.card_data.get("license")
     except (*failures(), AttributeError):  # then the new card says that the licence is not known
         return None
     return licence if isinstance(licence, str) else None
@@ -160,20 +160,21 @@ def _licence_text(base: str | None, licence: str | None) -> str:
 def _data(config: Mapping[str, Any]) -> list[str]:
     section = config.get("data")
     section = section if isinstance(section, Mapping) else {}
-    given = (section.get(name) for name in _DATA)
-    return [
-        each for value in given if value for each in ([value] if isinstance(value, str) else value)
-    ]
+    paths: list[str] = []
+    for name in _DATA:
+        value = section.get(name) or []
+        paths += [value] if isinstance(value, str) else value
+    return paths
 
 
 def _recipe(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    found = []
+    rows = []
     for section, keys in _RECIPE.items():
         values = config.get(section)
         if isinstance(values, Mapping):
-            given = ((key, values.get(key)) for key in keys)
-            found += [(f"{section}.{key}", value) for key, value in given if value is not None]
-    return found
+            pairs = ((key, values.get(key)) for key in keys)
+            rows += [(f"{section}.{key}", value) for key, value in pairs if value is not None]
+    return rows
 
 
 def _scores(evaluation: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -184,25 +185,26 @@ def _scores(evaluation: Mapping[str, Any]) -> list[tuple[str, Any]]:
     ]
 
 
-def _rows(header: tuple[str, str], rows: Sequence[tuple[str, Any]]) -> list[str]:
-    found = [header, ("---", "---"), *rows]
-    return [f"| {name} | {_shown(value)} |" for name, value in found]
+def _table(header: tuple[str, str], rows: Sequence[tuple[str, Any]]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    lines = [header, ("---", "---"), *rows]
+    return [f"| {name} | {_escape(value)} |" for name, value in lines]
 
 
 def _hub_name(value: str, kind: Kind) -> HubName | None:
     """Read a value of a run's configuration as a name of the Hub; None: a path. A run writes a name
     with its commit. So a value without a revision is a path, even if this machine lacks it."""
-    named = name_of(value) or parse_name(value, kind)
-    return None if named is None or named.revision is None else named
+    name = name_of(value) or parse_name(value, kind)
+    return None if name is None or name.revision is None else name
 
 
-def _source(given: str, kind: Kind) -> str:
+def _source(source: str, kind: Kind) -> str:
     """Return a name of the Hub unchanged. Of a path, return only the last part, because a card must
     not show the folders of a machine."""
-    named = _hub_name(given, kind)
-    return _shown(Path(given).name if named is None else named)
+    name = _hub_name(source, kind)
+    return _escape(Path(source).name if name is None else name)
 
 
-def _shown(value: Any) -> str:
-    """Return a value for Markdown."""
+def _escape(value: Any) -> str:
+    """Return a value as text for one line of Markdown, or for one cell of a table."""
     return " ".join(str(value).split()).replace("|", "\\|")

@@ -41,20 +41,22 @@ def is_joint(name: str) -> bool:
 
 
 def joint_stem(name: str, joint: Collection[str]) -> str:
-    """Return the start of the names of a parameter's adapters. If both parameters of a module have
-    adapters, PEFT nests two modules: the adapters of the inner module have `.base_layer` in their
-    names. joint: all parameters with adapters."""
+    """Return the start of the names of a parameter's adapters. joint: all parameters with adapters.
+    If both parameters of a module have adapters, PEFT nests two modules. Then the adapters of the
+    inner module have `.base_layer` in their names."""
     module, _, leaf = name.rpartition(".")
     inner = ".base_layer" if leaf == "gate_up_proj" and f"{module}.down_proj" in joint else ""
     return f"{PEFT_PREFIX}{module}{inner}"
 
 
-def joined(
-    found: Sequence[tuple[Box, Matrix]], pairs: Mapping[str, Sequence[Tensor]], shape: Sequence[int]
+def join_pairs(
+    matrices: Sequence[tuple[Box, Matrix]],
+    pairs: Mapping[str, Sequence[Tensor]],
+    shape: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """Join the adapters of all matrices in a tensor [experts, ...] to one pair in PEFT's form."""
     by_expert: dict[int, list[tuple[Box, Matrix]]] = {}
-    for box, matrix in found:
+    for box, matrix in matrices:
         by_expert.setdefault(box.source[0], []).append((box, matrix))
     assert sorted(by_expert) == list(range(shape[0])), "experts without adapters"
     downs, ups = [], []
@@ -71,15 +73,15 @@ def joined(
 
 
 def split_joint(
-    found: Sequence[tuple[Box, Matrix]], stem: str, ranks: tuple[int, int], shape: Sequence[int]
+    matrices: Sequence[tuple[Box, Matrix]], stem: str, ranks: tuple[int, int], shape: Sequence[int]
 ) -> Iterator[tuple[str, Part]]:
     """Yield the names of A and B of each matrix, and their places in the pair of all experts.
     ranks: the rank of this pair, and the rank of the pair of one matrix; shape: the shape of the
     parameter [experts, ...]."""
-    experts, axis = shape[0], _row_axis(found[0][0])
+    experts, axis = shape[0], _row_axis(matrices[0][0])
     joint_rank, rank = ranks
-    numbers = dict.fromkeys(range(experts), 0)
-    for box, matrix in found:
+    numbers = dict.fromkeys(range(experts), 0)  # how many matrices of each expert came before
+    for box, matrix in matrices:
         expert = box.source[0]
         # if both ranks are equal, the matrices of an expert share A
         first = numbers[expert] * rank if joint_rank > rank else 0
@@ -109,15 +111,15 @@ def _row_axis(box: Box) -> int:
 
 def wrong_parameters(config: Mapping[str, Any], has_joint: bool) -> list[str]:
     """Check the keys of adapter_config.json about adapters of joint parameters. Returns a line for
-    each key that means something else than plain LoRA. The rank of these adapters may differ from
-    that of all other adapters. The scale must be the same: alpha / rank, or with rsLoRA alpha /
+    each key that means something else than plain LoRA. These adapters may have another rank than
+    all other adapters, but the scale must be the same: alpha / rank, or with rsLoRA alpha /
     sqrt(rank). has_joint: whether the file has such adapters."""
     leaves = tuple(LEAVES) if has_joint else ()
-    named = config.get("target_parameters") or []
+    parameters = config.get("target_parameters") or []
     wrong = []
     # PEFT may also name the weight of a module, such as a router, as a parameter
-    if not _all_end(named, (".weight", *leaves)):
-        wrong.append(not_plain("target_parameters", named))
+    if not _all_end(parameters, (".weight", *leaves)):
+        wrong.append(not_plain("target_parameters", parameters))
     ranks, alphas = (config.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
     for key, pattern in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
         if not isinstance(pattern, dict) or not _all_end(list(pattern), leaves):
@@ -134,18 +136,18 @@ def wrong_parameters(config: Mapping[str, Any], has_joint: bool) -> list[str]:
         except (TypeError, ZeroDivisionError):
             is_same = False
         if not is_same:
-            told = f"the pattern {name} has rank {own_rank} and alpha {own_alpha}"
-            wrong.append(f"{told}: these adapters would be scaled differently from the others")
+            line = f"the pattern {name} has rank {own_rank} and alpha {own_alpha}"
+            wrong.append(f"{line}: these adapters would be scaled differently from the others")
     return wrong
 
 
 def not_plain(key: str, value: Any) -> str:
     """Return the line about a key whose value means something else than plain LoRA."""
-    found = f"{key} is {format_value(value)}"
+    fact = f"{key} is {format_value(value)}"
     if key == "init_lora_weights":
-        way = "save it with path_initial_model_for_weight_conversion, as plain LoRA"
-        return f"{found}: PEFT changes the base weights when it loads this adapter; {way}"
-    return f"{found}: not plain LoRA with one rank"
+        remedy = "save it with path_initial_model_for_weight_conversion, as plain LoRA"
+        return f"{fact}: PEFT changes the base weights when it loads this adapter; {remedy}"
+    return f"{fact}: not plain LoRA with one rank"
 
 
 def _all_end(names: Any, ends: tuple[str, ...]) -> bool:

@@ -47,9 +47,9 @@ def load_hf(path: str | Path, policy: Policy, *, ignore_custom_code: bool = Fals
 def weight_shards(policy: Policy, weights: WeightMap) -> list[Shard]:
     """Return the shards of this rank's parameters, without adapters, and of the biases of its
     routers. Each element is in one shard. The shards may reach into the vocabulary's padding."""
-    everything = [shard for model in policy.models for shard in parameter_shards(model)]
-    found = [shard for shard in everything if not is_adapter(shard.name)]
-    covered = sum(shard.data.numel() for shard in found)
+    all_shards = (shard for model in policy.models for shard in parameter_shards(model))
+    shards = [shard for shard in all_shards if not is_adapter(shard.name)]
+    count = sum(shard.data.numel() for shard in shards)
     for model in policy.models:
         for module in model.modules():
             bias = getattr(module, "expert_bias", None) if isinstance(module, TopKRouter) else None
@@ -57,17 +57,17 @@ def weight_shards(policy: Policy, weights: WeightMap) -> list[Shard]:
                 # The bias is a buffer and not a parameter. Every rank with this layer has the whole
                 # bias.
                 name = f"decoder.layers.{module.layer_number - 1}.mlp.router.expert_bias"
-                found.append(Shard(name, bias, bias, tuple(bias.shape), (0,)))
-    named = (pair for model in policy.models for pair in model.named_parameters())
-    parameters = sum(p.numel() for name, p in named if not is_adapter(name))
-    assert covered == parameters, "a parameter without a global name"
-    for shard in found:
+                shards.append(Shard(name, bias, bias, tuple(bias.shape), (0,)))
+    pairs = (pair for model in policy.models for pair in model.named_parameters())
+    parameters = sum(p.numel() for name, p in pairs if not is_adapter(name))
+    assert count == parameters, "a parameter without a global name"
+    for shard in shards:
         shape = weights[shard.name].shape
         inside = [part.stop <= size for part, size in zip(shard.slices, shape, strict=True)]
         if is_vocabulary(shard.name):
             inside = inside[1:]
         assert all(inside), f"{shard.name}: {shard.slices} of {shape}"
-    return found
+    return shards
 
 
 @torch.no_grad()
@@ -85,5 +85,5 @@ def load_adapters(path: str | Path, policy: Policy, section: LoraSection, family
 
 def adapter_shards(policy: Policy) -> list[Shard]:
     """This rank's shards of all adapters."""
-    found = (shard for model in policy.models for shard in parameter_shards(model))
-    return [shard for shard in found if is_adapter(shard.name)]
+    shards = (shard for model in policy.models for shard in parameter_shards(model))
+    return [shard for shard in shards if is_adapter(shard.name)]

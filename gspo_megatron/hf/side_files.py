@@ -20,7 +20,7 @@ from gspo_megatron.families.model_shape import ModelShape, shape_of
 from gspo_megatron.files import SIDE_FILES, copied_as, object_in, parse_json
 
 GENERATION = "generation_config.json"
-_OF_TEMPLATE = ("chat_template.jinja", "tokenizer_config.json")  # either may have the template
+_TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json")  # either may have the template
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_dim")
 
 
@@ -41,18 +41,18 @@ def export_config(
     if original is not None and shape.scores and not is_score_model(original):
         original = {**original, **family_of(original).score_keys()}
     family = family_of_shape(shape) if original is None else family_of(original)
-    made = family.config(shape, vocab_size)
-    if made is None:
+    built = family.config(shape, vocab_size)
+    if built is None:
         raise ConfigError(
             [f"the shape of this model does not fit its family {family.model_type} (any more)"]
         )
     dtype_name = str(dtype).removeprefix("torch.")
     if original is None:
-        return {**made, "torch_dtype": dtype_name}
-    if shape_of(describe(original)) == shape_of(describe(made)):
-        config = {key: made[key] for key in family.vllm_keys if key in made} | dict(original)
+        return {**built, "torch_dtype": dtype_name}
+    if shape_of(describe(original)) == shape_of(describe(built)):
+        config = {key: built[key] for key in family.vllm_keys if key in built} | dict(original)
     else:
-        config = {key: value for key, value in original.items() if key not in _ROPE} | made
+        config = {key: value for key, value in original.items() if key not in _ROPE} | built
     # The original may have layers that predict further tokens (MTP), FP8 weights and Python code.
     # The exported model has none of them.
     config |= {key: 0 for key in family.next_token_keys if original.get(key)}
@@ -69,8 +69,8 @@ def with_padding(config: Mapping[str, Any], files: Sequence[Path]) -> dict[str, 
     configs are returned unchanged. Raises DataError if the files cannot be read."""
     if not is_score_model(config) or config.get("pad_token_id") is not None:
         return dict(config)
-    known = _token_ids(files).get("pad_token_id")
-    return dict(config) if known is None else {**config, "pad_token_id": known}
+    pad_id = _token_ids(files).get("pad_token_id")
+    return dict(config) if pad_id is None else {**config, "pad_token_id": pad_id}
 
 
 def tokenizer_files(tokenizer: str | Path | None) -> list[Path]:
@@ -79,12 +79,12 @@ def tokenizer_files(tokenizer: str | Path | None) -> list[Path]:
     if tokenizer is None:
         return []
     path = Path(tokenizer)
-    if path.is_file():  # of sentencepiece, which may have these files beside it
-        template, settings = (path.with_name(name) for name in _OF_TEMPLATE)
+    if path.is_file():  # a sentencepiece model, which may have the following files beside it
+        template, settings = (path.with_name(name) for name in _TEMPLATE_FILES)
         if not template.is_file() and isinstance(object_in(settings).get("chat_template"), str):
             template = settings
-        beside = (template, path.with_name(GENERATION))
-        return [path, *(file for file in beside if file.is_file())]
+        others = (template, path.with_name(GENERATION))
+        return [path, *(file for file in others if file.is_file())]
     names = (name for name in SIDE_FILES if name != "config.json")
     return [copied_as(file) for name in names if (file := path / name).is_file()]
 
@@ -111,37 +111,36 @@ def check_tokenizer(files: Sequence[Path], vocab_size: int) -> None:
 
 def generation_files(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
     """Return {"generation_config.json": its content} for a model trained with a tokenizer of these
-    `files`. transformers' `generate` reads from it which token ends a response. Returns {} if the
-    file is among `files`, or if `files` name no such token. Raises DataError if a file cannot be
-    read.
+    `files`. From this file, transformers' `generate` learns which token ends a response. Returns {}
+    if `files` have this file already, or if they name no such token. Raises DataError if a file
+    cannot be read.
     """
     if any(file.name == GENERATION for file in files):
         return {}
-    found = _token_ids(files).items()
-    known = {name: token_id for name, token_id in found if token_id is not None}
-    return {GENERATION: known} if "eos_token_id" in known else {}
+    ids = {name: token_id for name, token_id in _token_ids(files).items() if token_id is not None}
+    return {GENERATION: ids} if "eos_token_id" in ids else {}
 
 
 def _token_ids(files: Sequence[Path]) -> dict[str, int | None]:
-    """Return the ids of the tokens that end a response and pad one, as a tokenizer's files name
-    them. Raises DataError if a file cannot be read."""
+    """Return the ids of the end-of-sequence token and of the padding token, as a tokenizer's files
+    name them. Raises DataError if a file cannot be read."""
     try:
-        return _named_ids({file.name: file for file in files})
+        return _read_ids({file.name: file for file in files})
     except Exception as error:  # tokenizers raises plain Exception
         raise DataError(f"{files[0].parent}: no tokenizer that can be read: {error}") from error
 
 
-def _named_ids(by_name: dict[str, Path]) -> dict[str, int | None]:
-    settings, vocabulary = by_name.get("tokenizer_config.json"), by_name.get("tokenizer.json")
-    if settings is not None and vocabulary is not None:
-        named, tokenizer = parse_json(settings.read_bytes()), _tokenizers(vocabulary)
+def _read_ids(by_name: dict[str, Path]) -> dict[str, int | None]:
+    config_file, vocabulary = by_name.get("tokenizer_config.json"), by_name.get("tokenizer.json")
+    if config_file is not None and vocabulary is not None:
+        config, tokenizer = parse_json(config_file.read_bytes()), _tokenizers(vocabulary)
         special = by_name.get("special_tokens_map.json")
-        if special is not None and "added_tokens_decoder" not in named:
-            # As in transformers: in such a folder of an older version, this file counts more.
-            named = {**named, **parse_json(special.read_bytes())}
+        if special is not None and "added_tokens_decoder" not in config:
+            # An older version wrote this folder. Then this file counts more, as in transformers.
+            config = {**config, **parse_json(special.read_bytes())}
         ids = {}
         for name in ("eos", "pad"):
-            token = named.get(f"{name}_token")
+            token = config.get(f"{name}_token")
             if token is not None:  # a token may be an object with settings
                 text = token if isinstance(token, str) else str(token["content"])
                 ids[f"{name}_token_id"] = tokenizer.token_to_id(text)

@@ -42,10 +42,12 @@ class NewFolder:
     `publish` renames it to `path`. If `publish` is not called, the hidden folder is removed at the
     end. The hidden folder of a killed process is replaced.
 
-    With owner=False the context manager uses a folder that another process, the owner, makes and
-    publishes. With durable=False nothing waits for the disk: a crash of the machine may lose or
-    damage the folder. `reuse` is a folder that nobody reads any more. If it exists, it becomes the
-    new folder, with all its files.
+    owner: False if another process, the owner, makes and publishes the folder.
+    durable: False if nothing waits for the disk. Then a crash of the machine may lose or damage the
+    folder.
+    reuse: a folder that nobody reads any more. If it exists, it becomes the new folder, with all
+    its files.
+    private: no other user may read the folder.
 
     Raises DataError if `path` is not empty, cannot be written, or is being written by another
     process, or if the disk has less than `size` bytes free.
@@ -74,23 +76,23 @@ class NewFolder:
         with os_errors(self.path, "cannot be written"):
             make_folder(self.partial.parent)
             if self.partial.exists():
-                leftover = self._locked()
+                lock = self._lock_partial()
                 try:
                     shutil.rmtree(self.partial)
                 finally:
-                    os.close(leftover)
+                    os.close(lock)
             if self.reuse is not None and self.reuse.is_dir():
                 self.reuse.rename(self.partial)
             else:
                 free = shutil.disk_usage(self.partial.parent).free
                 if self._size > free:
-                    told = f"{self._size:,} bytes to write, {free:,} are free"
-                    raise DataError(f"{self.path}: {told}")
+                    wrong = f"{self._size:,} bytes to write, {free:,} are free"
+                    raise DataError(f"{self.path}: {wrong}")
                 self.partial.mkdir(0o700 if self.private else 0o777)
-            self._lock = self._locked()
+            self._lock = self._lock_partial()
         return self
 
-    def _locked(self) -> int:
+    def _lock_partial(self) -> int:
         """Lock the hidden folder, as long as this process runs, and return a descriptor that keeps
         the lock until it is closed. Raises DataError if another process has the lock."""
         descriptor = os.open(self.partial, os.O_RDONLY)

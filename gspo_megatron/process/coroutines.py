@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 
 
-async def gathered(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
+async def gathered(coroutines: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
     """Run coroutines at the same time; returns their results in order.
 
     If one raises an error, the others are cancelled. This call returns when all have ended.
     """
-    tasks = [asyncio.ensure_future(work) for work in works]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))
     except BaseException:
@@ -40,12 +40,12 @@ class OwnLoop:
         """Whether a coroutine has run in this loop."""
         return self._loop is not None
 
-    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+    def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run a coroutine to its end; returns its result."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             weakref.finalize(self, self._loop.close)
-        return self._loop.run_until_complete(work)
+        return self._loop.run_until_complete(coroutine)
 
 
 class BusySeconds:

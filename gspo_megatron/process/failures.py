@@ -25,7 +25,7 @@ from gspo_megatron.process import ranks
 USER_ERROR = 2
 DEFECT = 1
 INTERRUPTED = 128 + signal.SIGINT
-UNREAD = 128 + signal.SIGPIPE
+UNREAD = 128 + signal.SIGPIPE  # the reader of stdout is gone
 LOST_PEER = 76  # EX_PROTOCOL: another rank is gone, and this rank has no other error
 STOPPED = 75  # EX_TEMPFAIL: the run was stopped and saved; a batch script starts it again
 
@@ -51,12 +51,12 @@ class Failure(NamedTuple):
 
 def exit_code_of(command: Callable[[], int]) -> int:
     """Run a command and return its exit code. After an error, return the exit code from
-    `tell_failure`, after an interrupt INTERRUPTED.
+    `tell_failure`; after an interrupt, return INTERRUPTED.
 
-    If stdout takes no output, the rest of the output is dropped. A command that has no other error
-    then returns UNREAD if the reader of a pipe is gone. Otherwise (the disk is full, ...) the
-    problem is told, and the exit code is USER_ERROR. A stderr that takes no output changes no exit
-    code."""
+    If stdout takes no output, the rest of the output is dropped. If the command has no other error,
+    the exit code is then UNREAD if the reader of a pipe is gone. For other reasons, such as a full
+    disk, the reason is printed, and the exit code is USER_ERROR. A stderr that takes no output does
+    not change the exit code."""
     try:
         return _exit_code_of(command)
     finally:
@@ -72,15 +72,15 @@ def _exit_code_of(command: Callable[[], int]) -> int:
         code = command()
     except KeyboardInterrupt:
         code = INTERRUPTED
-    except Exception as raised:
-        error = raised
-    unwritten = _drop_unwritten(error)
-    if unwritten is None or not (error is None or _is_same(error, unwritten)):
+    except Exception as exception:
+        error = exception
+    stdout_error = _flush_stdout(error)
+    if stdout_error is None or not (error is None or _is_same(error, stdout_error)):
         return code if error is None else tell_failure(error)
-    if isinstance(unwritten, BrokenPipeError):
+    if isinstance(stdout_error, BrokenPipeError):
         return code or UNREAD
-    told = f"stdout: {unwritten.strerror}; the output is not complete: redirect it to another place"
-    return code or tell_failure(UserError(told))
+    remedy = "the output is not complete: redirect it to another place"
+    return code or tell_failure(UserError(f"stdout: {stdout_error.strerror}; {remedy}"))
 
 
 def run_script(main: Callable[[], int | None]) -> int:
@@ -113,7 +113,7 @@ def tell_failure(error: Exception) -> int:
         text = printable("".join(traceback.format_exception(error)).rstrip("\n"))
         summary = printable(f"{type(error).__name__}: {error}").splitlines()[0].rstrip(": ")
         failure = Failure(False, text, summary)
-    if not _is_handed_over(failure):
+    if not _give_to_launcher(failure):
         with contextlib.suppress(OSError):  # nobody reads it
             print(failure.text, file=sys.stderr)
     if failure.is_user_error:
@@ -122,9 +122,9 @@ def tell_failure(error: Exception) -> int:
     return LOST_PEER if is_one_of_many and is_lost_connection(failure.text) else DEFECT
 
 
-def _is_handed_over(failure: Failure) -> bool:
-    """Give a failure to the launcher of this rank. Returns False if there is no launcher, or if the
-    disk of temporary files is full."""
+def _give_to_launcher(failure: Failure) -> bool:
+    """Write a failure to the file of this rank's launcher. Returns False if there is no launcher,
+    or if the disk of temporary files is full."""
     descriptor = ranks.failure_descriptor()
     if descriptor is None:
         return False
@@ -149,14 +149,14 @@ def is_lost_connection(output: str) -> bool:
     """Whether a traceback ends in the kind of error that another rank's death causes."""
     _, _, last_traceback = output.rpartition("Traceback (most recent call last)")
     # Indented lines quote code, which may mention connections.
-    told = [line for line in last_traceback.splitlines() if not line[:1].isspace()]
-    return _LOST_CONNECTION.search("\n".join(told)) is not None
+    lines = [line for line in last_traceback.splitlines() if not line[:1].isspace()]
+    return _LOST_CONNECTION.search("\n".join(lines)) is not None
 
 
 def make_streams_safe() -> None:
     """Make print() safe when stdout or stderr is closed or cannot encode a character, and open
-    /dev/null in place of a closed stdin. Call this before files are opened, because a file would
-    get the number of a closed stream, and a process that this one starts would not get the file."""
+    /dev/null in place of a closed stdin. Call this before files are opened. Otherwise a file would
+    get the descriptor of the closed stream, and a child process would not inherit the file."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:  # closed, as by `>&-`
@@ -165,17 +165,18 @@ def make_streams_safe() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _drop_unwritten(error: Exception | None) -> OSError | None:
-    """Return the error of stdout if it takes no output, and drop what was not written.
-
-    error: the error that ended the command."""
+def _flush_stdout(error: Exception | None) -> OSError | None:
+    """Write the buffer of stdout. If stdout takes no output, drop the buffer and return the error
+    of stdout. error: the error that ended the command."""
     try:
         if isinstance(error, OSError) and error.filename is None:
-            print()  # a stdout without a buffer has forgotten the text that it could not write
+            # A stdout without a buffer has nothing left to flush. Another print shows whether it
+            # still takes output.
+            print()
         sys.stdout.flush()
-    except OSError as found:
+    except OSError as stdout_error:
         _drop_output(sys.stdout)
-        return found
+        return stdout_error
     return None
 
 
@@ -188,5 +189,5 @@ def _drop_output(stream: TextIO) -> None:
         os.close(nowhere)
 
 
-def _is_same(error: Exception, unwritten: OSError) -> bool:
-    return isinstance(error, OSError) and (error.filename, error.errno) == (None, unwritten.errno)
+def _is_same(error: Exception, other: OSError) -> bool:
+    return isinstance(error, OSError) and (error.filename, error.errno) == (None, other.errno)

@@ -28,7 +28,7 @@ HANGS = "hang"  # in the run folder: rank_NNNNN.txt of each rank
 HUNG = 70  # exit code: sysexits.h's EX_SOFTWARE
 
 _FIRST = "first"  # file in HANGS, made by the first rank that ends the run
-_MOVING = ".moving"  # in the run folder: touched repeatedly by ranks with heartbeats
+_MOVING = ".moving"  # file in the run folder: ranks with heartbeats touch it repeatedly
 _TICKS = 20  # checks of the clock within the time-out
 _LONGEST_TICK = 5.0
 # A rank with heartbeats touches the file four times within the time-out. Ranks that wait begin to
@@ -61,8 +61,8 @@ def heard_by(listener: Callable[[], None]) -> Generator[None]:
 
 
 class Heartbeat:
-    """Ends the process with HUNG, while the context lasts, once no rank has called `beat` or
-    `heartbeat` for `timeout` seconds. With timeout 0 it never does.
+    """A context that ends the process with HUNG after no rank has called `beat` or `heartbeat` for
+    `timeout` seconds. With timeout 0 it never ends the process.
 
     `folder` is the run folder, which all ranks see.
     """
@@ -74,20 +74,20 @@ class Heartbeat:
         # The other ranks need time to write their stacks before their launcher ends them.
         self._grace = min(30.0, max(2.0, timeout / 10))
         self._last = time.monotonic()
-        self._ended = threading.Event()
-        self._hearing = contextlib.ExitStack()
+        self._end_of_context = threading.Event()
+        self._listening = contextlib.ExitStack()
 
     def __enter__(self) -> Heartbeat:
         if self._timeout:
             self._last = time.monotonic()
-            self._hearing.enter_context(heard_by(self.beat))
+            self._listening.enter_context(heard_by(self.beat))
             self._arm()
             threading.Thread(target=self._watch, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._hearing.close()
+        self._end_of_context.set()
+        self._listening.close()
         if self._timeout:
             faulthandler.cancel_dump_traceback_later()
 
@@ -104,31 +104,32 @@ class Heartbeat:
 
     def _watch(self) -> None:
         tick = min(_LONGEST_TICK, self._timeout / _TICKS)
-        touched = others = self._last  # last touch by this rank, and by another rank
-        seen: int | None = None
-        while not self._ended.wait(tick):
+        last_touch = self._last  # when this rank last touched the shared file
+        last_of_others = self._last  # when another rank was last seen to have heartbeats
+        file_time: int | None = None
+        while not self._end_of_context.wait(tick):
             self._arm()
-            if self._ended.is_set():  # the context has ended meanwhile
+            if self._end_of_context.is_set():
                 faulthandler.cancel_dump_traceback_later()
                 return
             now = time.monotonic()
-            if self._last > touched and now - touched > self._timeout / _TOUCHES:
-                touched = now
+            if self._last > last_touch and now - last_touch > self._timeout / _TOUCHES:
+                last_touch = now
                 with contextlib.suppress(OSError):
                     self._moving.touch()
-            silence = now - max(self._last, others)
+            silence = now - max(self._last, last_of_others)
             # Only a rank that has been silent for half the time-out looks at the shared files. The
-            # clocks of hosts differ, so it compares the file's time at two looks: if the time
-            # differs, another rank has heartbeats. Ranks do not reach the time-out at the same
-            # moment. When the first rank has reached it, all silent ranks end, too.
-            is_suspicious = silence > self._timeout / 2
-            before, seen = seen, self._time_of_others() if is_suspicious else None
-            if before is not None and seen is not None and seen != before:
-                others, seen = now, None
-            elif silence > self._timeout or (is_suspicious and (self._folder / _FIRST).exists()):
+            # clocks of hosts differ, so the rank compares the file's time with its time one tick
+            # before: if they differ, another rank has heartbeats. Ranks do not reach the time-out
+            # at the same moment. When the first rank has reached it, all silent ranks end, too.
+            is_silent = silence > self._timeout / 2
+            time_before, file_time = file_time, self._file_time() if is_silent else None
+            if time_before is not None and file_time is not None and file_time != time_before:
+                last_of_others, file_time = now, None
+            elif silence > self._timeout or (is_silent and (self._folder / _FIRST).exists()):
                 self._end(silence)
 
-    def _time_of_others(self) -> int:
+    def _file_time(self) -> int:
         try:
             return self._moving.stat().st_mtime_ns
         except OSError:

@@ -1,9 +1,9 @@
-"""Keeps a process, and all that it starts, from outliving its owner.
+"""Ends a process, and all that it has started, when its owner ends.
 
 `keep` forks. The child continues. The parent becomes the keeper and runs no other code. The keeper
-ends all descendants of the child, including descendants in other sessions, in these cases: the
-child has ended, the owner closes its end of a pipe, or the owner dies for any reason. Linux only.
-Call `keep` first in a fresh interpreter, because a fork copies no threads.
+ends all descendants of the child, also those in other sessions, when the child has ended, when the
+owner closes its end of a pipe, or when the owner dies for any reason. Linux only. Call `keep` first
+in a fresh interpreter, because a fork copies no threads.
 """
 
 from __future__ import annotations
@@ -69,10 +69,11 @@ def keep(lifeline: int) -> None:
     signal.signal(_OWNER_DIED, end)
     end_with_parent(_OWNER_DIED)
     threading.Thread(target=watch, daemon=True).start()
-    while (found := os.waitpid(-1, 0))[0] != child:
-        pass
+    process, status = os.waitpid(-1, 0)
+    while process != child:  # an orphan that has become the keeper's child
+        process, status = os.waitpid(-1, 0)
     _end_descendants()
-    code = os.waitstatus_to_exitcode(found[1])
+    code = os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else SIGNALLED - code)
 
 

@@ -35,11 +35,11 @@ from gspo_megatron.process.ranks import FAILURE_DESCRIPTOR, LAUNCHER_PID
 from gspo_megatron.process.signals import SAVES, signal_name
 
 LOOPBACK = "127.0.0.1"
-_LINES_KEPT = 200  # number of last lines of a rank's output that are kept
-_LONGEST_LINE = 8192  # in bytes; a rank may write no line breaks
+_TAIL_LINES = 200  # the number of last lines of a rank's output that the launcher keeps
+_LONGEST_LINE = 8192  # in bytes, because a rank may write no line breaks
 _DRAIN_SECONDS = 1.0
 _POLL_SECONDS = 0.02
-_SAVED_AT = (signal.SIGTERM, signal.SIGINT)
+_SAVING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def launch(
@@ -74,20 +74,20 @@ def launch(
     # With several machines, rank 0 opens the socket itself, at an address that the other machines
     # can reach.
     store = store_socket(os.environ) if node is None else contextlib.nullcontext()
-    with store as listener, _signals_to(job.signals) as pass_on_from_now:
+    with store as listener, _collect_signals(job.signals) as collect_usr1:
         try:
             for number in range(world_size // (node.count if node else 1)):
                 if node is not None:
-                    added = environment_on_node(os.environ, number, world_size, node)
+                    variables = environment_on_node(os.environ, number, world_size, node)
                 else:
                     port = 0 if listener is None else listener.getsockname()[1]
-                    added = rank_environment(os.environ, number, world_size, port)
-                added |= {SAVES: "1"} if saves_on_signals else {}
-                of_store = None if number or listener is None else listener.fileno()
-                job.ranks.append(_Rank(command, {**os.environ, **added}, of_store))
+                    variables = rank_environment(os.environ, number, world_size, port)
+                variables |= {SAVES: "1"} if saves_on_signals else {}
+                store_fd = None if number or listener is None else listener.fileno()
+                job.ranks.append(_Rank(command, {**os.environ, **variables}, store_fd))
             if listener is not None:
                 listener.close()  # rank 0 has inherited it
-            pass_on_from_now()
+            collect_usr1()
             job.supervise()
         finally:
             job.send(signal.SIGKILL)
@@ -128,11 +128,11 @@ def environment_on_node(
     """Return the variables that make a process the rank with this number on its machine, if the job
     has several machines. Gloo uses the network interface that leads to machine 0
     (platform.rendezvous)."""
-    here = world_size // node.count
-    added = rank_environment(environ, number, here, node.port)
+    ranks_here = world_size // node.count
+    variables = rank_environment(environ, number, ranks_here, node.port)
     if "GLOO_SOCKET_IFNAME" not in environ:
-        del added["GLOO_SOCKET_IFNAME"]
-    return added | {
+        del variables["GLOO_SOCKET_IFNAME"]
+    return variables | {
         "RANK": str(node.first_rank(world_size) + number),
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": node.master,
@@ -168,14 +168,14 @@ class _Rank:
         self,
         command: Sequence[str],
         environ: Mapping[str, str],
-        of_store: int | None = None,
+        store_fd: int | None = None,
     ) -> None:
-        """of_store: the descriptor of the socket on which rank 0 listens; None for all other
+        """store_fd: the descriptor of the socket on which rank 0 listens; None for all other
         ranks."""
         self.number = int(environ["RANK"])
         self.is_shown = environ["LOCAL_RANK"] == "0"
         self.failure: Failure | None = None  # the rank's own report, known after its end
-        self._tail: deque[str] = deque(maxlen=_LINES_KEPT)
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         # A file without a name leaves nothing behind, however this program ends.
         self._failure_file = tempfile.TemporaryFile()  # noqa: SIM115 (closed at the end)
         descriptor = self._failure_file.fileno()
@@ -186,7 +186,7 @@ class _Rank:
                 **environ,
                 LAUNCHER_PID: str(os.getpid()),
                 FAILURE_DESCRIPTOR: str(descriptor),
-                **({} if of_store is None else {STORE_DESCRIPTOR: str(of_store)}),
+                **({} if store_fd is None else {STORE_DESCRIPTOR: str(store_fd)}),
             },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if is_captured else None,
@@ -194,7 +194,7 @@ class _Rank:
             # The rank gets its own session. Then Ctrl-C reaches only the launcher, which passes it
             # on once. And the rank's children can be ended with the rank.
             start_new_session=True,
-            pass_fds=[descriptor] if of_store is None else [descriptor, of_store],
+            pass_fds=[descriptor] if store_fd is None else [descriptor, store_fd],
         )
         self._drain = threading.Thread(target=self._keep_output, daemon=True)
         if is_captured:
@@ -240,14 +240,15 @@ class _Rank:
     def is_user_error(self) -> bool:
         return self.failure.is_user_error if self.failure else self.code == USER_ERROR
 
-    def obscurity(self) -> int:
-        """Return a number from 0 to 2: the lower it is, the better this rank's end explains the
-        failure. The rank with the lowest number counts as the cause."""
+    def cause_order(self) -> int:
+        """Return 0 for a user error, 2 for a lost connection, 1 for any other failure. The rank
+        with the lowest number counts as the cause."""
         if self.is_user_error():
             return 0
         return 2 if is_lost_connection("\n".join(self.output())) else 1
 
-    def manner_of_death(self) -> str:
+    def describe_end(self) -> str:
+        """Return how the process ended, such as "ended with exit code 1"."""
         code = self._process.returncode
         if code == -signal.SIGKILL:
             return "was killed by SIGKILL, as the system does when memory runs out"
@@ -316,7 +317,7 @@ class _Job:
             self.send(signum)
         elif self.is_stopping:
             self.end_by(signal.SIGKILL)  # the second request
-        elif signum in _SAVED_AT and self.saves_on_signals and self.saving_by is None:
+        elif signum in _SAVING_SIGNALS and self.saves_on_signals and self.saving_by is None:
             self.saving_by = signum
             if signum == signal.SIGTERM:  # at Ctrl-C rank 0 tells whether the run is saved
                 _tell("told to end: saving the run; a second signal ends it now")
@@ -338,13 +339,13 @@ class _Job:
 
 
 @contextlib.contextmanager
-def _signals_to(received: deque[signal.Signals]) -> Generator[Callable[[], object]]:
-    """Collect signals to this process. Yields a function to call once the ranks have started. Until
-    then SIGUSR1 is ignored, and the ranks inherit this. Otherwise SIGUSR1 would end a rank that has
-    no handler yet."""
+def _collect_signals(queue: deque[signal.Signals]) -> Generator[Callable[[], object]]:
+    """Put signals to this process into `queue` while the context lasts. Yields a function that also
+    collects SIGUSR1; call it when the ranks have started. Until then SIGUSR1 is ignored, and the
+    ranks inherit this. Otherwise SIGUSR1 would end a rank that has no handler yet."""
 
     def handle(signum: int, _frame: object) -> None:
-        received.append(signal.Signals(signum))
+        queue.append(signal.Signals(signum))
 
     handlers = {signal.SIGINT: handle, signal.SIGTERM: handle, signal.SIGUSR1: signal.SIG_IGN}
     # under nohup SIGHUP must not end the run
@@ -360,7 +361,7 @@ def _signals_to(received: deque[signal.Signals]) -> Generator[Callable[[], objec
 
 def _report(failed: Sequence[_Rank], world_size: int) -> int:
     """Print why the run failed, the cause last, and return its exit code."""
-    cause = min(failed, key=_Rank.obscurity)  # if several are equal, the first one that failed
+    cause = min(failed, key=_Rank.cause_order)  # of equal ones, the rank that failed first
     failure = cause.failure
     if cause.is_user_error():
         # If rank 0 has no report, it has already printed its message.
@@ -372,7 +373,7 @@ def _report(failed: Sequence[_Rank], world_size: int) -> int:
         if others:
             lines.append(f"failed too, and not shown: {', '.join(others)}")
         why = f": {failure.summary}" if failure else ""
-        lines.append(f"rank {cause.number} of {world_size} {cause.manner_of_death()}{why}")
+        lines.append(f"rank {cause.number} of {world_size} {cause.describe_end()}{why}")
     _tell(*lines)
     return cause.code
 

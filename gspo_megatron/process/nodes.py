@@ -18,11 +18,11 @@ from gspo_megatron.errors import UserError
 _PORT = 29500  # torchrun's default
 # torchrun and our launcher set this variable for ranks. Schedulers that start one process on each
 # machine do not set it.
-_OF_A_RANK = "LOCAL_RANK"
+_RANK_VARIABLE = "LOCAL_RANK"
 # Limit of the wait for the name of a pod that has not started yet. Without a gang scheduler, pods
 # start minutes apart.
 NAME_SECONDS = 900.0
-_QUIET_SECONDS = 10.0
+_QUIET_SECONDS = 10.0  # a longer wait is printed
 
 
 @dataclass(frozen=True)
@@ -49,27 +49,26 @@ def node_of_job(environ: Mapping[str, str]) -> Node | None:
     SkyPilot. In a rank this function returns None, because the rank's launcher has read the
     variables already. Raises UserError if variables are missing or have wrong values.
     """
-    if _OF_A_RANK in environ:
+    if _RANK_VARIABLE in environ:
         return None
     if environ.get("SKYPILOT_NODE_IPS", "").split():
-        return _of_skypilot(environ)
+        return _node_of_skypilot(environ)
     if environ.get("PET_NNODES"):
-        return _of_torchrun(environ)
+        return _node_of_torchrun(environ)
     return None
 
 
-def _of_skypilot(environ: Mapping[str, str]) -> Node:
+def _node_of_skypilot(environ: Mapping[str, str]) -> Node:
     addresses = environ["SKYPILOT_NODE_IPS"].split()
     gpus = number_in(environ, "SKYPILOT_NUM_GPUS_PER_NODE", default=0)
     port = port_in(environ, default=_PORT)
     number = number_in(environ, "SKYPILOT_NODE_RANK")
-    return _checked(
-        Node(number, len(addresses), gpus or None, addresses[0], port, "SKYPILOT_NODE_IPS"),
-        "SKYPILOT_NODE_RANK",
-    )
+    node = Node(number, len(addresses), gpus or None, addresses[0], port, "SKYPILOT_NODE_IPS")
+    _check_number(node, "SKYPILOT_NODE_RANK")
+    return node
 
 
-def _of_torchrun(environ: Mapping[str, str]) -> Node:
+def _node_of_torchrun(environ: Mapping[str, str]) -> Node:
     # In a PyTorchJob, RANK is the number of the pod, so it is not read here.
     if ":" in environ["PET_NNODES"]:
         raise UserError(
@@ -90,16 +89,18 @@ def _of_torchrun(environ: Mapping[str, str]) -> Node:
     if number == 0 and count > 1 and master in ("localhost", "127.0.0.1"):
         master = socket.gethostname()  # some releases of PyTorchJob set localhost here
     port = port_in(environ, port_name, default=_PORT)
-    return _checked(Node(number, count, ranks or None, master, port, "PET_NNODES"), "PET_NODE_RANK")
+    node = Node(number, count, ranks or None, master, port, "PET_NNODES")
+    _check_number(node, "PET_NODE_RANK")
+    return node
 
 
-def _checked(node: Node, number_variable: str) -> Node:
+def _check_number(node: Node, variable: str) -> None:
+    """Raise UserError if the machine's number, which `variable` sets, is not below their count."""
     if node.number >= node.count:
         raise UserError(
-            f"{number_variable} = {node.number}: must be below the {node.count} machines of "
+            f"{variable} = {node.number}: must be below the {node.count} machines of "
             f"{node.count_variable}"
         )
-    return node
 
 
 def world_size_on(node: Node, nproc: int | None, layout: int) -> int:
@@ -109,31 +110,31 @@ def world_size_on(node: Node, nproc: int | None, layout: int) -> int:
     Without `nproc`, the number comes from the scheduler, else from the GPUs of this machine, else
     from the layout. Raises UserError if the machines cannot share the layout's ranks equally.
     """
-    each = nproc or node.ranks or _gpus_here()
-    if each is None:
-        each, rest = divmod(layout, node.count)
+    per_node = nproc or node.ranks or _gpus_here()
+    if per_node is None:
+        per_node, rest = divmod(layout, node.count)
         if rest:
             raise UserError(
                 f"{node.count_variable}: {node.count} machines; the layout takes {layout} ranks, "
                 f"which {node.count} machines cannot share; give --nproc, the ranks on each"
             )
-    return each * node.count
+    return per_node * node.count
 
 
 def wait_for_master(node: Node, seconds: float = NAME_SECONDS) -> None:
     """Wait until the name of machine 0 has an address: the DNS of Kubernetes knows a pod only some
     time after its start. Raises UserError if that takes longer than `seconds`."""
-    begin, told = time.monotonic(), False
+    begin, is_printed = time.monotonic(), False
     while not addresses_of(node.master):
-        waited = time.monotonic() - begin
-        if waited > seconds:
+        wait = time.monotonic() - begin
+        if wait > seconds:
             raise UserError(
                 f"{node.master}: this machine, number {node.number} of {node.count}, knows no such "
-                f"name after {waited:.0f} s; does machine 0 run, and does a headless service name "
+                f"name after {wait:.0f} s; does machine 0 run, and does a headless service name "
                 "its pods?"
             )
-        if waited > _QUIET_SECONDS and not told:
-            told = True
+        if wait > _QUIET_SECONDS and not is_printed:
+            is_printed = True
             print(f"waiting for the name {node.master}", file=sys.stderr, flush=True)
         time.sleep(0.5)
 
@@ -144,12 +145,12 @@ def _gpus_here() -> int | None:
     if visible is not None:
         return len(visible) or None
     try:
-        listed = subprocess.run(
+        listing = subprocess.run(
             ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) or None
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines()) or None
 
 
 def visible_gpus() -> list[str] | None:

@@ -78,12 +78,12 @@ def world_size_of_rank(environ: MutableMapping[str, str]) -> int | None:
             # All ranks of a job must compute the same port, but two jobs on a node need different
             # ports. Linux gives the ports from 32768 on to programs that ask for any port.
             environ["MASTER_PORT"] = str(20000 + number_in(environ, "SLURM_JOB_ID") % 12000)
-    given = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
-    if not given:
+    names = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
+    if not names:
         return None
-    if len(given) == 1:
+    if len(names) == 1:
         raise UserError(
-            f"{given[0]} = {environ[given[0]]}: only one of RANK and WORLD_SIZE is set in the "
+            f"{names[0]} = {environ[names[0]]}: only one of RANK and WORLD_SIZE is set in the "
             "environment; set both, as torchrun does, or neither"
         )
     rank, world_size = number_in(environ, "RANK"), number_in(environ, "WORLD_SIZE")
@@ -111,15 +111,15 @@ def _is_slurm_task(environ: Mapping[str, str]) -> bool:
 
 def ranks_on_node(environ: Mapping[str, str] = os.environ) -> int | None:
     """Return the number of ranks on this node: torchrun's LOCAL_WORLD_SIZE, else the entry for this
-    node in Slurm's list of tasks, such as "4(x2),1". None: neither of them says it."""
+    node in Slurm's list of tasks, such as "4(x2),1". None if the environment has neither."""
     if "LOCAL_WORLD_SIZE" in environ:
         return int(environ["LOCAL_WORLD_SIZE"])
     counts: list[int] = []
     for entry in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
-        if found is None:
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
+        if match is None:
             return None
-        counts += [int(found[1])] * int(found[2] or 1)
+        counts += [int(match[1])] * int(match[2] or 1)
     node = environ.get("SLURM_NODEID", "0")
     return counts[int(node)] if node.isdigit() and int(node) < len(counts) else None
 
@@ -140,22 +140,22 @@ def first_host(nodes: str) -> str:
 
 
 def decide_world_size(
-    config: AnyConfig, nproc: int | None, rank_of: int | None, node: Node | None = None
+    config: AnyConfig, nproc: int | None, env_size: int | None, node: Node | None = None
 ) -> int:
-    """Return the number of ranks of the run. `rank_of`: the number of ranks, if this process is
-    already a rank. `node`: the place of this machine, if `nproc` ranks start on each of several
-    machines.
+    """Return the number of ranks of the run. `env_size`: the number of ranks in the environment, if
+    this process is already a rank. `node`: the place of this machine, if `nproc` ranks start on
+    each of several machines.
 
-    Raises UserError if `nproc` contradicts `rank_of`, or if one machine would start many ranks and
-    `nproc` is not given.
+    Raises UserError if `nproc` contradicts `env_size`, or if one machine would start many ranks and
+    `nproc` is None.
     """
-    if rank_of is not None:
-        if nproc not in (None, rank_of):
+    if env_size is not None:
+        if nproc not in (None, env_size):
             raise UserError(
-                f"--nproc {nproc}: this process is already one of {rank_of} ranks (WORLD_SIZE in "
+                f"--nproc {nproc}: this process is already one of {env_size} ranks (WORLD_SIZE in "
                 "the environment); do not give --nproc under torchrun or srun"
             )
-        return rank_of
+        return env_size
     if node is not None:
         return world_size_on(node, nproc, config.world_size_hint())
     if nproc is not None:

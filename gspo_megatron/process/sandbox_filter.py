@@ -18,8 +18,7 @@ from dataclasses import dataclass
 
 _NEWEST = 462  # mseal, of Linux 6.10. Calls with higher numbers get ENOSYS, as on an older kernel.
 
-# Name of the call: its number on x86-64, and its number on aarch64. None: the machine has no such
-# call.
+# The number of each call on x86-64, and on aarch64. None: the machine has no such call.
 _DENIED: dict[str, tuple[int | None, int | None]] = {
     # memory without an owner, which the limits of a process do not count
     "shmget": (29, 194),
@@ -185,29 +184,29 @@ def program(machine: str | None = None) -> bytes:
 
 
 def instructions(machine: str | None = None) -> list[Instruction]:
-    its = _MACHINES[machine or platform.machine()]
-    found = [
+    calls = _MACHINES[machine or platform.machine()]
+    code = [
         (_LOAD, 0, 0, _ARCHITECTURE),
-        (_EQUAL, 1, 0, its.audit),
+        (_EQUAL, 1, 0, calls.audit),
         # Calls of another architecture end the program. In 32-bit calls, for example, the same
         # numbers mean other calls.
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER),
     ]
     # Calls of x32, the other ABI of x86-64, have numbers above all others.
-    found += [(_AT_LEAST, 0, 1, _NEWEST + 1), _error(errno.ENOSYS)]
+    code += [(_AT_LEAST, 0, 1, _NEWEST + 1), _error(errno.ENOSYS)]
     for numbers in _DENIED.values():
-        number = numbers[its.column]
+        number = numbers[calls.column]
         if number is not None:
-            found += [(_EQUAL, 0, 1, number), _error(errno.EPERM)]
+            code += [(_EQUAL, 0, 1, number), _error(errno.EPERM)]
     # The arguments of clone3 are in memory, where no filter can look. libc falls back to clone.
-    found += [(_EQUAL, 0, 1, _CLONE3), _error(errno.ENOSYS)]
-    for number, rule in _rules(its):
-        found += [(_EQUAL, 0, len(rule), number), *rule]
-    return [*found, (_RETURN, 0, 0, _ALLOW)]
+    code += [(_EQUAL, 0, 1, _CLONE3), _error(errno.ENOSYS)]
+    for number, rule in _rules(calls):
+        code += [(_EQUAL, 0, len(rule), number), *rule]
+    return [*code, (_RETURN, 0, 0, _ALLOW)]
 
 
-def _rules(its: _Machine) -> list[tuple[int, list[Instruction]]]:
+def _rules(calls: _Machine) -> list[tuple[int, list[Instruction]]]:
     """Return the numbers of the calls that are denied only with some arguments, each with the
     instructions that decide."""
     allow: Instruction = (_RETURN, 0, 0, _ALLOW)
@@ -231,12 +230,12 @@ def _rules(its: _Machine) -> list[tuple[int, list[Instruction]]]:
     socket += [(_EQUAL, 2, 0, _INET), (_EQUAL, 1, 0, _INET6), no_family, *internet]
     denied = _error(errno.EPERM)
     return [
-        (its.socket, socket),
-        (its.socketpair, [family, (_EQUAL, 1, 0, _UNIX), no_family, allow]),
-        (its.clone, [_argument(0), (_ANY_BIT, 0, 1, _NEW_NAMESPACES), denied, allow]),
-        (its.mmap, [_argument(3), (_ANY_BIT, 0, 1, _HUGE_PAGES), denied, allow]),
+        (calls.socket, socket),
+        (calls.socketpair, [family, (_EQUAL, 1, 0, _UNIX), no_family, allow]),
+        (calls.clone, [_argument(0), (_ANY_BIT, 0, 1, _NEW_NAMESPACES), denied, allow]),
+        (calls.mmap, [_argument(3), (_ANY_BIT, 0, 1, _HUGE_PAGES), denied, allow]),
         (
-            its.setsockopt,
+            calls.setsockopt,
             [
                 _argument(1),
                 (_EQUAL, 1, 0, _SOL_SOCKET),
@@ -245,12 +244,12 @@ def _rules(its: _Machine) -> list[tuple[int, list[Instruction]]]:
                 *_unless(_BUFFER_SIZES),
             ],
         ),
-        (its.fcntl, [_argument(1), *_unless((_SET_PIPE_SIZE,))]),
-        (its.ioctl, [_argument(1), *_unless(_PUT_INTO_TERMINAL)]),
+        (calls.fcntl, [_argument(1), *_unless((_SET_PIPE_SIZE,))]),
+        (calls.ioctl, [_argument(1), *_unless(_PUT_INTO_TERMINAL)]),
         (
             # The only operation that a program may call is to join a new keyring without a name,
             # which is empty. Other programs could later read data in any other keyring.
-            its.keyctl,
+            calls.keyctl,
             [
                 _argument(0),
                 (_EQUAL, 1, 0, _JOIN_SESSION_KEYRING),
@@ -269,10 +268,10 @@ def _rules(its: _Machine) -> list[tuple[int, list[Instruction]]]:
 
 def _unless(values: Sequence[int]) -> list[Instruction]:
     """Return instructions that deny the call if the loaded argument is one of the values."""
-    found: list[Instruction] = []
+    code: list[Instruction] = []
     for value in values:
-        found += [(_EQUAL, 0, 1, value), _error(errno.EPERM)]
-    return [*found, (_RETURN, 0, 0, _ALLOW)]
+        code += [(_EQUAL, 0, 1, value), _error(errno.EPERM)]
+    return [*code, (_RETURN, 0, 0, _ALLOW)]
 
 
 def _argument(number: int, *, high: bool = False) -> Instruction:

@@ -65,12 +65,12 @@ def encode(value: Any, other: Callable[[Any], int] | None = None) -> Any:
     return {"object": other(value)}
 
 
-def decode(told: Any, other: Callable[[int], Any] | None = None) -> Any:
+def decode(encoded: Any, other: Callable[[int], Any] | None = None) -> Any:
     """Invert `encode`. Raises ValueError, KeyError or TypeError for JSON that `encode` does not
     write."""
-    if not isinstance(told, dict):
-        return told
-    ((name, content),) = told.items()
+    if not isinstance(encoded, dict):
+        return encoded
+    ((name, content),) = encoded.items()
     if name == "object" and other is not None:
         return other(content)
     if name == "dict":
@@ -181,8 +181,8 @@ def _serve(channel: socket.socket) -> None:
             if "name" in request:
                 value = names[request["name"]]
             elif "set" in request:
-                given = decode(request["value"], objects.__getitem__)
-                value = setattr(objects[request["object"]], request["set"], given)
+                attribute = decode(request["value"], objects.__getitem__)
+                value = setattr(objects[request["object"]], request["set"], attribute)
             elif "attribute" in request:
                 value = getattr(objects[request["object"]], request["attribute"])
             else:
@@ -223,15 +223,15 @@ def _judge(channel: socket.socket, request: dict[str, Any]) -> None:
             self._number = number
 
         def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-            given = encode((arguments, keywords), lambda value: value._number)
-            return ask({"object": self._number, "arguments": given})
+            call = encode((arguments, keywords), lambda value: value._number)
+            return ask({"object": self._number, "arguments": call})
 
         def __setattr__(self, name: str, value: Any) -> None:
             if name.startswith("_"):
                 object.__setattr__(self, name, value)
             else:
-                given = encode(value, lambda other: other._number)
-                ask({"object": self._number, "set": name, "value": given})
+                attribute = encode(value, lambda other: other._number)
+                ask({"object": self._number, "set": name, "value": attribute})
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("_"):

@@ -1,9 +1,9 @@
 """Puts each program in a sandbox into a memory cgroup, if this machine allows that.
 
 A cgroup limits the memory of all processes of a program together, with buffers of sockets and pipes
-and with files in memory. A limit of a single process counts none of these. The new cgroup is made
-inside this process's own cgroup or beside it. That needs root, or a part of the cgroup tree that
-was delegated to the user.
+and with files in memory. A limit of a single process does not count such buffers and files. The new
+cgroup is made inside this process's own cgroup or beside it. That needs root, or a part of the
+cgroup tree that was delegated to the user.
 """
 
 from __future__ import annotations
@@ -70,19 +70,19 @@ class Cgroup:
     def close(self) -> None:
         """Remove the cgroup, whose processes must all have ended. If they have not been reaped yet,
         the folder is removed together with a later group, or at the end of this process."""
-        _left.append(self.folder)
+        _leftovers.append(self.folder)
         deadline = time.monotonic() + _LEAVE_SECONDS
-        while self.folder in _left and time.monotonic() < deadline:
-            _remove_left()
+        while self.folder in _leftovers and time.monotonic() < deadline:
+            _remove_leftovers()
             time.sleep(0.001)
 
 
-_left: list[Path] = []  # folders of closed groups; all threads use this list
+_leftovers: list[Path] = []  # folders of closed groups; all threads use this list
 
 
 @atexit.register
-def _remove_left() -> None:
-    for folder in tuple(_left):
+def _remove_leftovers() -> None:
+    for folder in tuple(_leftovers):
         try:
             folder.rmdir()
         except FileNotFoundError:
@@ -90,7 +90,7 @@ def _remove_left() -> None:
         except OSError:
             continue
         with contextlib.suppress(ValueError):  # another thread has removed it
-            _left.remove(folder)
+            _leftovers.remove(folder)
 
 
 @functools.cache
@@ -149,11 +149,11 @@ def _lines(path: str) -> list[str]:
 
 def _sweep(folder: Path) -> None:
     """Remove the cgroups that killed processes have left."""
-    for left in folder.glob(f"{_PREFIX}*_*"):
-        owner = left.name[len(_PREFIX) :].partition("_")[0]
+    for group in folder.glob(f"{_PREFIX}*_*"):
+        owner = group.name[len(_PREFIX) :].partition("_")[0]
         if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
             try:
-                left.rmdir()
+                group.rmdir()
             except OSError:
                 continue
 
@@ -165,8 +165,8 @@ def _works(candidate: Place) -> bool:
         return False
     try:
         words = ["/bin/sh", "-c", 'echo 0 > "$1"', "sh", str(group.entrance)]
-        tried = subprocess.run(words, capture_output=True, timeout=_TRY_SECONDS, check=False)
-        return tried.returncode == 0
+        result = subprocess.run(words, capture_output=True, timeout=_TRY_SECONDS, check=False)
+        return result.returncode == 0
     except (OSError, subprocess.TimeoutExpired):
         return False
     finally:

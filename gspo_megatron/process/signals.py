@@ -14,9 +14,8 @@ import threading
 from collections.abc import Callable, Generator
 from types import FrameType
 
-# This variable is set for ranks that save the run at Ctrl-C. These are the ranks that `train`,
-# `pretrain` and `sft` have started. Ranks that torchrun, srun or `ablate` has started just end at
-# Ctrl-C.
+# This variable is set for ranks that save the run at Ctrl-C. `train`, `pretrain` and `sft` start
+# such ranks. Ranks that torchrun, srun or `ablate` has started just end at Ctrl-C.
 SAVES = "GSPO_INTERRUPT_SAVES"
 _TEXT = "interrupted: saving at the end of the step; press Ctrl-C again to end at once"
 
@@ -36,8 +35,8 @@ def saved_at_interrupt(request: Callable[[], None], *, tells: bool) -> Generator
     SAVES in the environment, outside the main thread, or if SIGINT is ignored or has another
     handler."""
     is_main_thread = threading.current_thread() is threading.main_thread()
-    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not (SAVES in os.environ and is_main_thread and usual):
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not (SAVES in os.environ and is_main_thread and is_default):
         yield
         return
 
@@ -64,8 +63,8 @@ def end_signals() -> list[signal.Signals]:
 
 def heed_sigterm_as_process_1() -> None:
     """Let SIGTERM end this process if it is process 1, as the command of a container is. The kernel
-    drops signals to process 1 for which it has no handler: a pod that is evicted while it waits or
-    downloads would go on until the end of its grace period."""
+    drops a signal to process 1 that has no handler. Without this function, a pod that is evicted
+    while it waits or downloads would go on until the end of its grace period."""
     if os.getpid() == 1 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         # All processes of the container end with process 1.
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
@@ -73,7 +72,7 @@ def heed_sigterm_as_process_1() -> None:
 
 def see_ends_of_children() -> None:
     """Let this process learn how its children end, even if the process that started it ignores
-    SIGCHLD, as some daemons do. The system would drop the exit codes, and Python takes a code that
-    it cannot get for 0."""
+    SIGCHLD, as some daemons do. Otherwise the system drops the exit codes of children, and Python
+    assumes 0 for a missing exit code."""
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

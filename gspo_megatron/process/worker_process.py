@@ -19,7 +19,7 @@ from typing import Any
 from gspo_megatron.errors import UserError
 from gspo_megatron.plugins import origin
 
-LENGTH = struct.Struct("<Q")
+_LENGTH = struct.Struct("<Q")
 VALUE, ERROR, REFUSED, TIMEOUT = "value", "error", "refused", "timeout"
 
 
@@ -50,7 +50,13 @@ class Job:
 
 def frame(content: Any) -> bytes:
     data = pickle.dumps(content)
-    return LENGTH.pack(len(data)) + data
+    return _LENGTH.pack(len(data)) + data
+
+
+async def read_frame(reader: asyncio.StreamReader) -> Any:
+    """Receive one frame. Raises IncompleteReadError at the end of the stream."""
+    head = await reader.readexactly(_LENGTH.size)
+    return pickle.loads(await reader.readexactly(*_LENGTH.unpack(head)))
 
 
 def main(descriptor: int) -> None:
@@ -70,9 +76,9 @@ def main(descriptor: int) -> None:
         asyncio.run(_serve_coroutines(connection, function, job.timeout_seconds))
         return
     while (request := _read(stream)) is not None:
-        number, given = request
+        number, argument = request
         try:
-            value = function.call(given)
+            value = function.call(argument)
         except Exception as error:  # noqa: BLE001 (the user's code may raise anything)
             _write(stream, (number, *_failure(error)))
         else:
@@ -82,10 +88,10 @@ def main(descriptor: int) -> None:
 
 def _read(stream: BufferedRWPair) -> Any:
     """Read one frame; None at the end of the file."""
-    head = stream.read(LENGTH.size)
-    if len(head) < LENGTH.size:
+    head = stream.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
         return None
-    return pickle.loads(stream.read(*LENGTH.unpack(head)))
+    return pickle.loads(stream.read(*_LENGTH.unpack(head)))
 
 
 def _write(stream: BufferedRWPair, content: Any) -> None:
@@ -110,8 +116,8 @@ async def _serve_coroutines(connection: socket.socket, function: Function, timeo
     reader, writer = await asyncio.open_connection(sock=connection)
     running: set[asyncio.Task[None]] = set()
 
-    async def serve(number: int, given: Any) -> None:
-        call = asyncio.ensure_future(function.call(given))
+    async def serve(number: int, argument: Any) -> None:
+        call = asyncio.ensure_future(function.call(argument))
         # asyncio.wait_for is not used, because after the timeout it would still wait for a call
         # that ignores its cancellation.
         if not (await asyncio.wait({call}, timeout=timeout))[0]:
@@ -128,10 +134,9 @@ async def _serve_coroutines(connection: socket.socket, function: Function, timeo
 
     while True:
         try:
-            head = await reader.readexactly(LENGTH.size)
-            number, given = pickle.loads(await reader.readexactly(*LENGTH.unpack(head)))
+            number, argument = await read_frame(reader)
         except (asyncio.IncompleteReadError, ConnectionError):
             return
-        task = asyncio.create_task(serve(number, given))
+        task = asyncio.create_task(serve(number, argument))
         running.add(task)
         task.add_done_callback(running.discard)

@@ -21,12 +21,12 @@ from gspo_megatron import errors
 from gspo_megatron.process.keeper import SIGNALLED, program_under_keeper
 from gspo_megatron.process.worker_process import (
     ERROR,
-    LENGTH,
     REFUSED,
     TIMEOUT,
     VALUE,
     Job,
     frame,
+    read_frame,
 )
 
 START_SECONDS = 300.0  # limit for importing the function's module, even from a slow file system
@@ -67,20 +67,21 @@ class Workers:
         for _ in range(slots):
             for worker in self._workers:
                 self._free.put_nowait(worker)
-        self._alone, self._quarantine = asyncio.Lock(), _Worker(job)
+        self._quarantine, self._quarantine_lock = _Worker(job), asyncio.Lock()
 
-    async def call(self, given: Any) -> Any:
+    async def call(self, argument: Any) -> Any:
         """Call the function and return its value. Raises WorkerError if the call fails. Raises a
         UserError if the function raises one or if a worker cannot start."""
         worker = await self._free.get()
         try:
-            return await worker.call(given)
+            return await worker.call(argument)
         except _SuspectError:
             pass
         finally:
             self._free.put_nowait(worker)
-        async with self._alone:  # one call at a time, so that only the guilty call fails
-            return await self._quarantine.call(given)
+        # Repeat the call alone, so that only the call that caused the loss fails.
+        async with self._quarantine_lock:
+            return await self._quarantine.call(argument)
 
     async def close(self) -> None:
         """End all workers; returns when their processes are gone."""
@@ -97,19 +98,19 @@ class _Worker:
         self._process: _Process | None = None
         self._processes: set[_Process] = set()  # all processes that are not gone yet
 
-    async def call(self, given: Any) -> Any:
+    async def call(self, argument: Any) -> Any:
         async with self._starting:
             if self._process is None or self._process.is_ended:
                 self._process = _Process(self._job, self._processes.discard)
                 self._processes.add(self._process)
                 await self._process.start()
-        return await self._process.call(given)
+        return await self._process.call(argument)
 
     async def close(self) -> None:
         for process in tuple(self._processes):
             process.end()
         for process in tuple(self._processes):
-            await process.gone()
+            await process.wait_until_gone()
 
 
 class _Process:
@@ -135,7 +136,7 @@ class _Process:
         finally:
             theirs.close()
             os.close(lifeline)
-        self._gone = asyncio.create_task(self._listen())
+        self._listener = asyncio.create_task(self._listen())
 
     async def start(self) -> None:
         """Let the process load the function. Raises `job.error` if that fails."""
@@ -146,16 +147,17 @@ class _Process:
             what = late if error.timed_out else f"did not start: it {error}"
             raise self._job.error(f"{self._job.name}: its worker {what}") from error
 
-    async def call(self, given: Any) -> Any:
+    async def call(self, argument: Any) -> Any:
         grace = GRACE_SECONDS if self._job.is_async else 0.0
-        return await self._ask(given, self._job.timeout_seconds + grace)
+        return await self._ask(argument, self._job.timeout_seconds + grace)
 
-    async def _ask(self, given: Any, limit: float) -> Any:
+    async def _ask(self, content: Any, limit: float) -> Any:
+        """Send a frame and return the value of its answer."""
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
         self._calls[number] = answer
         try:
             await self._connected.wait()
-            self._writer.write(frame((number, given)))
+            self._writer.write(frame((number, content)))
             done, _ = await asyncio.wait({answer}, timeout=limit)
         except asyncio.CancelledError:
             self._calls.pop(number, None)
@@ -165,14 +167,15 @@ class _Process:
         if not done:
             is_suspected = bool(self._calls)
             self.end()
-            raise _SuspectError if is_suspected else self._timed_out()
-        return self._understood(*answer.result())
+            raise _SuspectError if is_suspected else self._timeout_error()
+        return self._read_answer(*answer.result())
 
-    def _understood(self, kind: str, content: Any) -> Any:
+    def _read_answer(self, kind: str, content: Any) -> Any:
+        """Return the value of an answer, or raise the error that it holds."""
         if kind == VALUE:
             return pickle.loads(content)
         if kind == TIMEOUT:
-            raise self._timed_out()
+            raise self._timeout_error()
         if kind == REFUSED:
             name, text = content
             raise errors.error_of(name, text) if hasattr(errors, name) else self._job.error(text)
@@ -183,7 +186,7 @@ class _Process:
             text = f"{text or 'out of memory'}, with {self._job.memory_limit}"
         raise WorkerError(name, f"raised {name}: {text} ({where})")
 
-    def _timed_out(self) -> WorkerError:
+    def _timeout_error(self) -> WorkerError:
         return WorkerError("time-out", self._job.timed_out, timed_out=True)
 
     async def _listen(self) -> None:
@@ -193,31 +196,32 @@ class _Process:
         self._connected.set()
         try:
             while True:
-                head = await reader.readexactly(LENGTH.size)
-                content = await reader.readexactly(*LENGTH.unpack(head))
-                number, kind, value = pickle.loads(content)
+                number, kind, value = await read_frame(reader)
                 if (answer := self._calls.pop(number, None)) is not None:
                     answer.set_result((kind, value))
         except asyncio.CancelledError:
             self.end()
             raise
         except Exception:  # noqa: BLE001 (the end of the file, or what the function itself wrote)
-            self._hang_up()
-            self._tell(_crash(self._reap()))
+            self._close_lifeline()
+            self._fail_calls(_crash(self._reap()))
         finally:
             self._on_gone(self)
 
     def end(self) -> None:
         """End the process. Callers that still wait for an answer get an error."""
-        self._hang_up()
-        self._tell(_SuspectError())
+        self._close_lifeline()
+        self._fail_calls(_SuspectError())
 
-    def _hang_up(self) -> None:
+    def _close_lifeline(self) -> None:
+        """Let the keeper end the process."""
         if not self.is_ended:
             self.is_ended = True
             os.close(self._lifeline)
 
-    def _tell(self, error: Exception) -> None:
+    def _fail_calls(self, error: Exception) -> None:
+        """Let all calls without an answer raise `error`, or a _SuspectError if there are several of
+        them."""
         suspects, self._calls = self._calls, {}
         for answer in suspects.values():
             answer.set_exception(error if len(suspects) == 1 else _SuspectError())
@@ -230,9 +234,8 @@ class _Process:
             self._popen.kill()
             return self._popen.wait()
 
-    async def gone(self) -> None:
-        """Wait until the process is gone."""
-        await asyncio.wait({self._gone}, timeout=END_SECONDS)
+    async def wait_until_gone(self) -> None:
+        await asyncio.wait({self._listener}, timeout=END_SECONDS)
 
 
 def _crash(code: int) -> WorkerError:

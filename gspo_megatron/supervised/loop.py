@@ -91,14 +91,14 @@ class SupervisedLoop:
         assert steps is not None, "with_steps comes first"
         trainer = build_trainer(self.policy, config.optimizer, Schedule.of(config.optimizer, steps))
         updater = self._updater(trainer)
-        done = self.checkpoints.restore(phase, trainer, batches)
-        with logger.progress(steps, TITLES[phase], done) as progress:
-            before = updater.evaluate(batches.evaluation()) if done == 0 else {}
+        start = self.checkpoints.restore(phase, trainer, batches)  # the checkpoint's step, or 0
+        with logger.progress(steps, TITLES[phase], start) as progress:
+            before = updater.evaluate(batches.evaluation()) if start == 0 else {}
             if before:
                 logger.write(phase, 0, before)
                 progress.note(f"held-out loss before: {before['evaluation/loss']:.4f}")
             progress.begin_steps()
-            for step in range(done + 1, steps + 1):
+            for step in range(start + 1, steps + 1):
                 metrics = timed_step(updater, batches)
                 is_last = step == steps
                 if is_last or (interval and step % interval == 0):

@@ -122,7 +122,7 @@ class PreferenceUpdater:
         section: PreferenceSection,
         evaluation: PreferenceData | None,
     ) -> None:
-        """evaluation: the data whose batches `evaluate` gets."""
+        """evaluation: the data of the batches that `evaluate` gets."""
         self.policy, self.trainer, self.section = policy, trainer, section
         self.device = torch.device(torch.cuda.current_device())
         self.data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -146,12 +146,12 @@ class PreferenceUpdater:
         """Add the gradients of a batch to the gradient buffers, and return the figures of the
         batch."""
         metrics = StepMetrics(self.device)
-        # for each micro-batch: its rows, and the numbers of its branches
-        named = zip(batch.micro_batches, batch.rows, batch.branches, strict=True)
-        found = {id(each): (own, len(numbers)) for each, own, numbers in named}
+        columns = zip(batch.micro_batches, batch.rows, batch.branches, strict=True)
+        # for each micro-batch: its rows, and the number of its branches
+        parts = {id(each): (rows, len(branches)) for each, rows, branches in columns}
 
         def loss(micro_batch: MicroBatch, local: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            rows, count = found[id(micro_batch)]
+            rows, count = parts[id(micro_batch)]
             return self._loss(all_scores(local, micro_batch, count), rows, batch.num_preferences)
 
         for means in forward_backward(
@@ -215,7 +215,7 @@ class PreferenceUpdater:
     def figures(self, scores: np.ndarray, data: PreferenceData) -> dict[str, float]:
         """Return the figures of all scores of `data`: evaluation/NAME, and source/SOURCE/NAME."""
         if self.section.loss == "regression":
-            found = rating_figures(scores, data.values, data.source_numbers, data.sources)
+            figures = rating_figures(scores, data.values, data.source_numbers, data.sources)
         else:
             rows = ScoredRows.of(data[number] for number in range(len(data)))
             counts = np.diff(data.branch_ends) - 1
@@ -227,8 +227,8 @@ class PreferenceUpdater:
                 np.repeat(data.source_numbers, counts),
             )
             center = self.section.center_coefficient
-            found = pair_figures(scores, pairs, data.sources, center)
+            figures = pair_figures(scores, pairs, data.sources, center)
         return {
             name if name.startswith("source/") else f"evaluation/{name}": value
-            for name, value in found.items()
+            for name, value in figures.items()
         }

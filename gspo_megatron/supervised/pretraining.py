@@ -87,9 +87,9 @@ class PretrainingBatches:
         return {"drawn": self.drawn, "order": _order(self.samples)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        mine = _order(self.samples)
-        once = all(epochs == 1 for epochs, _ in [*mine, *state["order"]])
-        if len(mine) != len(state["order"]) or (mine != state["order"] and not once):
+        order, other = _order(self.samples), state["order"]
+        is_read_once = all(epochs == 1 for epochs, _ in [*order, *other])
+        if len(order) != len(other) or (order != other and not is_read_once):
             raise DataError(
                 "training.steps has changed, and the order of the samples depends on it because a "
                 "corpus is read more than once; set it back to continue"
@@ -221,23 +221,23 @@ def _build(
     sizes: list[int | None],
 ) -> Samples:
     # The tokenizer attributes that GPTDataset reads; the names of its index files depend on them.
-    names = {"vocab_size": inputs.tokenizer.vocab_size, "eod": inputs.eod_id}
-    facts = SimpleNamespace(**names, unique_identifiers=names, pad=_NO_TOKEN)
-    wanted = GPTDatasetConfig(
+    identifiers = {"vocab_size": inputs.tokenizer.vocab_size, "eod": inputs.eod_id}
+    tokenizer = SimpleNamespace(**identifiers, unique_identifiers=identifiers, pad=_NO_TOKEN)
+    dataset_config = GPTDatasetConfig(
         random_seed=config.training.seed,
         sequence_length=config.sequence_length(),
         blend=(prefixes, weights),
         split="1,1,1",  # `split_matrix` replaces it
         path_to_cache=str(run_folder(config) / INDEX),
-        tokenizer=facts,
+        tokenizer=tokenizer,
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=config.data.mask_end_of_document,
         create_attention_mask=False,
     )
-    wanted.split_matrix = split
+    dataset_config.split_matrix = split
     builder = BlendedMegatronDatasetBuilder(
-        cls=GPTDataset, sizes=sizes, is_built_on_rank=lambda: True, config=wanted
+        cls=GPTDataset, sizes=sizes, is_built_on_rank=lambda: True, config=dataset_config
     )
     (samples,) = (part for part in builder.build() if part is not None)
     return samples

@@ -53,16 +53,16 @@ def run_stage(config: Stage, inputs: Inputs, *, fresh: bool = False, change: boo
         with loop.logger:
             step = loop.checkpoints.finished_steps(config.phase)
             loop.logger.begin_phase(step, session.start.changed, config, config)
-            done = session.train(loop.run, loop.policy, loop.checkpoints.close, loop.logger)
+            is_done = session.train(loop.run, loop.policy, loop.checkpoints.close, loop.logger)
             # No watchdog runs here, because one rank writes and all other ranks may wait for long.
-            if done:
+            if is_done:
                 if export is not None:
                     tokenizer = config.data.tokenizer
                     export_hf(loop.policy, str(export), hf_config=hf, tokenizer=tokenizer)
                 loop.logger.finish()
                 if export is not None and loop.logger.is_main:
                     print(f"model   {config.export.hf_path}", flush=True)
-        return done
+        return is_done
 
 
 def assemble_stage(

@@ -107,13 +107,13 @@ def usual_layouts(config: Config, most_ranks: int) -> list[Layout]:
             f"layout {own}: takes {own.world_size} ranks, which are many for one machine; "
             "name the layouts to compare, as in --layouts tp=2 pp=2,ep=2"
         )
-    found = [] if own.world_size == 1 else [own]
+    layouts = [] if own.world_size == 1 else [own]
     for text in ("dp=2", "tp=2", "pp=2", "ep=2", "cp=2"):
         layout = Layout.parse(text)
         with contextlib.suppress(ConfigError):
             check_layouts(config, [layout])
-            found.append(layout)
-    return list(dict.fromkeys(found))
+            layouts.append(layout)
+    return list(dict.fromkeys(layouts))
 
 
 def sharing_alike(config: Config, layouts: Sequence[Layout]) -> Config:
@@ -167,8 +167,8 @@ def run_update(
         section = section.model_copy(update={"old_logprobs": "rollout"})
     objective = build_objective(section, config.rollout.max_response_tokens)
     if section.kl_in == "reward":  # the batch has advantages instead of rewards
-        as_given = AdvantageEstimator(section, lambda values, _: values.float())
-        objective = replace(objective, advantages=as_given)
+        unchanged = AdvantageEstimator(section, lambda values, _: values.float())
+        objective = replace(objective, advantages=unchanged)
     updater = PolicyUpdater(policy, recorder, builder, objective, section, config.routing)
     metrics = update_policy(updater, sequences, index, plans, index.rewards.float())
     tear_down_model_parallel()
@@ -203,16 +203,17 @@ def run_task(path: Path) -> None:
     stop_processes()
 
 
-def _run_kept_step(task: Task, kept: StepInputs) -> StepResult:
+def _run_kept_step(task: Task, inputs: StepInputs) -> StepResult:
     """Compute a recorded step with the code of a training step. All ranks call this.
 
     `find_weights` has checked the step and the checkpoint. Without a checkpoint, the step uses the
-    weights that the run began with. The gradients are those of the first mini-batch, because these
-    gradients depend only on the weights. With `updates`, the mini-batches change the weights as in
-    the run; with `optimizer`, the optimizer's state comes from the checkpoint, otherwise it is new.
-    Without `updates`, all mini-batches use the same weights. In a run, a gradient norm that is not
-    finite raises an error. Here the loss is then NaN, and `lost_in` is the number of the
-    mini-batch.
+    weights that the run began with. The gradients are those of the first mini-batch, because they
+    depend only on these weights.
+
+    With `task.updates`, the mini-batches change the weights as in the run. Without it, all
+    mini-batches use the same weights. With `task.optimizer`, the optimizer's state comes from the
+    checkpoint, otherwise it is new. In a run, a gradient norm that is not finite raises an error.
+    Here the loss is then NaN, and `lost_in` is the number of the mini-batch.
     """
     config, checkpoint = task.config, task.checkpoint
     steps, updates = config.training.steps, config.objective.mini_batches
@@ -226,7 +227,7 @@ def _run_kept_step(task: Task, kept: StepInputs) -> StepResult:
         load_base(config, policy)
     if checkpoint is None or objective.needs_reference:
         # The step's reference weights: the checkpoint's reference or the run's first weights.
-        reference = None if checkpoint is None else reference_of(checkpoint, config, kept.step)
+        reference = None if checkpoint is None else reference_of(checkpoint, config, inputs.step)
         if reference is None:
             hf = load_initial_weights(config, policy)
         else:
@@ -252,7 +253,7 @@ def _run_kept_step(task: Task, kept: StepInputs) -> StepResult:
             for chunk in policy.chunks:
                 chunk.start_param_sync(force_sync=True)
     policy.set_padding_token(hf)
-    experience = read_experience(kept.folder, kept.rollouts, policy)
+    experience = read_experience(inputs.folder, inputs.rollouts, policy)
     index = gather_index(experience.batch, experience.shaped, group)
     mini_batches = min(config.objective.mini_batches, len(index.lengths))
     prompts = index.prompts() if builder.shares_prompts else None
@@ -274,7 +275,7 @@ def _run_kept_step(task: Task, kept: StepInputs) -> StepResult:
         metrics = update_policy(updater, sequences, index, plans, advantages)
     except FloatingPointError:  # raised on all ranks, because the norm is over the whole gradient
         metrics, lost_in = {"loss": math.nan}, recorder.updates
-    metrics["grad_norm"] = recorder.counted_norm
+    metrics["grad_norm"] = recorder.megatron_norm
     tear_down_model_parallel()
     # The advantages of a group add up to 0, so the loss is near 0. Losses are therefore compared
     # relative to the size of the advantages.
@@ -302,16 +303,16 @@ def gather_gradients(policy: Policy) -> tuple[dict[str, Tensor], float]:
     Also returns the largest relative difference between two ranks' copies of a gradient. Other
     ranks get an empty result."""
     _complete_shards(policy)
-    everything = [shard for model in policy.models for shard in parameter_shards(model)]
-    mine = [shard for shard in everything if shard.parameter.requires_grad]
-    listed = [(s.name, s.global_shape, s.offset, tuple(s.data.shape)) for s in mine]
-    catalogue = gather_objects(listed)
+    shards = (shard for model in policy.models for shard in parameter_shards(model))
+    mine = [shard for shard in shards if shard.parameter.requires_grad]
+    entries = [(s.name, s.global_shape, s.offset, tuple(s.data.shape)) for s in mine]
+    catalogue = gather_objects(entries)  # the entries of each rank; None on ranks other than 0
     if catalogue is None:
         for shard in mine:
             dist.send(_gradient(shard), dst=0)
         return {}, 0.0
     tensors: dict[str, Tensor] = {}
-    filled: dict[str, dict[tuple[int, ...], int]] = {}  # name -> offset -> number of elements
+    counts: dict[str, dict[tuple[int, ...], int]] = {}  # name -> offset -> number of elements
     replica_error = 0.0
     for source, pieces in enumerate(catalogue):
         for number, (name, shape, offset, size) in enumerate(pieces):
@@ -323,17 +324,17 @@ def gather_gradients(policy: Policy) -> tuple[dict[str, Tensor], float]:
             if name not in tensors:
                 if is_vocabulary(name):
                     shape = (policy.vocab_size, *shape[1:])  # the padding depends on TP
-                tensors[name], filled[name] = torch.zeros(shape, dtype=piece.dtype), {}
+                tensors[name], counts[name] = torch.zeros(shape, dtype=piece.dtype), {}
             slices = tuple(slice(start, start + n) for start, n in zip(offset, size))
             place = tensors[name][slices]
             piece = piece.cpu()[tuple(slice(n) for n in place.shape)]
-            if offset in filled[name]:
+            if offset in counts[name]:
                 error = relative_error(piece, place, not_finite=True)
                 replica_error = max(replica_error, error)
             else:
                 place.copy_(piece)
-                filled[name][offset] = piece.numel()
-    gaps = [name for name in tensors if sum(filled[name].values()) < tensors[name].numel()]
+                counts[name][offset] = piece.numel()
+    gaps = [name for name in tensors if sum(counts[name].values()) < tensors[name].numel()]
     assert not gaps, f"no rank holds all of {gaps}"
     return tensors, replica_error
 
@@ -347,8 +348,8 @@ class Recorder(Trainer):
     moves: bool = True  # whether updates change the weights
     gradients: dict[str, Tensor] = field(default_factory=dict)
     replica_error: float = 0.0
-    kept_norm: float = math.nan
-    counted_norm: float = math.nan  # see `_norm_of_megatron`
+    norm: float = math.nan  # of the recorded gradients
+    megatron_norm: float = math.nan  # see `_norm_of_megatron`
     updates: int = 0  # number of updates that have begun
 
     def update(self) -> tuple[float, float]:
@@ -362,10 +363,10 @@ class Recorder(Trainer):
             for gradient in self.gradients.values():
                 squares += gradient.double().square().sum()
             dist.broadcast(squares, src=0)
-            self.kept_norm = math.sqrt(squares)
-            self.counted_norm = _norm_of_megatron(self.policy)
+            self.norm = math.sqrt(squares)
+            self.megatron_norm = _norm_of_megatron(self.policy)
         if not self.moves:
-            return self.kept_norm, 0.0
+            return self.norm, 0.0
         if self.policy.config.params_dtype != torch.float64:
             return super().update()
         # Megatron-Core's norm and clipping refuse float64.
@@ -373,28 +374,30 @@ class Recorder(Trainer):
             for model in self.policy.models:
                 for parameter in filter(lambda p: p.requires_grad, model.parameters()):
                     parameter.sub_(parameter.main_grad, alpha=DESCENT)
-        return self.kept_norm, 0.0
+        return self.norm, 0.0
 
 
 def _norm_of_megatron(policy: Policy) -> float:
-    """The norm of the complete gradients, counted by the rules of Megatron-Core's optimizers.
+    """The norm of the complete gradients, by the rules of Megatron-Core's optimizers.
 
-    Each rank counts its parameters, except copies of another rank's parameters. Attributes of the
-    parameters tell which are copies (get_main_grads_for_grad_norm in optimizer/optimizer.py), and
-    a parameter of experts has other neighbours than one of a dense layer. A wrong attribute would
-    change the clipping of gradients with the layout, but not the gradients."""
+    Each rank adds up the squares of its gradients, without those of parameters that are copies of
+    another rank's parameters. Then the ranks add up their sums. Attributes of a parameter say
+    whether it is a copy (get_main_grads_for_grad_norm in optimizer/optimizer.py), and whether it
+    belongs to experts, which have another group of ranks than dense layers. With a wrong attribute,
+    this norm and the clipping of gradients would depend on the layout, although the gradients do
+    not."""
     parameters = [p for model in policy.models for p in model.parameters() if p.requires_grad]
-    counted = [
+    unique = [
         p
         for p in parameters
         if param_is_not_shared(p) and param_is_not_tensor_parallel_duplicate(p)
     ]
     dense = parallel_state.get_model_parallel_group()
-    of_experts = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+    experts = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
     total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
-    for group, is_dense in ((dense, True), (of_experts, False)):
+    for group, is_dense in ((dense, True), (experts, False)):
         squares = torch.zeros_like(total)
-        for parameter in counted:
+        for parameter in unique:
             if getattr(parameter, "allreduce", True) == is_dense:
                 squares += parameter.main_grad.double().square().sum()
         dist.all_reduce(squares, group=group)
@@ -449,22 +452,22 @@ def plan_alike(
         branches=None if branches is None else [[*map(sum, each)] for each in branches],
         prompts=prompts,
     )
-    share = cut.replicas // data_parallel_size
-    joined = []
+    share = cut.replicas // data_parallel_size  # replicas of one data rank
+    mini_batch_plans = []
     for plan in plans:
         ranks = tuple(
             tuple(m for replica in plan.micro_batches[start : start + share] for m in replica)
             for start in range(0, cut.replicas, share)
         )
-        joined.append(MiniBatch(ranks, plan.num_sequences, plan.num_response_tokens))
-    return joined
+        mini_batch_plans.append(MiniBatch(ranks, plan.num_sequences, plan.num_response_tokens))
+    return mini_batch_plans
 
 
 def distribute(
     batch: SyntheticBatch, plans: Sequence[MiniBatch], policy: Policy
 ) -> tuple[Sequences, StepIndex]:
-    """Send each sequence to the ranks that train on it. At first the sequences are dealt out to the
-    data-parallel ranks in pairs, as after a rollout."""
+    """Send each sequence to the ranks that train on it. Before this, neighbouring sequences form
+    pairs, and the pairs are spread over the data-parallel ranks, as after a rollout."""
     group = data_parallel_group()
     device = torch.device(torch.cuda.current_device())
     mine = [n for n in range(len(batch.tokens)) if n // 2 % group.size() == group.rank()]
@@ -498,9 +501,14 @@ def distribute(
     advantages = torch.tensor(batch.advantages, dtype=torch.float64, device=device)[numbers]
     index = gather_index(rollout, advantages, group)
     cp_size = policy.config.context_parallel_size
-    of_tokens = None if batch.token_advantages is None else join(batch.token_advantages)
+    token_advantages = None if batch.token_advantages is None else join(batch.token_advantages)
     sequences = redistribute(
-        rollout, index, plans, group, context_parallel_size=cp_size, token_advantages=of_tokens
+        rollout,
+        index,
+        plans,
+        group,
+        context_parallel_size=cp_size,
+        token_advantages=token_advantages,
     )
     return sequences, index
 
@@ -519,5 +527,5 @@ def _set_old_logprobs(
     batches = [m for batch in builder.build_step(plans, sequences, index) for m in batch]
     for micro_batch, (logprobs, _) in zip(batches, response_logprobs(policy, batches)):
         rows = micro_batch.packed.response_index
-        wanted = sequences.rollout_logprobs[rows]  # log-ratios
-        sequences.rollout_logprobs[rows] = (logprobs - wanted).to(wanted)
+        log_ratios = sequences.rollout_logprobs[rows]
+        sequences.rollout_logprobs[rows] = (logprobs - log_ratios).to(log_ratios)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-_LINES_SHOWN = 8  # the most lines about tensors whose non-finite elements differ
+_MOST_LINES = 8  # the most lines about tensors whose non-finite elements differ
 
 
 @dataclass
@@ -85,17 +85,21 @@ def describe_not_finite(result: StepResult, expected: StepResult) -> list[str]:
     gradients = {name: (result.gradients[name], g) for name, g in expected.gradients.items()}
     pairs = metrics | gradients
     places = {name: where_not_finite(*pair) for name, pair in pairs.items()}
-    lost = [n for n, (_, wanted) in pairs.items() if not (places[n] or wanted.isfinite().all())]
-    alike = [name for name in lost if name in metrics]
-    if len(lost) > len(alike):
-        alike.append(f"{len(lost) - len(alike)} of {len(gradients)} gradients")
-    differing = [f"{name}: {where}" for name, where in places.items() if where is not None]
-    shown = [f"not finite in other places than the reference: {text}" for text in differing]
-    more = len(shown) - _LINES_SHOWN
-    lines += [*shown[:_LINES_SHOWN], f"... and {more} more"] if more > 0 else shown
-    if alike:
+    differences = [
+        f"not finite in other places than the reference: {name}: {where}"
+        for name, where in places.items()
+        if where is not None
+    ]
+    more = len(differences) - _MOST_LINES
+    lines += [*differences[:_MOST_LINES], f"... and {more} more"] if more > 0 else differences
+    # values that are not finite in the same places on both sides
+    same = [n for n, (_, value) in pairs.items() if not (places[n] or value.isfinite().all())]
+    texts = [name for name in same if name in metrics]
+    if len(same) > len(texts):
+        texts.append(f"{len(same) - len(texts)} of {len(gradients)} gradients")
+    if texts:
         lines.append(
-            f"not finite, in the same places as the reference: {', '.join(alike)}; "
+            f"not finite, in the same places as the reference: {', '.join(texts)}; "
             "the errors are those of the finite values"
         )
     return lines
@@ -104,8 +108,8 @@ def describe_not_finite(result: StepResult, expected: StepResult) -> list[str]:
 def _metric(result: StepResult, expected: StepResult, name: str) -> tuple[Tensor, Tensor]:
     """Return a metric of both results as float64 scalars."""
     sides = (result.metrics[name], expected.metrics[name])
-    value, wanted = torch.tensor(sides, dtype=torch.float64)
-    return value, wanted
+    value, reference = torch.tensor(sides, dtype=torch.float64)
+    return value, reference
 
 
 def where_not_finite(value: Tensor, reference: Tensor) -> str | None:

@@ -92,7 +92,7 @@ def update(config: Config, kept: StepInputs, routes: str) -> Watched:
 
     task = parity.Task(config, kept.vocab_size, parity.Cut(replicas=2), kept)
     with mock.patch.object(parity, "read_experience", read):
-        return watched(parity._run_kept_step, task=task, kept=kept)
+        return watched(parity._run_kept_step, task=task, inputs=kept)
 
 
 def distance(one: Watched, other: Watched) -> float:

@@ -207,8 +207,8 @@ def test_a_folder_that_another_thread_removes_at_the_same_time_is_no_error(
     folder = tmp_path / "gspo_1_abc"
     folder.mkdir()
     left = Raced([folder])
-    monkeypatch.setattr(sandbox_memory, "_left", left)
-    sandbox_memory._remove_left()
+    monkeypatch.setattr(sandbox_memory, "_leftovers", left)
+    sandbox_memory._remove_leftovers()
     assert not left and not folder.exists()
 
 
