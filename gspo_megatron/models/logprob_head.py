@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gspo_megatron.platform.cpu import faster
+from gspo_megatron.platform.cpu import faster, products
 
 # The rows of a tile, and the bytes of a tile in the dtype of the result. The forward pass holds two
 # tiles, the backward pass one. On a CPU a tile of this size stays in the caches between two
@@ -254,7 +254,9 @@ class GradientSums:
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add left @ right to `total`, which may be more precise. On a GPU one kernel multiplies and
     adds, and does not round the product in between."""
-    if total.dtype == left.dtype:
+    if products.takes_onednn(left, right.t()):
+        total += products.linear(left, right.t())
+    elif total.dtype == left.dtype:
         total.addmm_(left, right)
     elif left.is_cuda:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
@@ -324,6 +326,8 @@ def multiply(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
     STRIP_BYTES, or of one row if a row is larger.
     """
     if left.dtype == out.dtype:
+        if products.takes_onednn(left, right):
+            return out.copy_(products.linear(left, right))
         return torch.mm(left, right.t(), out=out)
     if left.is_cuda:
         return torch.mm(left, right.t(), out_dtype=out.dtype, out=out)

@@ -7,11 +7,12 @@ Megatron-Core imports this one first, in its own `__init__`.
 from gspo_megatron.platform.quiet import quiet_imports
 
 with quiet_imports():
-    from gspo_megatron.platform.cpu import faster, needed
+    from gspo_megatron.platform.cpu import faster, needed, products
 
     faster.prepare_torch()
     needed.install()
     faster.adapt_megatron()
+    products.adapt_megatron()
     from gspo_megatron.platform import megatron_fixes
 
     megatron_fixes.install()
