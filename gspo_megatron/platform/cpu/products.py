@@ -108,7 +108,8 @@ class _Linear(torch.autograd.Function):
         rows_grad = _by_onednn(gradient, weight.t()) if needs_rows else None
         if not needs_weight:
             return rows_grad, None
-        return rows_grad, _by_onednn(gradient.flatten(0, -2).t(), rows.flatten(0, -2).t())
+        columns = gradient.flatten(0, -2).t().contiguous()  # [out, rows], faster than the view
+        return rows_grad, _by_onednn(columns, rows.flatten(0, -2).t())
 
 
 def takes_onednn(rows: Tensor, weight: Tensor) -> bool:

@@ -38,15 +38,14 @@ REPEATS = 5  # number of measurements of each product; the fastest one counts
 
 
 class Products(TorchDispatchMode):
-    """Counts the products by phase, operator and shapes while it is active."""
+    """Sums the work of the products by phase, operator and shapes while it is active."""
 
     def __init__(self) -> None:
         super().__init__()
         self.phase = "rollout"
-        self.counts: Counter[tuple[str, Any]] = Counter()  # (phase, shapes) -> count
-        # by shapes: a function that computes one such product
-        self.examples: dict[Any, Callable[[], None]] = {}
-        self.flops: dict[Any, float] = {}
+        self.flops: Counter[tuple[str, Any]] = Counter()  # by phase and kind
+        # by kind: the FLOPs of its first product, and a function that prepares such a product
+        self.examples: dict[Any, tuple[float, Callable[[], Callable[[], None]]]] = {}
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -64,25 +63,32 @@ class Products(TorchDispatchMode):
         self.phase = before
 
     def _count(self, operator: Any, name: str, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        shapes = (operator, *((tuple(a.shape), a.stride()) for a in args if _is_matrix(a)))
-        self.counts[self.phase, shapes] += 1
-        if shapes not in self.examples:
-            self.flops[shapes] = _flops(name, args, out)
-            # New memory with the same shapes and strides. Integer tensors keep their values: they
-            # are the ends of groups. Weights in oneDNN's own layout are used as they are.
-            copies = [_like(value) for value in args]
-            named = {key: _like(value) for key, value in kwargs.items()}
-            self.examples[shapes] = lambda: operator(*copies, **named)
+        kind = (operator, *(_form(value) for value in args if _is_matrix(value)))
+        flops = _flops(name, args, out)
+        self.flops[self.phase, kind] += flops
+        if kind not in self.examples:
+            forms = [_without_memory(value) for value in args]
+            named = {key: _without_memory(value) for key, value in kwargs.items()}
+
+            def prepare() -> Callable[[], None]:
+                copies = [_with_memory(value) for value in forms]
+                others = {key: _with_memory(value) for key, value in named.items()}
+                return lambda: operator(*copies, **others)
+
+            self.examples[kind] = flops, prepare
 
     def alone(self) -> dict[str, dict[str, float]]:
         """Return the GFLOP of each phase, and the seconds of its products without other work."""
         with torch.inference_mode():
-            seconds = {shapes: _fastest(run) for shapes, run in self.examples.items()}
+            seconds = {
+                kind: _fastest(prepare()) / max(flops, 1.0)
+                for kind, (flops, prepare) in self.examples.items()
+            }  # for each FLOP
         found: dict[str, dict[str, float]] = {}
-        for (phase, shapes), count in self.counts.items():
+        for (phase, kind), flops in self.flops.items():
             sums = found.setdefault(phase, {"gflop": 0.0, "alone": 0.0})
-            sums["gflop"] += count * self.flops[shapes] / 1e9
-            sums["alone"] += count * seconds[shapes]
+            sums["gflop"] += flops / 1e9
+            sums["alone"] += flops * seconds[kind]
         return found
 
 
@@ -90,10 +96,31 @@ def _is_matrix(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _like(value: Any) -> Any:
+def _form(matrix: Tensor) -> Any:
+    """Matrices of one form are nearly equally fast. The number of an expert's rows is different in
+    each layer, so sizes are rounded."""
+    sizes = tuple(size if size <= 64 else -(-size // 64) * 64 for size in matrix.shape)
+    if matrix.is_mkldnn:
+        return sizes
+    strides = matrix.stride()
+    order = sorted(range(matrix.dim()), key=lambda dimension: -strides[dimension])
+    return sizes, tuple(order), tuple(stride == 0 for stride in strides)
+
+
+def _without_memory(value: Any) -> Any:
+    """Return a tensor's shape and strides as a meta tensor. Integer tensors keep their values,
+    because they are the ends of groups. Weights in oneDNN's own layout are used as they are."""
     if not _is_matrix(value) or value.is_mkldnn:
-        return value.clone() if isinstance(value, Tensor) else value
+        return value.clone() if isinstance(value, Tensor) and not value.is_mkldnn else value
     # a dimension with stride 0 is one element, seen several times
+    shape = [size if stride else 1 for size, stride in zip(value.shape, value.stride())]
+    memory = torch.empty_strided(shape, value.stride(), dtype=value.dtype, device="meta")
+    return memory.expand(value.shape)
+
+
+def _with_memory(value: Any) -> Any:
+    if not isinstance(value, Tensor) or not value.is_meta:
+        return value
     shape = [size if stride else 1 for size, stride in zip(value.shape, value.stride())]
     memory = torch.empty_strided(shape, value.stride(), dtype=value.dtype)
     return memory.normal_().expand(value.shape)
