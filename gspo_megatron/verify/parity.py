@@ -279,6 +279,8 @@ def _run_kept_step(task: Task, inputs: StepInputs) -> StepResult:
     tear_down_model_parallel()
     # The advantages of a group add up to 0, so the loss is near 0. Losses are therefore compared
     # relative to the size of the advantages.
+    if advantages is None:  # objective.kl_in: reward
+        advantages = objective.advantages.of_sequences(index.rewards, torch.tensor(index.groups))
     scale = float(advantages.abs().mean())
     return StepResult(metrics, recorder.gradients, recorder.replica_error, scale, lost_in)
 
