@@ -8,7 +8,7 @@ same shapes, so they agree bit for bit.
 Decoding reads all weights for each token, and has few rows. oneDNN is faster there if a weight is
 in oneDNN's own layout. `packed_weights` makes such copies for a rollout. They also serve bf16,
 which torch always computes with oneDNN. The measurements are in
-docs/decisions/0118-float32-stays-with-mkl.md.
+docs/decisions/0118-float32-products-on-amd.md.
 """
 
 from __future__ import annotations
