@@ -37,6 +37,15 @@ _PHASES = (*STAGES, "warm_start", RL)
 _SEED = re.compile(r"(?:^|[-_.])(?:seed[-_=]?|s)\d+(?=$|[-_.])", re.IGNORECASE)
 
 Record = dict[str, Any]
+# The values of a record of draws.jsonl that readers need, and their types. The reward is null if
+# all calls failed.
+_DRAW: dict[str, Any] = {
+    **dict.fromkeys(("step", "responses", "solved"), int),
+    **dict.fromkeys(("prompt", "row_id"), str),
+    "reward": int | float | None,
+    "length": int | float,
+    "spread": bool,
+}
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -110,9 +119,15 @@ def _is_turn(turn: Any) -> bool:
 
 def read_draws(run_dir: str | Path) -> list[Record]:
     """Return the record of each group of responses of a run. Returns an empty list without the
-    file. Raises DataError."""
+    file. Raises DataError for a damaged line, or if a value of a record is missing or has a wrong
+    type."""
     path = Path(run_dir) / DRAWS_FILE
-    return read_json_lines(path) if path.is_file() else []
+    records = read_json_lines(path) if path.is_file() else []
+    for number, record in enumerate(records, start=1):
+        for name, kind in _DRAW.items():
+            if not isinstance(record.get(name), kind):
+                raise DataError(f"{path}: the `{name}` of record {number} is missing or wrong")
+    return records
 
 
 def read_changes(run_dir: str | Path) -> list[Record]:

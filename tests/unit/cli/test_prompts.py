@@ -177,6 +177,21 @@ def test_bounds_that_leave_nothing(gspo: Command, run: Path, tmp_path: Path) -> 
     assert not (tmp_path / "kept.jsonl").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("step", "2"), ("prompt", None), ("solved", 0.5), ("reward", "high"), ("length", None)],
+)
+def test_a_record_that_no_run_has_written_is_named(
+    gspo: Command, run: Path, name: str, value: object
+) -> None:
+    first, *lines = (run / "draws.jsonl").read_text().splitlines()
+    wrong = json.dumps(json.loads(first) | {name: value})
+    (run / "draws.jsonl").write_text("\n".join([*lines, wrong]) + "\n")
+    code, _, err = gspo("prompts", run)
+    assert code == 2
+    assert err == f"{run}/draws.jsonl: the `{name}` of record 8 is missing or wrong\n"
+
+
 def test_a_folder_without_draws(gspo: Command, tmp_path: Path) -> None:
     code, _, err = gspo("prompts", tmp_path)
     assert code == 2 and f"{tmp_path}/draws.jsonl: no groups of responses" in err
