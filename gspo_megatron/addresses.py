@@ -159,7 +159,7 @@ async def read_answer(response: Any, most: int = 1 << 26) -> bytes:
 def rollout_nodes(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return the names of the nodes that only serve rollouts. The job's batch script names them in
     the environment. If the list is empty, servers run on the node of rank 0."""
-    return [name for name in environ.get(ROLLOUT_NODES, "").split(",") if name]
+    return [name for each in environ.get(ROLLOUT_NODES, "").split(",") if (name := each.strip())]
 
 
 def last_host(nodes: str) -> list[str]:
