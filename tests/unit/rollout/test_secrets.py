@@ -10,13 +10,16 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from aiohttp import web
 
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout.vllm import fleet as fleet_module
+from gspo_megatron.rollout.vllm import service as service_module
 from gspo_megatron.rollout.vllm import standalone
 from gspo_megatron.rollout.vllm.client import ServerClient, ServerGone, connected_session
 from gspo_megatron.rollout.vllm.process import WORKER_FOLDER, hold_port
@@ -263,3 +266,35 @@ def test_health_is_asked_for_without_a_token() -> None:
 
     asyncio.run(run())
     assert heard == ["", f"Bearer {TOKEN}"]
+
+
+def test_the_token_of_the_service_is_not_in_its_command(tmp_path: Path) -> None:
+    with contextlib.closing(ServiceClient(settings(tmp_path), restarts=0)) as client:
+        assert client._process is not None
+        words = " ".join(psutil.Process(client._process.pid).cmdline())
+        assert "rollout.vllm.service" in words and client._settings["token"] not in words
+        listeners = addresses_of_listeners([client._process.pid])
+        assert listeners == {"127.0.0.1": [client._settings["port"]]}
+
+
+@pytest.mark.parametrize("nodes", [[], ["127.0.0.1"]], ids=["here", "on another node"])
+def test_the_token_of_a_server_is_not_in_its_command(
+    nodes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("GSPO_ROLLOUT_NODES", ",".join(nodes))
+    started: list[tuple[Any, ...]] = []
+    for name in ("ServerProcess", "RemoteProcess"):
+        monkeypatch.setattr(service_module, name, lambda *all_of_it: started.append(all_of_it))
+    values = settings(tmp_path) | {"nodes": nodes}
+    service = service_module.Service(values, *service_module._read(values))
+    fleet = SimpleNamespace(settings=service._fleet_settings())
+    monkeypatch.setattr(service, "fleet", fleet, raising=False)
+    [server] = service._servers(session=None)
+    assert server.start is not None
+    server.start("folder")
+    [parts] = started
+    words, environ = parts[2:4] if nodes else parts[:2]
+    token = environ["GSPO_SERVER_TOKEN"]
+    assert token == server.client._token
+    assert "gspo_vllm_server" in words and token not in " ".join(words)
