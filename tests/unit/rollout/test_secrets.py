@@ -28,6 +28,7 @@ from gspo_megatron.rollout.vllm.service_client import ServiceClient
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import PROOF, proof_of
 from tests.fleets import ScheduledFleet
 from tests.listeners import addresses_of_listeners
+from tests.unit.hf.published import write_model
 from tests.unit.other_user import needs_root, said_by
 from tests.unit.rollout.double import Started, fleet_settings, site, weights
 from tests.unit.rollout.test_service_client import settings
@@ -195,9 +196,10 @@ def test_a_standalone_server_that_proves_itself_late_is_asked_again(
         asyncio.run(run())
 
 
-def guarded(monkeypatch: pytest.MonkeyPatch) -> Handler:
-    """The package's guard in front of an application."""
-    monkeypatch.setenv("GSPO_SERVER_TOKEN", TOKEN)
+def guarded(monkeypatch: pytest.MonkeyPatch, variable: str = TOKEN) -> Handler:
+    """The package's guard in front of an application. variable: the contents of the environment
+    variable with the token."""
+    monkeypatch.setenv("GSPO_SERVER_TOKEN", variable)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -266,6 +268,28 @@ def test_health_is_asked_for_without_a_token() -> None:
 
     asyncio.run(run())
     assert heard == ["", f"Bearer {TOKEN}"]
+
+
+def test_blanks_around_a_token_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A secret of Kubernetes often ends with a line end. An empty variable gives no token."""
+
+    async def ask() -> None:
+        async with site(guarded(monkeypatch, f" {TOKEN}\n")) as url, connected_session() as session:
+            client = ServerClient(url, session, TOKEN)
+            assert await client._call("GET", "/weight_info", seconds=5) == {}
+
+    asyncio.run(ask())
+    monkeypatch.setattr(standalone, "device_of", lambda _: "cuda")
+    folder = write_model(tmp_path / "model", "llama", seed=1)
+    for variable, is_told in ((f"{TOKEN}\n", False), (" ", True), ("", True)):
+        monkeypatch.setenv("GSPO_SERVER_TOKEN", variable)
+        _, environ = standalone.server_command(folder, "python", "float32", {})
+        token = environ["GSPO_SERVER_TOKEN"]
+        assert token and (token == TOKEN) != is_told
+        standalone._tell_ready("http://here", token, scores=False)
+        assert (f"GSPO_SERVER_TOKEN={token}\n" in capsys.readouterr().out) == is_told
 
 
 def test_the_token_of_the_service_is_not_in_its_command(tmp_path: Path) -> None:
