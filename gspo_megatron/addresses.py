@@ -125,6 +125,15 @@ def takes_proxy(url: str) -> bool:
     return host != "localhost"
 
 
+def key_in(variable: str) -> str | None:
+    """Return the key in an environment variable, or None if the variable is empty or not set.
+
+    Blanks and line ends around the key are left out: a key from a file often ends with one, and a
+    header cannot hold it.
+    """
+    return os.environ.get(variable, "").strip() or None
+
+
 def keyed_session(url: str, key_variable: str, seconds: float, **connector: Any) -> Any:
     """Return a session of aiohttp for one server, whose requests have the API key in an environment
     variable, if it is set.
@@ -135,7 +144,7 @@ def keyed_session(url: str, key_variable: str, seconds: float, **connector: Any)
     """
     import aiohttp  # not at the top: most processes have no such session
 
-    key = os.environ.get(key_variable)
+    key = key_in(key_variable)
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, **connector),
         timeout=aiohttp.ClientTimeout(total=seconds),
@@ -159,7 +168,7 @@ async def read_answer(response: Any, most: int = 1 << 26) -> bytes:
 def rollout_nodes(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return the names of the nodes that only serve rollouts. The job's batch script names them in
     the environment. If the list is empty, servers run on the node of rank 0."""
-    return [name for name in environ.get(ROLLOUT_NODES, "").split(",") if name]
+    return [name for each in environ.get(ROLLOUT_NODES, "").split(",") if (name := each.strip())]
 
 
 def last_host(nodes: str) -> list[str]:

@@ -139,7 +139,8 @@ def _join(arguments: argparse.Namespace) -> int:
     from gspo_megatron.rollout.vllm.standalone import until_told_to_end
 
     folder = arguments.source
-    if folder.is_file():
+    # A configuration that is missing must not be taken for a run folder that does not exist yet.
+    if folder.is_file() or (folder.suffix in (".yaml", ".yml") and not folder.is_dir()):
         from gspo_megatron.config.load import load_config
 
         folder = Path(str(load_config(folder, arguments.words).logging.dir))

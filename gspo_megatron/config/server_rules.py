@@ -127,6 +127,9 @@ def rollout_nodes_are_used(plan: Plan) -> Problems:
     count, given = rollout.vllm.servers, f"of {ROLLOUT_NODES} = {','.join(names)}"
     if names and rollout.engine != "vllm":
         yield "rollout.engine", f"nothing runs on the nodes {given}; allowed with them: vllm"
+    elif len(set(names)) < len(names):
+        wrong = f"one of the nodes {given} is named twice; allowed: each node once"
+        yield "rollout.vllm.servers", wrong
     elif names and (count == 0 or count % len(names)):
         wrong = f"does not spread evenly over the {len(names)} nodes {given}"
         yield "rollout.vllm.servers", f"{wrong}; allowed: multiples of {len(names)}"

@@ -37,6 +37,14 @@ _PHASES = (*STAGES, "warm_start", RL)
 _SEED = re.compile(r"(?:^|[-_.])(?:seed[-_=]?|s)\d+(?=$|[-_.])", re.IGNORECASE)
 
 Record = dict[str, Any]
+# The values of a record of draws.jsonl that readers need, and their types.
+_DRAW: dict[str, Any] = {
+    **dict.fromkeys(("step", "responses", "solved"), int),
+    **dict.fromkeys(("prompt", "row_id"), str),
+    "reward": int | float,
+    "length": int | float,
+    "spread": bool,
+}
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -110,23 +118,17 @@ def _is_turn(turn: Any) -> bool:
 
 def read_draws(run_dir: str | Path) -> list[Record]:
     """Return the record of each group of responses of a run. Returns an empty list without the
-    file. Raises DataError for a damaged line, or if a record lacks a value."""
+    file. Raises DataError for a damaged line, or if a value of a record is missing or has a wrong
+    type."""
     path = Path(run_dir) / DRAWS_FILE
     records = read_json_lines(path) if path.is_file() else []
     for number, record in enumerate(records, start=1):
-        if not _is_draw(record):
-            raise DataError(f"{path}: record {number} is not the result of a prompt")
+        for name, kind in _DRAW.items():
+            has_failed = name == "reward" and not record.get("responses")  # all calls
+            value = record.get(name)
+            if not (isinstance(value, kind) or (has_failed and value is None)):
+                raise DataError(f"{path}: the `{name}` of record {number} is missing or wrong")
     return records
-
-
-def _is_draw(record: Record) -> bool:
-    figures = [record.get(key) for key in ("step", "responses", "solved", "length")]
-    if record.get("responses"):
-        figures.append(record.get("reward"))
-    names = (record.get("prompt"), record.get("row_id"))
-    are_numbers = all(isinstance(each, int | float) for each in figures)
-    are_texts = all(isinstance(each, str) for each in names)
-    return are_numbers and are_texts and isinstance(record.get("spread"), bool)
 
 
 def read_changes(run_dir: str | Path) -> list[Record]:

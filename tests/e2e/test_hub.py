@@ -53,7 +53,8 @@ class Finished:
 
     def train(self, *more: str) -> str:
         words = ("train", "my/config.yaml", *NAMES, *SMALL, "training.steps=2", *more)
-        return self.gspo(*words, "logging.dir=run", "logging.plots=false", "--nproc=2")
+        words += ("logging.dir=run", "logging.plots=false", "--nproc=2")
+        return self.gspo(*words, HF_TOKEN=TOKEN)
 
     @property
     def run(self) -> Path:
@@ -183,6 +184,8 @@ def test_a_run_is_pushed_in_one_commit_and_reads_back(
     assert header["datasets"] == [ROWS]
     assert "| objective.name | gspo |" in card and f"{ROWS}@{finished.rows}" in card
     assert "evaluation/reward" in card and TOKEN not in card and str(finished.folder) not in card
+    written = [path for path in finished.folder.rglob("*") if path.is_file()]
+    assert [path for path in written if TOKEN.encode() in path.read_bytes()] == []
     use_hub(hub, finished.folder / "another", monkeypatch)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     back = folder_of(TRAINED, weights=True)

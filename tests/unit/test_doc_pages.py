@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from gspo_megatron.cli.check_inputs import check_run
 from gspo_megatron.config.keys import list_keys
 from gspo_megatron.config.load import STAGES, load_any_config
 from gspo_megatron.config.section import sections_of
+from gspo_megatron.process import failures
+from gspo_megatron.process.heartbeat import HUNG
 from tests.programs import ROOT, gspo
 
 DOCS = ROOT / "docs"
@@ -193,6 +196,16 @@ def test_every_quoted_message_is_one_of_the_code() -> None:
     for line in lines:
         for part in line.split("…"):
             assert part.strip(" ,;:=") in known, f"{part!r} of {line!r}"
+
+
+def test_the_table_has_every_exit_code() -> None:
+    page = read("troubleshooting")
+    [table] = re.findall(r"^\| exit code \|.*?\n\n", page, re.MULTILINE | re.DOTALL)
+    cells = [row.split("|")[1] for row in table.splitlines() if row]
+    named = {int(number) for number in re.findall(r"\d+", " ".join(cells))}
+    of_signals = {128 + number for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGKILL)}
+    own = {failures.DEFECT, failures.USER_ERROR, failures.STOPPED, failures.LOST_PEER, HUNG}
+    assert named >= {0, *own, failures.INTERRUPTED, failures.UNREAD, *of_signals}
 
 
 def test_the_examples_of_mistakes_are_told_so(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ import pytest
 import yaml
 
 from gspo_megatron.process.failures import LOST_PEER, STOPPED, USER_ERROR
+from gspo_megatron.process.nodes import NAME_SECONDS
+from gspo_megatron.rollout.vllm.remote import SILENT_SECONDS
 from tests.pods import containers
 from tests.programs import ROOT
 
@@ -150,6 +152,13 @@ def test_the_servers_have_an_interpreter_on_a_volume_of_theirs() -> None:
         [python] = [w for w in each.words if w.startswith("rollout.vllm.python=")]
         path = Path(python.partition("=")[2])
         assert any(path.is_relative_to(mount) for mount in mounts), python
+
+
+def test_a_pod_of_servers_may_be_away_as_long_as_a_trainer_waits_for_another() -> None:
+    """A new node of a cloud takes minutes. A run without servers would end the JobSet for good."""
+    for each in containers(jobset(), "trainer"):
+        [restarts] = [w for w in each.words if w.startswith("rollout.vllm.restarts=")]
+        assert int(restarts.partition("=")[2]) * SILENT_SECONDS >= NAME_SECONDS
 
 
 def test_the_task_of_skypilot_is_as_its_published_schema_wants_it() -> None:

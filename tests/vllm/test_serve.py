@@ -71,6 +71,8 @@ def test_a_run_draws_from_a_server_of_another_one_s_checkpoint(
             assert record["mismatch/abs_mean"] <= 1e-5
         family = psutil.Process(server.pid).children(recursive=True)
         assert len(family) >= 2  # the server and its engine
+        commands = [each.cmdline() for each in (psutil.Process(server.pid), *family)]
+        assert not any(token in word for command in commands for word in command)
         port = int(url.rpartition(":")[2])
         listeners = addresses_of_listeners(each.pid for each in family)
         assert set(listeners) == {"127.0.0.1"} and port in listeners["127.0.0.1"], listeners

@@ -30,7 +30,7 @@ from typing import Any
 from aiohttp import web
 from pydantic import TypeAdapter
 
-from gspo_megatron.addresses import own_address_for_servers
+from gspo_megatron.addresses import key_in, own_address_for_servers
 from gspo_megatron.config import Config
 from gspo_megatron.config.load import parse_config
 from gspo_megatron.data.inputs import Inputs, read_inputs
@@ -179,7 +179,7 @@ class Service:
     def _servers(self, session: Any) -> list[Server]:
         section = self.config.rollout.vllm
         if section.urls:
-            token = os.environ.get(TOKEN_VARIABLE)
+            token = key_in(TOKEN_VARIABLE)
             return [
                 Server(f"server {url}", ServerClient(url, session, token)) for url in section.urls
             ]

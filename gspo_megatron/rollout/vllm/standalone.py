@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 import signal
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
+from gspo_megatron.addresses import key_in
 from gspo_megatron.errors import RolloutError, format_value
 from gspo_megatron.families import family_of, preset_of_folder
 from gspo_megatron.families.model_shape import (
@@ -53,7 +53,7 @@ def server_command(
     arguments = needed_arguments(str(folder.resolve()), dtype, routes=bool(shape.num_moe_experts))
     if not (folder / "tokenizer_config.json").exists():
         arguments["skip_tokenizer_init"] = True
-    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
+    token = key_in(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
     return _command(folder, shape, python, arguments, options, token)
 
 
@@ -74,7 +74,7 @@ def reward_server_command(
         "served_model_name": folder.resolve().name,
     }
     shape = shape_of(preset_of_folder(str(folder)))
-    key = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32)
+    key = key_in(KEY_VARIABLE) or secrets.token_urlsafe(32)
     words, environ = _command(folder, shape, python, arguments, options, key)
     return words, environ | {"VLLM_SERVER_DEV_MODE": "0"}
 
@@ -161,5 +161,5 @@ def _tell_ready(url: str, token: str, scores: bool) -> None:
     setting = f"reward.model.url={url}" if scores else f"rollout.vllm.urls='[{url}]'"
     variable = KEY_VARIABLE if scores else TOKEN_VARIABLE
     print(f"ready: {setting}", flush=True)
-    if variable not in os.environ:
+    if key_in(variable) is None:
         print(f"and in the run's environment: {variable}={token}", flush=True)

@@ -48,7 +48,8 @@ def is_private(config: Config) -> bool:
 def _place(config: Config) -> tuple[Path, str]:
     """Return the parent folder, and the part of the name that is the same for each start."""
     section, run = config.rollout.vllm, os.path.realpath(str(config.logging.dir))
-    parent = Path(section.weights_dir or run) / ("" if section.weights_dir else FOLDER)
+    # in full, because servers may run in another folder
+    parent = Path(section.weights_dir or run).absolute() / ("" if section.weights_dir else FOLDER)
     is_local = section.servers and not rollout_nodes()
     if section.weights_dir is None and is_local and os.access(MEMORY, os.W_OK):
         parent = MEMORY

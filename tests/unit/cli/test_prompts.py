@@ -177,20 +177,38 @@ def test_bounds_that_leave_nothing(gspo: Command, run: Path, tmp_path: Path) -> 
     assert not (tmp_path / "kept.jsonl").exists()
 
 
-def test_a_record_that_lacks_values(gspo: Command, run: Path) -> None:
+def test_a_record_without_rewards_and_one_that_is_being_written(gspo: Command, run: Path) -> None:
     path = run / "draws.jsonl"
     whole = path.read_text()
     path.write_text(whole + '{"step": 3, "pro')  # a run that is writing it, or was killed
     code, out, _ = gspo("prompts", run)
     assert code == 0 and "in 8 groups, up to step 2; " in out
     first = json.loads(whole.splitlines()[0])
-    for lacking in ({"step": 3}, first | {"reward": None}, first | {"prompt": 7}):
-        path.write_text(whole + json.dumps(lacking) + "\n")
-        code, _, err = gspo("prompts", run)
-        assert (code, err) == (2, f"{path}: record 9 is not the result of a prompt\n")
     path.write_text(json.dumps(first | {"responses": 0, "solved": 0, "reward": None}) + "\n")
     code, out, _ = gspo("prompts", run)
     assert code == 0 and "no rewards" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("step", "2"),
+        ("prompt", None),
+        ("solved", 0.5),
+        ("reward", "high"),
+        ("reward", None),
+        ("length", None),
+    ],
+)
+def test_a_record_that_no_run_has_written_is_named(
+    gspo: Command, run: Path, name: str, value: object
+) -> None:
+    first, *lines = (run / "draws.jsonl").read_text().splitlines()
+    wrong = json.dumps(json.loads(first) | {name: value})
+    (run / "draws.jsonl").write_text("\n".join([*lines, wrong]) + "\n")
+    code, _, err = gspo("prompts", run)
+    assert code == 2
+    assert err == f"{run}/draws.jsonl: the `{name}` of record 8 is missing or wrong\n"
 
 
 def test_a_folder_without_draws(gspo: Command, tmp_path: Path) -> None:

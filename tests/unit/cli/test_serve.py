@@ -86,3 +86,5 @@ def test_mistakes_are_told_in_one_line(gspo: Command, tmp_path: Path) -> None:
         assert told in said
     [said] = refused(gspo, "serve", tmp_path / "nothing")
     assert "nothing: no such folder" in said
+    [said] = refused(gspo, "serve", "--join", tmp_path / "nothing.yaml")
+    assert "nothing.yaml: no such configuration file" in said

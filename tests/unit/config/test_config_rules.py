@@ -405,6 +405,13 @@ def test_every_layout_that_passes_resolves_and_multiplies_out() -> None:
             "rollout.vllm.servers = 0",
         ),
         ("a", [], "rollout.engine = 'megatron': nothing runs on the nodes of GSPO_ROLLOUT_NODES"),
+        (" a, b,", ["rollout.engine=vllm", "rollout.vllm.servers=2"], None),
+        (
+            "a,b, a",
+            ["rollout.engine=vllm", "rollout.vllm.servers=3"],
+            "rollout.vllm.servers = 3: one of the nodes of GSPO_ROLLOUT_NODES = a,b,a is named "
+            "twice; allowed: each node once",
+        ),
     ],
 )
 def test_nodes_for_rollouts_have_servers(

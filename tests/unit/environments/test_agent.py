@@ -20,8 +20,10 @@ from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
 from gspo_megatron.environments import agent
 from gspo_megatron.environments.agent import Agent
 from gspo_megatron.environments.episode import Episode, EpisodeLimits, EpisodeRunner, TurnRequest
+from gspo_megatron.environments.gateway import Gateway
 from gspo_megatron.environments.transcript import Written
 from gspo_megatron.types import Prompt
+from tests.listeners import addresses_of_listeners
 from tests.tasksets import TEMPLATE, letters
 from tests.unit.environments.characters import shown
 
@@ -492,3 +494,15 @@ chat([user])
         ["a"],
     )
     assert episode.error is None and len(asked) == 1 and "OPENAI_API_KEY" not in os.environ
+
+
+def test_the_gateway_listens_on_loopback_alone() -> None:
+    """docs/security.md promises this."""
+
+    async def address() -> list[str]:
+        gateway = Gateway()
+        port = int((await gateway.url()).rpartition(":")[2])
+        found = addresses_of_listeners([os.getpid()])
+        return [each for each, ports in found.items() if port in ports]
+
+    assert asyncio.run(address()) == ["127.0.0.1"]

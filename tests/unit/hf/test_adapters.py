@@ -153,10 +153,14 @@ def test_peft_gets_the_revision_of_a_base_of_the_hub_by_itself(
 
 def test_pickles_are_never_read(tmp_path: Path, base: Path) -> None:
     folder = write_adapter(tmp_path / "adapter", base, ["attention"])
+    mark = tmp_path / "a pickle was read"
+    (folder / "adapter_model.bin").write_bytes(f"cos\nmkdir\n(S'{mark}'\ntR.".encode())
+    peft_to_megatron(folder, tmp_path / "from_safetensors")
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     assert "adapter_model.bin may run code and is not read" in refusal(folder, tmp_path)
     (folder / "adapter_model.safetensors").write_bytes(b"\x10" + bytes(40))
     assert "damaged" in refusal(folder, tmp_path)
+    assert not mark.exists()
 
 
 def test_target_modules_name_what_is_adapted_and_nothing_else(tmp_path: Path, base: Path) -> None:

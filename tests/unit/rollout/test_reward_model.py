@@ -157,11 +157,12 @@ def test_the_server_tells_the_longest_conversation(chat: Path) -> None:
     assert found.tokens.tolist() == [22, 23, *[24] * 5] and found.cut.sum() == 4
 
 
+@pytest.mark.parametrize("variable", ["secret", " secret\n"])
 def test_the_key_is_sent_to_no_server_but_this_one(
-    chat: Path, monkeypatch: pytest.MonkeyPatch
+    chat: Path, variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """docs/security.md promises this."""
-    monkeypatch.setenv(KEY_VARIABLE, "secret")
+    monkeypatch.setenv(KEY_VARIABLE, variable)
     monkeypatch.setenv("GSPO_SERVER_TOKEN", "of the rollouts")
     monkeypatch.setenv("OPENAI_API_KEY", "of the judge")
     keys: list[str | None] = []

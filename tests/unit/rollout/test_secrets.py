@@ -10,13 +10,16 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from aiohttp import web
 
 from gspo_megatron.errors import RolloutError
 from gspo_megatron.rollout.vllm import fleet as fleet_module
+from gspo_megatron.rollout.vllm import service as service_module
 from gspo_megatron.rollout.vllm import standalone
 from gspo_megatron.rollout.vllm.client import ServerClient, ServerGone, connected_session
 from gspo_megatron.rollout.vllm.process import WORKER_FOLDER, hold_port
@@ -25,6 +28,7 @@ from gspo_megatron.rollout.vllm.service_client import ServiceClient
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import PROOF, proof_of
 from tests.fleets import ScheduledFleet
 from tests.listeners import addresses_of_listeners
+from tests.unit.hf.published import write_model
 from tests.unit.other_user import needs_root, said_by
 from tests.unit.rollout.double import Started, fleet_settings, site, weights
 from tests.unit.rollout.test_service_client import settings
@@ -192,9 +196,10 @@ def test_a_standalone_server_that_proves_itself_late_is_asked_again(
         asyncio.run(run())
 
 
-def guarded(monkeypatch: pytest.MonkeyPatch) -> Handler:
-    """The package's guard in front of an application."""
-    monkeypatch.setenv("GSPO_SERVER_TOKEN", TOKEN)
+def guarded(monkeypatch: pytest.MonkeyPatch, variable: str = TOKEN) -> Handler:
+    """The package's guard in front of an application. variable: the contents of the environment
+    variable with the token."""
+    monkeypatch.setenv("GSPO_SERVER_TOKEN", variable)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -263,3 +268,57 @@ def test_health_is_asked_for_without_a_token() -> None:
 
     asyncio.run(run())
     assert heard == ["", f"Bearer {TOKEN}"]
+
+
+def test_blanks_around_a_token_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A secret of Kubernetes often ends with a line end. An empty variable gives no token."""
+
+    async def ask() -> None:
+        async with site(guarded(monkeypatch, f" {TOKEN}\n")) as url, connected_session() as session:
+            client = ServerClient(url, session, TOKEN)
+            assert await client._call("GET", "/weight_info", seconds=5) == {}
+
+    asyncio.run(ask())
+    monkeypatch.setattr(standalone, "device_of", lambda _: "cuda")
+    folder = write_model(tmp_path / "model", "llama", seed=1)
+    for variable, is_told in ((f"{TOKEN}\n", False), (" ", True), ("", True)):
+        monkeypatch.setenv("GSPO_SERVER_TOKEN", variable)
+        _, environ = standalone.server_command(folder, "python", "float32", {})
+        token = environ["GSPO_SERVER_TOKEN"]
+        assert token and (token == TOKEN) != is_told
+        standalone._tell_ready("http://here", token, scores=False)
+        assert (f"GSPO_SERVER_TOKEN={token}\n" in capsys.readouterr().out) == is_told
+
+
+def test_the_token_of_the_service_is_not_in_its_command(tmp_path: Path) -> None:
+    with contextlib.closing(ServiceClient(settings(tmp_path), restarts=0)) as client:
+        assert client._process is not None
+        words = " ".join(psutil.Process(client._process.pid).cmdline())
+        assert "rollout.vllm.service" in words and client._settings["token"] not in words
+        listeners = addresses_of_listeners([client._process.pid])
+        assert listeners == {"127.0.0.1": [client._settings["port"]]}
+
+
+@pytest.mark.parametrize("nodes", [[], ["127.0.0.1"]], ids=["here", "on another node"])
+def test_the_token_of_a_server_is_not_in_its_command(
+    nodes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("GSPO_ROLLOUT_NODES", ",".join(nodes))
+    started: list[tuple[Any, ...]] = []
+    for name in ("ServerProcess", "RemoteProcess"):
+        monkeypatch.setattr(service_module, name, lambda *all_of_it: started.append(all_of_it))
+    values = settings(tmp_path) | {"nodes": nodes}
+    service = service_module.Service(values, *service_module._read(values))
+    fleet = SimpleNamespace(settings=service._fleet_settings())
+    monkeypatch.setattr(service, "fleet", fleet, raising=False)
+    [server] = service._servers(session=None)
+    assert server.start is not None
+    server.start("folder")
+    [parts] = started
+    words, environ = parts[2:4] if nodes else parts[:2]
+    token = environ["GSPO_SERVER_TOKEN"]
+    assert token == server.client._token
+    assert "gspo_vllm_server" in words and token not in " ".join(words)

@@ -4,6 +4,7 @@ tests/vllm/test_stream.py tests this transfer with vLLM."""
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from gspo_megatron.addresses import listen
 from gspo_megatron.rollout.vllm import weight_stream
 from gspo_megatron.rollout.vllm.process import WORKER_FOLDER
 from gspo_megatron.rollout.vllm.weight_stream import WeightStream, bucket_layout
+from tests.listeners import addresses_of_listeners
 from tests.programs import command_environment, wait_until
 
 # A worker without vLLM, which writes the tensors that it loads to a file. One line on stdin is one
@@ -133,6 +135,19 @@ def test_a_stream_has_an_address_of_either_family() -> None:
     with socket.create_connection(("::1", found.port), timeout=30):
         pass
     assert found.host == "::1"
+
+
+def test_a_stream_listens_on_its_address_alone(stream: WeightStream, start: Start) -> None:
+    """docs/security.md promises this."""
+    [worker], sent = start("server", 1), model(0)
+    plan = stream.plan(specs(sent))
+    worker.begin(plan)
+    stream.send(plan, {"server": 1}, iter(sent.items()), lambda: ["server"])
+    worker.received()
+    found = addresses_of_listeners([os.getpid()])
+    assert stream.port in found["127.0.0.1"]
+    assert set(addresses_of_listeners([worker.process.pid])) <= {"127.0.0.1"}
+    assert not [a for a, ports in found.items() if stream.port in ports and a != "127.0.0.1"]
 
 
 @pytest.mark.parametrize("limit", [1, 64, 200, 1 << 20])

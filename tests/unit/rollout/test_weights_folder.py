@@ -79,6 +79,17 @@ def test_servers_of_another_user_may(tmp_path: Path) -> None:
     assert modes(write(folder, weights_folder.is_private(run))) == {0o666 & ~mask}
 
 
+def test_servers_in_another_folder_find_a_relative_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = config(tmp_path / "run", urls=["http://far:8000"], weights_dir="shared")
+    folder = make_weights_folder(run)
+    assert str(folder.parent) == str(tmp_path / "shared")
+    monkeypatch.chdir("/")
+    assert folder.is_dir()
+
+
 def test_each_start_has_a_new_name_and_removes_what_earlier_ones_left(
     memory: Path, tmp_path: Path
 ) -> None:

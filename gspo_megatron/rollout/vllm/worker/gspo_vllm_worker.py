@@ -313,7 +313,7 @@ class TokenGuard:
 
     def __init__(self, app: Any) -> None:
         self._app = Answers(app)
-        self._token = os.environ.get(TOKEN_VARIABLE)
+        self._token = os.environ.get(TOKEN_VARIABLE, "").strip()  # a header has no blanks around it
         self._expected = f"Bearer {self._token}".encode() if self._token else None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
