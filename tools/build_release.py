@@ -55,7 +55,9 @@ def main(out: Path) -> int:
             shutil.copy(ROOT / path, copy / path)
         archive = build("build_sdist", copy, out.resolve())
         with tarfile.open(archive) as content:
-            content.extractall(unpacked, filter="data")
+            if hasattr(tarfile, "data_filter"):  # from Python 3.11.4 on
+                content.extraction_filter = tarfile.data_filter
+            content.extractall(unpacked)
         [source] = unpacked.iterdir()
         wheel = build("build_wheel", source, out.resolve())
     if missing := missing_from(wheel):
