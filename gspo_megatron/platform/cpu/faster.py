@@ -24,11 +24,11 @@ from gspo_megatron.platform.cpu.needed import is_needed
 
 IS_ON = os.environ.get("GSPO_CPU_FASTER", "1") != "0"
 
-# Options of glibc's mallopt (malloc.h). Sizes are in bytes, and the largest that are allowed.
+# Options of glibc's mallopt (malloc.h). With the second one, large blocks are in the heap, too, and
+# do not go back to the system when they are freed.
 MALLOC_OPTIONS = {
-    -1: 2**31 - 1,  # M_TRIM_THRESHOLD: free memory that stays at the end of the heap
-    -3: 32 * 2**20,  # M_MMAP_THRESHOLD: larger blocks go back to the system when they are freed,
-    -4: 0,  # M_MMAP_MAX: but no block is of this kind. A large tensor is part of the heap, too.
+    -1: 2**31 - 1,  # M_TRIM_THRESHOLD: bytes of free memory that stay at the end of the heap
+    -4: 0,  # M_MMAP_MAX: blocks that are not in the heap
 }
 # Elements that are computed at a time (`strips`).
 STRIP = 2**19
@@ -107,8 +107,8 @@ class _Heap(ctypes.Structure):
 def return_free_memory() -> None:
     """Give the free memory of the heap back to the system if there is much of it.
 
-    `_keep_freed_memory` keeps what is free between used blocks, without a limit. A large model would
-    keep several gigabytes.
+    `_keep_freed_memory` keeps what is free between used blocks, without a limit. A large model
+    would keep several gigabytes.
     """
     libc = ctypes.CDLL(None)
     if not (IS_ON and is_needed() and hasattr(libc, "mallinfo2")):
