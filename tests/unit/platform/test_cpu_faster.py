@@ -216,17 +216,17 @@ def test_packed_sequences_turn_as_stock_turns_them(
 
 @needs_substitutions
 def test_memory_that_is_freed_serves_the_next_update() -> None:
-    # The program allocates and frees four blocks of 24 MiB repeatedly. By default, glibc keeps at
-    # most 64 MiB of freed memory, so the 24,576 pages of the blocks would be fetched again in each
-    # repetition. Tensors would put small objects between the blocks, so the program does not use
-    # them.
+    # The program allocates and frees five blocks repeatedly. By default, glibc keeps at most 64 MiB
+    # of freed memory and no block above 32 MiB, so the 50,176 pages of the blocks would be fetched
+    # again in each repetition. Tensors would put small objects between the blocks, so the program
+    # does not use them.
     program = """
 import resource
 import gspo_megatron.platform
 
 for _ in range(4):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    blocks = [bytearray(24 * 2**20) for _ in range(4)]
+    blocks = [bytearray(size * 2**20) for size in (24, 24, 24, 24, 100)]
     del blocks
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
