@@ -121,7 +121,7 @@ def _open_mlflow(run_dir: Path, config: Mapping[str, Any]) -> Tracker:
 def _remembered_in(path: Path) -> str | None:
     """Return the id in a file, or None if there is no file. A file on a full disk, or of a process
     that was killed while it wrote the file, is empty."""
-    return path.read_text().strip() or None if path.exists() else None
+    return path.read_text(encoding="utf-8").strip() or None if path.exists() else None
 
 
 def flattened(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
