@@ -190,10 +190,8 @@ def _differences(planned: PlannedRun) -> list[str]:
 
     path = planned.folder / "config.resolved.yaml"
     try:
-        recorded, written = (
-            values(load_config(path)),
-            parse_yaml(path.read_text(encoding="utf-8"), str(path)),
-        )
+        recorded = values(load_config(path))
+        written = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     except UserError:
         return ["config.resolved.yaml is missing or of another version"]
     planned_values = values(planned.config)

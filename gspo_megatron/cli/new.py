@@ -128,10 +128,8 @@ def write_files(folder: Path, model: tuple[str, ModelPreset, Tokenizer] | None) 
         )
     if model is None or model[2].chat_template is not None:
         for name in PROMPT_FILES:
-            rows = [
-                json.loads(line)
-                for line in (folder / name).read_text(encoding="utf-8").splitlines()
-            ]
+            text = (folder / name).read_text(encoding="utf-8")
+            rows = [json.loads(line) for line in text.splitlines()]
             for row in rows:
                 row["prompt"] = [{"role": "user", "content": row["prompt"]}]
             (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
