@@ -114,7 +114,7 @@ echo >>calls
 """
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed; this test runs it")
 @pytest.mark.parametrize(
     ("target", "programs"),
     [
@@ -145,7 +145,7 @@ def test_make_works_in_a_folder_with_a_blank_in_its_path(
         assert f"ty|check|--python|{folder}/.venv|" in calls
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed; this test runs it")
 def test_make_clean_removes_no_other_folder(tmp_path: Path) -> None:
     shutil.copyfile(ROOT / "Makefile", tmp_path / "Makefile")
     folder = tmp_path / "my files"
