@@ -201,6 +201,10 @@ def test_a_prompt_may_be_a_conversation(tmp_path: Path, suffix: str) -> None:
     assert "".join(map(chr, encoded.token_ids)) == (
         "[system]Be brief.[user]ab[assistant]c[user]d?[assistant]"
     )
+    # a content may be an array of texts, as in OpenAI's format
+    parts = {**ASKED, "content": [{"type": "text", "text": text} for text in "ab"]}
+    (prompt,) = load_prompts(write_rows(tmp_path / "o.jsonl", [{**GOOD, "prompt": [parts]}]))
+    assert (prompt.text, prompt.messages) == ("ab", (ASKED,))
 
 
 def test_a_string_is_a_message_only_with_a_chat_template(tmp_path: Path) -> None:
