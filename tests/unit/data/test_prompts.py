@@ -344,8 +344,9 @@ def test_published_rows_are_read_by_name(tmp_path: Path, name: str) -> None:
         ("gsm8k", 13, "field 'answer' has no '####' before the answer (data.format = gsm8k)"),
         ("math", "x", r"field 'solution' has no \boxed{...} with the answer (data.format = math)"),
         ("math", r"\boxed{\frac{1}", r"field 'solution' has a \boxed{ that is not closed (data."),
-        ("apps", "", "field 'input_output' is not JSON with 'inputs' and 'outputs'; leave out"),
-        ("apps", "[1]", "field 'input_output' is not JSON with 'inputs' and 'outputs'; leave out"),
+        ("apps", "", "field 'input_output' is not JSON with tests in 'inputs' and 'outputs'; "),
+        ("apps", "[1]", "field 'input_output' is not JSON with tests in 'inputs' and 'outputs'; "),
+        ("apps", '{"inputs": [], "outputs": []}', "field 'input_output' is not JSON with tests in"),
         ("dapo", "34", "field 'reward_model' is a string; 'reward_model.ground_truth' needs an ob"),
         (
             "gsm8k",
