@@ -3,6 +3,7 @@ assistant's tokens."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ import numpy as np
 from gspo_megatron.data.quoting import Controls, Rendered, Span, syntax_tree, trace
 from gspo_megatron.data.rows import json_type, text_fault
 from gspo_megatron.errors import DataError, problem, suggest
-from gspo_megatron.files import parse_json
+from gspo_megatron.files import WRONG_VALUES, parse_json
 from gspo_megatron.types import Message
 
 if TYPE_CHECKING:
@@ -137,7 +138,12 @@ def render(
             raise DataError(f"{name}: the chat template failed: {error}") from error
         return texts[0], [(start, end) for start, end in spans[0]] if marked else None
 
-    return trace(apply, messages, symbols.get("tools") or (), template, controls)
+    def traced(given: Sequence[Message]) -> Rendered:
+        return trace(apply, given, symbols.get("tools") or (), template, controls)
+
+    with contextlib.suppress(DataError):
+        return traced([*map(_with_arguments, messages)])
+    return traced(messages)  # some templates, such as DeepSeek's, need the arguments as text
 
 
 def check_template(tokenizer: Tokenizer, prompt: Sequence[Message] | None = None) -> None:
@@ -204,15 +210,39 @@ def message_fault(messages: object) -> str | None:
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict):
             return f"message {number} is {json_type(message)}; an object is wanted"
+        if "from" in message and "role" not in message:
+            return (
+                f"message {number} has ShareGPT's keys; rename 'from' to 'role' and 'value' to "
+                "'content', and the roles 'human' and 'gpt' to 'user' and 'assistant'"
+            )
         for key in ("role", "content"):
-            if key not in message:
+            value = message.get(key)
+            if key == "content" and (isinstance(value, list) or message.get("tool_calls")):
+                value = text_of(value)
+                if value is None:
+                    return f"{key!r} of message {number} is neither a string nor an array of texts"
+            elif key not in message:
                 return f"{key!r} of message {number} is missing; a string is wanted"
-            fault = text_fault(message[key])
+            fault = text_fault(value)
             if fault is not None:
                 return f"{key!r} of message {number} {fault}"
         for key, value in message.items():  # others, such as tool_calls
             if (fault := _fault_of_texts(value)) is not None:
                 return f"{key!r} of message {number} {fault}"
+    return None
+
+
+def text_of(content: Any) -> str | None:
+    """Return the content of a message in OpenAI's format as one text. It may be null, because a
+    message with tool calls needs no text, or an array of parts. Returns None if a part is not of
+    the type text, such as an image."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    try:
+        if all(part["type"] == "text" for part in content):
+            return "".join(part["text"] for part in content)
+    except (LookupError, TypeError):
+        pass
     return None
 
 
@@ -250,8 +280,24 @@ def _fault_of_texts(value: object) -> str | None:
 
 
 def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message without keys whose value is None: Parquet writes None for absent keys."""
-    return {key: value for key, value in message.items() if value is not None}
+    """Return a message with its content as text, and without keys whose value is None: Parquet
+    writes None for absent keys."""
+    present = {key: value for key, value in message.items() if value is not None}
+    return {**present, "content": text_of(message.get("content"))}
+
+
+def _with_arguments(message: Message) -> Message:
+    """Return a message with the arguments of its tool calls as JSON values. In OpenAI's format they
+    are JSON text, which most templates would write as a quoted string."""
+    with contextlib.suppress(*WRONG_VALUES):  # there are no calls, or they have values already
+        calls = []
+        for call in message["tool_calls"]:
+            function = call["function"]
+            function = {**function, "arguments": parse_json(function["arguments"])}
+            calls.append({**call, "function": function})
+        if _fault_of_texts(calls) is None:
+            return {**message, "tool_calls": calls}
+    return message
 
 
 def encode_conversation(
@@ -306,9 +352,9 @@ def _mask_by_prefixes(
         answered = render(messages[: number + 1])
         start = _prefix_tokens(opened, text, ids, tokenizer, number)
         end = _prefix_tokens(answered, text, ids, tokenizer, number)
-        # The template may write text after the end-of-sequence token. The model never generates
+        # The template may write text after the token that ends a response. The model never writes
         # this text.
-        last = [n for n in range(start, end) if ids[n] == tokenizer.eos_id][-1:]
+        last = [n for n in range(start, end) if ids[n] in tokenizer.eos_ids][-1:]
         mask[start : last[0] + 1 if last else end] = True
     return mask
 

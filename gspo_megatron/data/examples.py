@@ -180,11 +180,11 @@ def _conversation(
         return
     if not mask.any():
         problems.add(where, "the chat template marks no text of the assistant to learn")
-    elif tokenizer.eos_id not in token_ids[mask]:
+    elif not np.isin(token_ids[mask], tokenizer.eos_ids).any():
         problems.add(
             where,
             "the chat template ends no answer with the end-of-sequence token "
-            f"(id {tokenizer.eos_id}): the model would not learn to stop",
+            f"(id {' or '.join(map(str, tokenizer.eos_ids))}): the model would not learn to stop",
         )
     else:
         text = "".join(message["content"] for message in messages)

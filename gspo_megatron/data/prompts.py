@@ -173,7 +173,7 @@ def _prompt_fault(name: str, value: Any) -> str | None:
             fault = f"the last message has the role {ASSISTANT!r}, but the policy writes the answer"
         if fault is not None:
             return f"field {name!r}: {fault}"
-        empty = not value[-1]["content"].strip()
+        empty = not plain_message(value[-1])["content"].strip()
     return f"field {name!r} is empty; a prompt needs some text" if empty else None
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from gspo_megatron.data.chat import text_of
 from gspo_megatron.errors import EpisodeError
 from gspo_megatron.files import WRONG_VALUES, parse_json
 
@@ -69,16 +70,9 @@ def _plain(message: Any) -> dict[str, Any]:
 
 
 def _text(content: Any) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    try:
-        if all(part["type"] == "text" for part in content):
-            return "".join(part["text"] for part in content)
-    except (LookupError, TypeError):
-        pass
-    raise EpisodeError("the content of a message is a text, or parts of the type text")
+    if (text := text_of(content)) is None:
+        raise EpisodeError("the content of a message is a text, or parts of the type text")
+    return text
 
 
 def _call(call: Any) -> dict[str, Any]:

@@ -11,13 +11,24 @@ from functools import lru_cache
 from typing import Any
 
 from gspo_megatron.errors import RewardError
-from gspo_megatron.rewards.math_value import is_too_large, value_text
+from gspo_megatron.rewards.math_value import are_small_and_differ, is_too_large, value_text
 from gspo_megatron.rewards.registry import register
 from gspo_megatron.rewards.values import shorten
 from gspo_megatron.types import Sample
 
 _NUMBER = re.compile(r"-?\d+(,\d{3})*(\.\d+)?")
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+# What math-verify misreads: it takes 1e-7 for e - 7, 2 1/3 for 1, and 10\,000 for 0.
+_REWRITTEN: tuple[tuple[re.Pattern[str], Any], ...] = (
+    (re.compile(r"\\(?:boxed|fbox)\s*\{"), r"\\boxed{"),
+    (re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?!\w|\.\d)"), r"\1 \\cdot 10^{\2}"),
+    (re.compile(r"(?<![\w.,/^])(\d+) +([1-9]\d*)/(\d+)(?!\w)"), r"\1\\frac{\2}{\3}"),
+    (
+        re.compile(r"(?<![\d.])\d{1,3}(?:(?:\\,| )\d{3})+(?!\d)"),
+        lambda match: re.sub(r"\\,| ", "", match[0]),
+    ),
+    (re.compile(r"°|\\degree(?![A-Za-z])"), r"^{\\circ}"),
+    (re.compile(r"\\varnothing"), r"\\emptyset"),
+)
 _COMMAND = re.compile(r"\\(?!boxed|text)[A-Za-z]")
 # math-verify computes these while it reads them, so a large one takes too long to read.
 _COMPUTED = re.compile(r"binom|gcd|lcm|det|floor|ceil|[Gg]amma|operatorname")
@@ -50,7 +61,7 @@ def read_answer(sample: Sample) -> str | None:
     Returns None if the response has no expression."""
     from math_verify import parse
 
-    response = _with_boxes(sample.response)
+    response = _rewritten(sample.response)
     try:
         with _limited():
             forms = parse(response[max(response.rfind(r"\boxed"), 0) :])
@@ -78,7 +89,7 @@ def math(sample: Sample) -> float:
 
     Raises RewardError if the answer is not a mathematical expression, or is too large to compute.
     """
-    from math_verify import parse, verify
+    from math_verify import parse
 
     text = str(sample.answer)
     answer: list[Any] = _parse_answer(text)
@@ -89,16 +100,22 @@ def math(sample: Sample) -> float:
             f"reward 'math': the answer {shorten(sample.answer)} of prompt {sample.prompt!r} "
             f"{_UNREADABLE}"
         )
-    response = _with_boxes(sample.response)
+    response = _rewritten(sample.response)
     last_box = response.rfind(r"\boxed")
+    texts = [response[last_box:], response] if last_box > 0 else [response]
     try:
         with _limited():
-            is_right = verify(answer, _computable(parse(response)))
-            if not is_right and last_box > 0:
-                is_right = verify(answer, _computable(parse(response[last_box:])))
+            return float(any(_is_equal(answer, parse(each)) for each in texts))
     except _TooLongError:
         return 0.0
-    return float(is_right)
+
+
+def _is_equal(answer: list[Any], response: list[Any]) -> bool:
+    """Whether a form of the answer equals a form of the response, as math-verify parsed them."""
+    from math_verify import verify
+
+    forms = _computable(response)
+    return verify(answer, forms) and not are_small_and_differ(answer[0], forms[0])
 
 
 def _computable(forms: list[Any]) -> list[Any]:
@@ -134,9 +151,10 @@ def _limited() -> Generator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
-def _with_boxes(response: str) -> str:
-    r"""Replace \fbox{ and \boxed {, which math-verify does not recognise, by \boxed{."""
-    return _BOX.sub(r"\\boxed{", response)
+def _rewritten(text: str) -> str:
+    for pattern, replacement in _REWRITTEN:
+        text = pattern.sub(replacement, text)
+    return text
 
 
 def _is_surely_readable(answer: str) -> bool:
@@ -171,7 +189,7 @@ def _parse_answer(answer: str) -> list[Any]:
     """
     from math_verify import parse
 
-    answer = answer.replace(r"\$", "")  # a dollar sign, not a LaTeX delimiter
+    answer = _rewritten(answer).replace(r"\$", "")  # a dollar sign, not a LaTeX delimiter
     # math-verify does not recognise bare LaTeX, so x^2+1 must be inside \boxed{...}.
     is_enclosed = "$" in answer or r"\boxed" in answer
     forms = parse(answer if is_enclosed else rf"\boxed{{{answer}}}")

@@ -16,6 +16,7 @@ _MOST_BITS = 8192  # limit for a numerator or denominator
 _MOST_FACTORIAL = 500
 _MOST_BITS_OF_RESPONSE = 1 << 18  # of a number that math-verify computes, a fraction of a second
 _DIGITS = 12  # significant digits of a number that is not a fraction
+_SMALL = Fraction(1, 100_000)  # with 6 decimals, a smaller number has at most one digit
 _FUNCTIONS: dict[str, Callable[..., complex]] = {
     "log": cmath.log,
     "exp": cmath.exp,
@@ -89,6 +90,17 @@ def _exact(form: Any) -> Fraction | None:
     elif kind == "Abs":
         result = abs(values[0])
     return result if result is not None and _is_small(result) else None
+
+
+def are_small_and_differ(form: Any, other: Any) -> bool:
+    r"""Return whether two expressions are fractions near 0, and differ by more than a thousandth.
+
+    math-verify compares numbers to 6 or to 16 decimals, so for it 1.6 \cdot 10^{-19} is 0."""
+    one, two = _exact(form), _exact(other)
+    if one is None or two is None:
+        return False
+    larger = max(abs(one), abs(two))
+    return larger < _SMALL and abs(one - two) * 1000 > larger
 
 
 def is_too_large(form: Any) -> bool:

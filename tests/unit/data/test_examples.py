@@ -174,6 +174,23 @@ def test_an_unusable_template_is_refused_once(
         assert line.startswith(expected.format(path, tokenizer=tokenizer.name))
 
 
+@pytest.mark.parametrize("template", [CHATML, UNMARKED], ids=["marks", "prefixes"])
+def test_an_answer_may_end_with_any_token_that_ends_a_response(
+    folder: Path, tmp_path: Path, template: str
+) -> None:
+    """The end of a turn is often another token than the tokenizer's end of sequence."""
+    copy = with_template(folder, tmp_path, template.replace("eos_token", "'<|doc|>'"))
+    path = write_rows(tmp_path / "rows.jsonl", [{"messages": exchange("ka", "lo")}])
+    (line,) = refusal(load_supervised, path, load_tokenizer(copy), CHAT)
+    assert line.startswith(f"{path}:1: the chat template ends no answer with")
+    end = load_tokenizer(copy).symbol_id("<|doc|>")
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [end]}))
+    for tokenizer in both(copy):
+        example = load_supervised(path, tokenizer, CHAT)[0]
+        learned = example.token_ids[example.loss_mask].tolist()
+        assert learned == [*tokenizer.encode("lo"), end]
+
+
 def test_prompts_and_answers_by_hand(folder: Path, tmp_path: Path) -> None:
     rows = [{"q": "kalo?", "a": " mi"}, {"q": "ung", "a": ""}]
     path = write_rows(tmp_path / "rows.jsonl", rows)
@@ -261,6 +278,11 @@ def test_too_long_examples(folder: Path, tmp_path: Path) -> None:
         ({"text": "a"}, "no field 'messages'; the fields are: 'text' (data.messages_field chooses"),
         ({"messages": "hi"}, "field 'messages': a string; an array of messages is wanted"),
         ({"messages": [{"role": 1, "content": ""}]}, "'role' of message 1 is a number; a string"),
+        ({"messages": [{"from": "human", "value": "ka"}]}, "message 1 has ShareGPT's keys; rename"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "'content' of message 1 is neither a string nor an array of texts",
+        ),
         (
             {"messages": [{"role": "user", "content": "ka"}]},
             "no message has the role 'assistant', so there is nothing to learn",
@@ -334,6 +356,42 @@ def test_parquet_adds_no_keys_to_tools_and_calls(folder: Path, tmp_path: Path) -
         text = tokenizer.decode(found[number].token_ids.tolist())
         assert ("null" not in text and '"ka": 1' in text) or '"mi": 1' in text
         assert np.array_equal(found[number].token_ids, wanted[number].token_ids)
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("m.tool_calls[0].function.arguments | tojson", {"ka": [1, "é"]}),
+        ("'' + m.tool_calls[0].function.arguments", '{"ka": [1, "é"]}'),  # needs a text
+    ],
+)
+def test_messages_may_have_openais_form(
+    folder: Path, tmp_path: Path, written: str, arguments: object
+) -> None:
+    """Contents are null or arrays of parts there, and the arguments of calls are JSON text."""
+
+    def row(question: object, content: object, arguments: object) -> dict[str, object]:
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        called = {"role": "assistant", "content": content, "tool_calls": [call]}
+        result = {"role": "tool", "tool_call_id": "c", "content": "mi"}
+        asked = {"role": "user", "content": question}
+        return {"messages": [asked, called, result, {"role": "assistant", "content": "lo"}]}
+
+    calls = f"{{% for m in messages if m.tool_calls %}}{{{{ {written} }}}}{{% endfor %}}"
+    copy = with_template(folder, tmp_path, calls + CHATML)
+    theirs = transformers.AutoTokenizer.from_pretrained(copy, local_files_only=True)
+    wanted = theirs.apply_chat_template(
+        row("kalo", "", arguments)["messages"], return_dict=True, return_assistant_tokens_mask=True
+    )
+    parts = [{"type": "text", "text": text} for text in ("ka", "lo")]
+    rows = [row(parts, content, '{"ka": [1, "é"]}') for content in (None, [], "")]
+    del rows[0]["messages"][1]["content"]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    for tokenizer in both(copy):
+        data = load_supervised(path, tokenizer, CHAT)
+        for number in range(len(rows)):
+            assert data[number].token_ids.tolist() == wanted["input_ids"]
+            assert data[number].loss_mask.tolist() == [*map(bool, wanted["assistant_masks"])]
 
 
 @pytest.mark.parametrize("tools", ["[{", '"add"', {}, ["add"], [ADD]])

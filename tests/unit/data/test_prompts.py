@@ -201,6 +201,10 @@ def test_a_prompt_may_be_a_conversation(tmp_path: Path, suffix: str) -> None:
     assert "".join(map(chr, encoded.token_ids)) == (
         "[system]Be brief.[user]ab[assistant]c[user]d?[assistant]"
     )
+    # a content may be an array of texts, as in OpenAI's format
+    parts = {**ASKED, "content": [{"type": "text", "text": text} for text in "ab"]}
+    (prompt,) = load_prompts(write_rows(tmp_path / "o.jsonl", [{**GOOD, "prompt": [parts]}]))
+    assert (prompt.text, prompt.messages) == ("ab", (ASKED,))
 
 
 def test_a_string_is_a_message_only_with_a_chat_template(tmp_path: Path) -> None:
@@ -340,8 +344,9 @@ def test_published_rows_are_read_by_name(tmp_path: Path, name: str) -> None:
         ("gsm8k", 13, "field 'answer' has no '####' before the answer (data.format = gsm8k)"),
         ("math", "x", r"field 'solution' has no \boxed{...} with the answer (data.format = math)"),
         ("math", r"\boxed{\frac{1}", r"field 'solution' has a \boxed{ that is not closed (data."),
-        ("apps", "", "field 'input_output' is not JSON with 'inputs' and 'outputs'; leave out"),
-        ("apps", "[1]", "field 'input_output' is not JSON with 'inputs' and 'outputs'; leave out"),
+        ("apps", "", "field 'input_output' is not JSON with tests in 'inputs' and 'outputs'; "),
+        ("apps", "[1]", "field 'input_output' is not JSON with tests in 'inputs' and 'outputs'; "),
+        ("apps", '{"inputs": [], "outputs": []}', "field 'input_output' is not JSON with tests in"),
         ("dapo", "34", "field 'reward_model' is a string; 'reward_model.ground_truth' needs an ob"),
         (
             "gsm8k",

@@ -189,7 +189,12 @@ def test_an_answer_without_a_verdict_is_half_a_win(judges: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "ties"), [("My verdict: a tie.", 1.0), ("Verdict: A\n\nTie-breaker: none", 0.0)]
+    ("said", "ties"),
+    [
+        ("My verdict: a tie.", 1.0),
+        ("Verdict: A\n\nTie-breaker: none", 0.0),
+        ("**Verdict**: **A**", 0.0),
+    ],
 )
 def test_the_article_of_a_tie_is_no_verdict(judges: Any, said: str, ties: float) -> None:
     found, _ = score(judges(said), group("a", "b"))

@@ -26,9 +26,11 @@ BOXED: dict[str, tuple[str, str]] = {
     ),
     "033": (r"33  033  33.0", r"330  3  0.33  -33"),
     "007": (r"7  007  \frac{14}{2}", r"70  700  0.07"),
-    "336^\\circ": (r"336^\circ  336  336^{\circ}", r"36^\circ  366  24^\circ"),
-    "1,234,567": (r"1234567  1,234,567  1{,}234{,}567", r"1234568  1.234567"),
-    "0": (r"0  0.0  1-1  \frac{0}{5}  -0", r"1  \emptyset  0.001"),
+    "336^\\circ": (r"336^\circ  336  336^{\circ}  336°  336\degree", r"36^\circ  366  24^\circ"),
+    "1,234,567": (r"1234567  1,234,567  1{,}234{,}567  1\,234\,567", r"1234568  1.234567"),
+    "10 000/3": (r"\frac{10000}{3}  10 000/3  10\,000/3", r"0  10  10/3"),
+    "10 000": (r"10000  10 000  10\,000  10,000", r"0  10  100"),
+    "0": (r"0  0.0  1-1  \frac{0}{5}  -0", r"1  \emptyset  0.001  0.0000001"),
     "-5": (r"-5  -5.0  -\frac{10}{2}  x=-5  −5", r"5  -0.5  -50"),
     # fractions, decimals, percentages
     r"\frac{3}{4}": (
@@ -38,7 +40,15 @@ BOXED: dict[str, tuple[str, str]] = {
     ),
     r"-\frac{1}{2}": (r"-\frac{1}{2}  \frac{-1}{2}  -1/2  -0.5  \frac{1}{-2}", r"\frac12  -2"),
     "0.333": (r"0.333  .333  \frac{333}{1000}", r"0.3  0.34"),
-    r"2\frac{1}{3}": (r"\frac{7}{3}  2\frac{1}{3}", r"\frac{2}{3}  \frac{3}{7}"),
+    r"2\frac{1}{3}": (r"\frac{7}{3}  2\frac{1}{3}  2 1/3", r"\frac{2}{3}  \frac{3}{7}  1"),
+    "-2 1/3": (r"-2 1/3  -\frac{7}{3}  -2\frac13", r"-1  \frac{7}{3}  -\frac{5}{3}"),
+    # scientific notation, and numbers near 0
+    "2.5e5": (r"250000  2.5e5  2.5E+5  2.5\times 10^5  250,000", r"2.5  25000  2.5e-5"),
+    r"1.6\times 10^{-19}": (
+        r"1.6\times 10^{-19}  1.6 \cdot 10^{-19}  16\times 10^{-20}",
+        r"3.2\times 10^{-19}  1.6\times 10^{-18}  -1.6\times 10^{-19}  0  0.0",
+    ),
+    "0.0000003": (r"0.0000003  3\times 10^{-7}  3 \cdot 10^{-7}", r"0.0000004  0  0.0"),
     # roots, powers and constants
     r"\sqrt{2}": (
         r"\sqrt{2}  \sqrt2  2^{1/2}  2^{\frac{1}{2}}  \frac{2}{\sqrt{2}}  \frac{\sqrt{8}}{2}",
@@ -64,6 +74,7 @@ BOXED: dict[str, tuple[str, str]] = {
         r"(2,1)  (1,3)  (1,2,3)  12",
     ),
     r"\{1,2,3\}": (r"\{1,2,3\}  \{3,2,1\}  1,2,3  3, 1, 2  \left\{1,2,3\right\}", r"\{1,2\}"),
+    r"\emptyset": (r"\emptyset  \varnothing  \{\}", r"0  \{0\}"),
     "[0,1)": (r"[0,1)  \left[0,1\right)", r"(0,1)  [0,2)"),
     r"(-\infty,3]": (r"(-\infty,3]  \left(-\infty,3\right]", r"(-\infty,2]  (3,\infty)"),
     r"x=1,\ x=-2": (r"1,-2  -2, 1  x=1,-2  \{-2,1\}", r"1  1,2"),
@@ -80,6 +91,8 @@ BOXED: dict[str, tuple[str, str]] = {
 WHOLE: Sequence[tuple[str, str | float, bool]] = (
     ("The answer is 82.", 82, True),
     (r"\boxed{\frac{1}{2}}", 0.5, True),
+    (r"\boxed{10^{-7}}", 1e-7, True),
+    (r"\boxed{10^{16}}", 1e16, True),
     ("1/2", r"$\frac12$", True),
     ("$1+x^2$", "x^2+1", True),
     (r"\boxed{5} and so \boxed{4}, not 5", "5", False),
@@ -116,8 +129,6 @@ MISSED: Sequence[tuple[str, str]] = (
     (r"\boxed{\boldsymbol{204}}", "204"),
     (r"\boxed{\text{The answer is }204}", "204"),
     (r"\boxed{\text{033}}", "033"),
-    (r"\boxed{336\degree}", r"336^\circ"),
-    (r"\boxed{1\,234\,567}", "1,234,567"),
     (r"\boxed{0\le x<1}", "[0,1)"),
     (r"\boxed{x\le 3}", r"(-\infty,3]"),
 )

@@ -45,7 +45,8 @@ def test_the_last_score_counts(judges: Any) -> None:
     assert (request["model"], request["temperature"]) == ("judge", 0.0)
     assert score(judges("**Score:** 3"), "x", best=4.0)[0] == [0.75]
     # the scale of the score is not the score
-    for text in ("Score (0-10): 8", "Score (8/10)", "**Score (from 0 to 10)**: 8"):
+    marked = "**Score (from 0 to 10)**: 8", "**Score**: **8**"
+    for text in ("Score (0-10): 8", "Score (8/10)", *marked):
         assert score(judges(text), "x")[0] == [0.8], text
 
 
