@@ -279,6 +279,7 @@ class Objective:
     needs_reference: bool
     needs_entropy_gradient: bool
     of_tokens: bool  # whether the function may read an advantage for each token
+    of_sequences: bool  # whether it may read an advantage for each sequence
     # Turns the terms [tokens] of a distillation loss into a loss and the pair of its mean, as
     # `aggregate_tokens` does. With a custom objective, the aggregation is sequence_mean.
     aggregate: Callable[[Tensor, LossInputs], tuple[Tensor, Tensor]]
@@ -299,6 +300,7 @@ def build_objective(section: ObjectiveSection, max_response_tokens: int) -> Obje
         needs_reference=section.kl != "none",
         needs_entropy_gradient=section.entropy_coefficient > 0,
         of_tokens=loss.recipe.terms == "token",
+        of_sequences=loss.recipe.terms == "sequence",
         aggregate=loss.aggregate_tokens,
     )
     if section.import_path is None:
@@ -317,6 +319,7 @@ def build_objective(section: ObjectiveSection, max_response_tokens: int) -> Obje
         needs_reference=objective.needs_reference or getattr(function, "needs_reference", False),
         needs_entropy_gradient=getattr(function, "needs_entropy_gradient", False),
         of_tokens=True,
+        of_sequences=True,
         aggregate=partial(aggregate_tokens, **sequence_mean),
     )
 

@@ -327,7 +327,7 @@ def _masked(surrogate: Tensor, advantages: Tensor, moved: Tensor, outside: Tenso
 
 def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     """KL(p, q) of two events, a token and all others: p log(p/q) + (1-p) log((1-p)/(1-q)). It is
-    exact near p = 0 and p = 1, and infinite where q is 0 for an event that p allows."""
+    exact near p = 0, and infinite where q is 0 for a token that p allows."""
     total = torch.zeros_like(log_p)
     for mine, other in ((log_p, log_q), (_log_complement(log_p), _log_complement(log_q))):
         share = mine.exp()
@@ -336,8 +336,10 @@ def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def _log_complement(log_p: Tensor) -> Tensor:
-    """log(1 - p)."""
-    return torch.log(-torch.expm1(log_p.clamp(max=0.0)))
+    """log(1 - p). In float32, log p of a nearly certain token is often 0. Then 1 - p is not 0, but
+    below the rounding error, 2^-24. With log 0, two policies that are both certain of the token
+    would have an infinite divergence."""
+    return torch.log((-torch.expm1(log_p)).clamp(min=2.0**-24))
 
 
 def _unclipped(surrogate: Tensor) -> Clipped:

@@ -98,16 +98,19 @@ def add_to_advantages(
     """Add coefficient * (log pi_teacher - log pi_old) to the advantages, and return the new inputs.
 
     If the objective has a term for each token, each token gets its own difference. Otherwise, each
-    response gets the mean of the differences of its tokens. teacher_logprobs: [response tokens].
+    response gets the mean of the differences of its tokens. With a custom objective, both are done,
+    because it may read either of them. teacher_logprobs: [response tokens].
     """
     difference = teacher_logprobs - inputs.old_logprobs
     difference = difference.detach().where(inputs.mask > 0, 0.0)
-    if not objective.of_tokens:
-        mean = sequence_log_ratio(inputs, difference).to(inputs.advantages.dtype)
-        return replace(inputs, advantages=inputs.advantages + coefficient * mean)
-    own = inputs.token_advantages
-    own = inputs.advantages[inputs.sequence_index] if own is None else own
-    return replace(inputs, token_advantages=own + coefficient * difference)
+    of_sequences, of_tokens = inputs.advantages, inputs.token_advantages
+    if objective.of_tokens:
+        own = of_sequences[inputs.sequence_index] if of_tokens is None else of_tokens
+        of_tokens = own + coefficient * difference
+    if objective.of_sequences:
+        mean = sequence_log_ratio(inputs, difference).to(of_sequences.dtype)
+        of_sequences = of_sequences + coefficient * mean
+    return replace(inputs, advantages=of_sequences, token_advantages=of_tokens)
 
 
 def divergence_metrics(inputs: LossInputs, teacher_logprobs: Tensor) -> dict[str, Tensor]:

@@ -269,8 +269,10 @@ class GroupScorer:
 
     @property
     def shapes(self) -> bool:
-        """Whether the reward to train on may differ from the logged reward."""
-        return self.shaping.is_on or self.scorer.section.model.normalize != "none"
+        """Whether the reward to train on may differ from the logged reward. With gdpo it is an
+        advantage instead, whose mean is always 0."""
+        changes = self.shaping.is_on or self.scorer.section.model.normalize != "none"
+        return changes and self.by_part is None
 
     @property
     def reward(self) -> Reward:

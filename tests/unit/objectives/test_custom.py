@@ -12,6 +12,7 @@ import torch
 from gspo_megatron.config.schema import ObjectiveSection
 from gspo_megatron.errors import ConfigError, UserError
 from gspo_megatron.objectives import build_objective
+from gspo_megatron.rl.distillation import add_to_advantages
 from tests.unit.objectives.batches import make_inputs
 
 NAME = "my_losses"
@@ -197,3 +198,17 @@ def test_advantages_that_would_do_harm_later_are_refused_at_once(function, messa
 def test_an_advantage_with_other_arguments_is_refused_before_training():
     with pytest.raises(ConfigError, match="has to take two arguments, rewards and group_index"):
         build_advantages("one_argument")
+
+
+def test_a_teacher_reaches_a_function_that_reads_advantages_of_sequences_or_of_tokens():
+    inputs, objective = make_inputs(0), build("reinforce")
+    teacher = inputs.old_logprobs + torch.linspace(-1, 2, len(inputs.mask))
+    taught = add_to_advantages(inputs, teacher, objective, 0.5)
+    said = 0.5 * (teacher - inputs.old_logprobs)
+    for i, advantage in enumerate(inputs.advantages):
+        own = (inputs.sequence_index == i) & (inputs.mask > 0)
+        torch.testing.assert_close(taught.advantages[i], advantage + said[own].mean())
+        torch.testing.assert_close(taught.token_advantages[own], advantage + said[own])
+    objective(taught).loss.backward()
+    expected = -taught.advantages[inputs.sequence_index] * inputs.mask / inputs.global_num_sequences
+    torch.testing.assert_close(inputs.logprobs.grad, expected)

@@ -167,11 +167,22 @@ def test_bounds_belong_to_what_is_kept():
 
 
 def test_the_divergence_of_a_token_that_is_certain():
-    """The probability of a token often rounds to 1, so the probability of all others is 0."""
-    certain, half = torch.zeros(1), torch.tensor([0.5]).log()
-    assert parts.binary_kl(certain, half).item() == pytest.approx(math.log(2))
-    assert parts.binary_kl(half, certain).item() == math.inf
+    """In float32, the probability of a token often rounds to 1. The probability of all others is
+    then below the rounding error, but not 0. So a policy that is sure up to rounding is close to a
+    policy that is sure, and far from one that is not."""
+    certain, half, nearly = torch.zeros(1), torch.tensor([0.5]).log(), torch.tensor([-1e-6])
+    assert parts.binary_kl(certain, half).item() == pytest.approx(math.log(2), rel=1e-5)
+    assert parts.binary_kl(half, certain).item() > 5
     assert parts.binary_kl(certain, certain).item() == parts.binary_kl(half, half).item() == 0
+    for p, q in ((nearly, certain), (certain, nearly)):
+        # 1 - p = 1e-6, and 1 - q is at least 1e-12, so the divergence is at most 1.4e-5
+        assert 0 <= parts.binary_kl(p, q).item() < 1.4e-5
+    inputs = inputs_of("dppo_kl", 0, dtype=torch.float32)
+    inputs.rollout_logprobs = torch.zeros_like(inputs.mask)
+    inputs.old_logprobs = torch.full_like(inputs.mask, -1e-6)
+    inputs.logprobs = torch.zeros_like(inputs.mask).requires_grad_()
+    means = make_objective("dppo_kl", correction="kpop")(inputs).means
+    assert means["correction/dropped"][0] == means["clip/token/outside"][0] == 0
 
 
 def test_a_token_that_a_correction_drops_may_have_lost_all_its_probability():

@@ -417,6 +417,12 @@ def test_gdpo_learns_from_each_part_by_its_weight_and_from_the_penalty() -> None
     # whatever the size of its values. The third response is alone in its group.
     assert scored_by(config, parts, [8, 2, 2]) == pytest.approx([1 + 3 - 1, -1 - 3 + 1, 0])
     assert scored_by(config, parts, [2, 2, 8]) == pytest.approx([1 + 3, -1 - 3, 0])
+    # These values are no rewards, so their mean is not the metric reward/shaped_mean.
+    tokenizer: Any = None
+    for is_learnt in (True, False):
+        reward = Reward("mine", parts)
+        scorer = GroupScorer.of(config, tokenizer, reward, config.reward, is_learnt=is_learnt)
+        assert scorer.shapes == (not is_learnt)
 
 
 def test_gdpo_needs_parts() -> None:
