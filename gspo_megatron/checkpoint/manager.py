@@ -441,8 +441,9 @@ class Checkpoints:
             self._write_model(folder)
 
         def published() -> None:
-            set_latest(self.folder, state.position.name)
+            # first, because on a full disk `latest` may need the room of an old checkpoint
             self._drop_surplus(state.position)
+            set_latest(self.folder, state.position.name)
 
         asynchronous = self.section.asynchronous and not must
         problem = self.writer.begin(

@@ -146,7 +146,8 @@ class CheckpointWriter:
         try:
             published()
         except OSError as error:
-            return f"it is complete, but old checkpoints could not be removed: {_message(error)}"
+            failed = "removing old checkpoints, or writing the file `latest`, failed"
+            return f"it is complete, but {failed}: {_message(error)}"
         return None
 
 

@@ -15,6 +15,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from gspo_megatron.checkpoint import manager as checkpoint_manager
 from gspo_megatron.checkpoint import writer as checkpoint_writer
 from gspo_megatron.checkpoint.folder import Position
 from gspo_megatron.checkpoint.manager import Checkpoints
@@ -289,6 +290,29 @@ def test_damaged_checkpoints_after_the_newest_do_not_count(tmp_path: Path) -> No
     checkpoints.writer.wait_for_removal()
     left = sorted(path.name for path in checkpoints.folder.iterdir())
     assert left == [Position(RL, step).name for step in (2, 3, 5, 6)]
+
+
+def test_a_disk_without_room_for_the_file_latest_gets_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last bytes of the disk went into the new checkpoint. If the old one stayed, no later
+    checkpoint would find room."""
+    notes: list[str] = []
+    checkpoints, nothing = manager(tmp_path, notes, keep_last=1), cast(Any, None)
+
+    def state(phase: str, step: int, *_: Any) -> RunState:
+        return RunState(phase, step, {}, {}, {}, "tp=1", 1, {})
+
+    def fails(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, "_state", state)
+    monkeypatch.setattr(checkpoint_manager, "set_latest", fails)
+    for step in (2, 4):
+        checkpoints.end_of_step(RL, step, nothing, nothing, {}, is_last=False)
+    checkpoints.close()
+    assert [path.name for path in checkpoints.folder.glob("rl_*")] == ["rl_00000004"]
+    assert len(notes) == 2 and "it is complete, but " in notes[-1]
 
 
 def test_room_that_a_removal_is_making_is_waited_for(
