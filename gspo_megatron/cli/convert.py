@@ -56,8 +56,9 @@ def add_parser(commands: Commands) -> None:
         metavar="SRC",
         type=Path,
         help="a checkpoint, a run folder, or a folder of checkpoints. Of several checkpoints, the "
-        "command takes the newest one that has all its files in full length. It compares their "
-        "checksums first and fails if a file is altered; then give the path of an older checkpoint",
+        "command takes the newest one whose files all have their full size. It compares each file "
+        "with its checksum in manifest.json. If a file was altered, the command fails and writes "
+        "nothing; then give the path of an older checkpoint",
     )
     to_hf.add_argument(
         "--adapter",
