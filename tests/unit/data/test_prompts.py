@@ -130,9 +130,9 @@ def test_a_bad_line_is_named_with_what_is_wrong(
 def test_the_first_problems_are_listed_and_the_others_counted(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     for count, hidden in ((5, []), (23, ["… and 18 more"])):
-        wanted = "an array; a JSON object is wanted"
+        wanted = "a number; a JSON object is wanted"
         lines = [f"{path}:{n}: {wanted}" for n in range(1, 6)]
-        assert problems_of(write_rows(path, [[]] * count)) == lines + hidden
+        assert problems_of(write_rows(path, [1] * count)) == lines + hidden
     assert len(problems_of(write_rows(path, [{"prompt": 1}]))) == 2
 
 
