@@ -171,4 +171,5 @@ class LossOutputs:
 
     loss: Tensor  # scalar
     means: dict[str, Tensor]  # name -> [2]: numerator, denominator
-    values: dict[str, Tensor]  # "ratio/sequence" [num_sequences], "ratio/token" [tokens that count]
+    # "ratio/sequence" [sequences with tokens that count], "ratio/token" [tokens that count]
+    values: dict[str, Tensor]
