@@ -236,7 +236,8 @@ _NORMALIZED = {
 
 
 def _of_fine_tuning(config: Any, inputs: Any) -> Rows:
-    rows, lengths = [], f"examples of at most {config.max_tokens()} tokens"
+    rows, step = [], config.training.batch_size
+    lengths = f"examples of at most {config.max_tokens()} tokens"
     if inputs is not None:
         texts, left_out = [], []
         for key, data in (("examples", inputs.train), ("eval_examples", inputs.evaluation)):
@@ -245,16 +246,19 @@ def _of_fine_tuning(config: Any, inputs: Any) -> Rows:
             texts.append(f"{len(data):,} in data.{key}")
             counts = {"left out": data.counts.dropped, "cut": data.counts.truncated}
             left_out += [f"{n:,} of data.{key} {how}, too long" for how, n in counts.items() if n]
+        step = config.examples_of_step(len(inputs.train))
         rows = [("examples", "; ".join([*texts, *left_out]))]
         rows += [("warning", line) for line in inputs.warnings]
         lengths = f"examples of at most {longest_of(inputs)} tokens ({config.max_tokens()} allowed)"
-    return [*rows, ("lengths", lengths), ("step", f"{config.training.batch_size} examples")]
+    return [*rows, ("lengths", lengths), ("step", f"{step} examples")]
 
 
 def _of_preferences(config: Any, inputs: Any) -> Rows:
-    rows, lengths = [], f"prompts with a response of at most {config.max_tokens()} tokens"
+    rows, step = [], config.training.batch_size
+    lengths = f"prompts with a response of at most {config.max_tokens()} tokens"
     what = "ratings" if config.preference.loss == "regression" else "pairs"
     if inputs is not None:
+        step = config.examples_of_step(len(inputs.train))
         texts, files = [], (("preferences", inputs.train), ("eval_preferences", inputs.evaluation))
         for key, data in files:
             if data is not None:
@@ -262,7 +266,7 @@ def _of_preferences(config: Any, inputs: Any) -> Rows:
                 texts += [f"left out of data.{key}: {line}" for line in left_out(data)]
         rows = [(what, "; ".join(texts)), *(("warning", line) for line in inputs.warnings)]
         lengths += f" ({longest_of(inputs)} tokens in data.preferences)"
-    step = f"{config.training.batch_size} prompts, with all {what} of each"
+    step = f"{step} prompts, with all {what} of each"
     return [*rows, ("lengths", lengths), ("step", step)]
 
 
