@@ -41,6 +41,8 @@ class Prompt:
     # Input of the chat template: the row's messages, or one user message; () without a template.
     messages: tuple[Message, ...] = ()
     row_id: str = ""  # the row's id, else "file name:line"
+    # The tools of the row that the chat template has described; filled in by data.prompts.
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

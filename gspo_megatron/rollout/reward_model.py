@@ -20,7 +20,7 @@ import numpy as np
 from gspo_megatron.addresses import keyed_session
 from gspo_megatron.config.reward_model import PART, RewardModelSection
 from gspo_megatron.config.schema import RewardSection
-from gspo_megatron.data.chat import ASSISTANT, USER
+from gspo_megatron.data.chat import ASSISTANT, USER, tools_of_prompt
 from gspo_megatron.data.prompts import encode_whole
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.errors import DataError, RewardError
@@ -94,7 +94,9 @@ class ModelTexts:
             renders = tokenizer.chat_template is not None
         if renders:
             prompt = sample.messages or ({"role": USER, "content": sample.prompt},)
-            rendered = tokenizer.render([*prompt, {"role": ASSISTANT, "content": sample.response}])
+            messages = [*prompt, {"role": ASSISTANT, "content": sample.response}]
+            tools, _ = tools_of_prompt(sample.fields, tokenizer)
+            rendered = tokenizer.render(messages, tools=tools)
             return tokenizer.encode_rendered(rendered.text, rendered.quoted).ids
         if len(sample.messages) > 1:
             raise DataError(

@@ -290,19 +290,23 @@ ADD = {"type": "function", "function": {"name": "add", "description": "kalo"}}
 TOOLS = "{%- if tools -%}{{- '<|im_start|>tools\\n' ~ (tools | tojson) ~ eos_token -}}{%- endif -%}"
 
 
+@pytest.mark.parametrize("with_messages", [True, False])
 @pytest.mark.parametrize("template", [TOOLS + CHATML, TOOLS + UNMARKED], ids=["marks", "prefixes"])
 def test_the_tools_of_a_row_are_described_and_not_learned(
-    folder: Path, tmp_path: Path, template: str
+    folder: Path, tmp_path: Path, template: str, with_messages: bool
 ) -> None:
     messages = exchange("ka", "lo")
+    row, section = {"messages": messages}, form(1000, messages_field="messages")
+    if not with_messages:
+        row, section = {"prompt": messages[:1], "answer": "lo"}, form(1000)
     given = [[ADD], json.dumps([ADD]), None, [], "[]", "null"]
-    rows = [{"messages": messages, "tools": tools} for tools in given]
-    path = write_rows(tmp_path / "rows.jsonl", [*rows, {"messages": messages}])
+    rows = [row | {"tools": tools} for tools in given]
+    path = write_rows(tmp_path / "rows.jsonl", [*rows, row])
     copy = with_template(folder, tmp_path, template)
     theirs = transformers.AutoTokenizer.from_pretrained(copy, local_files_only=True)
     expected = theirs.apply_chat_template(messages, tools=[ADD], return_dict=True)["input_ids"]
     for tokenizer in both(copy):
-        data = load_supervised(path, tokenizer, form(1000, messages_field="messages"))
+        data = load_supervised(path, tokenizer, section)
         for number in (0, 1):
             ids, mask = data[number].token_ids, data[number].loss_mask
             assert ids.tolist() == expected

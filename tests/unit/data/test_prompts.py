@@ -445,6 +445,8 @@ def test_a_system_message_of_the_row_stays_and_strings_need_a_template(tmp_path:
 class CodePoints:
     """A tokenizer whose ids are code points."""
 
+    chat_template, template_options = None, {}  # noqa: RUF012
+
     def __init__(self, bos_id: int | None = None) -> None:
         self.bos_id, self.bos_text = bos_id, "<s>"
 
@@ -454,7 +456,9 @@ class CodePoints:
     def encode_rendered(self, text: str, quoted: Sequence[Any]) -> Encoded:
         return Encoded(self.encode(text), [], [])
 
-    def render(self, messages: Sequence[Mapping[str, Any]], open_answer: bool) -> Rendered:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], open_answer: bool, tools: Sequence[Any]
+    ) -> Rendered:
         text = "".join(f"[{m['role']}]{m['content']}" for m in messages)
         return Rendered(text + "[assistant]" * open_answer, None)
 
@@ -475,6 +479,23 @@ def test_the_beginning_token_goes_first_and_counts_without_a_chat_template() -> 
     (encoded,) = encode_prompts([chat], tokenizer, 99)
     assert "".join(map(chr, encoded.token_ids)) == "[user]ab[assistant]"
     assert encoded.text == "ab"
+
+
+def test_the_tools_of_a_prompt_are_described_unless_an_environment_has_tools(
+    tmp_path: Path,
+) -> None:
+    template = "{%- if tools -%}{{- tools | tojson -}}{%- endif -%}" + CHATML
+    tokenizer = load_tokenizer(byte_level(tmp_path / "t", template, eos_token="<|im_end|>"))
+    for own, described in ({}, [{"name": "add"}]), ({"tools": [{"name": "of"}]}, [{"name": "of"}]):
+        tokenizer.template_options = own
+        chat = replace(prompt("ab"), fields={"tools": [{"name": "add"}]}, messages=(ASKED,))
+        (encoded,) = encode_prompts([chat], tokenizer, 99)
+        assert tokenizer.decode(encoded.token_ids).startswith(json.dumps(described))
+        assert encoded.tools == (() if own else ({"name": "add"},))
+    wrong = replace(chat, fields={"tools": [{"name": "\ud800"}]})
+    tokenizer.template_options = {}
+    (line,) = refusal(encode_prompts, [wrong], tokenizer, 99)
+    assert line.startswith("p.jsonl:1: field 'tools' holds half a surrogate pair")
 
 
 def test_all_bad_prompts_are_named_with_their_lengths() -> None:
