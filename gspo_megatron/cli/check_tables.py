@@ -504,24 +504,24 @@ def show_search(search: Search, gpu_gb: float, left_out: str, has_rollouts: bool
     """Print the suggestions, the fastest first, and how they were found."""
     names = (">", ">s/step", ">compute", ">exchange", ">bubble", ">update", ">GB")
     table = new_table(None, *names)
-    most = max((each.estimate.worst.total for each in search.found), default=0)
-    for place, each in enumerate(search.found, 1):
+    most = max((each.estimate.worst.total for each in search.suggestions), default=0)
+    for place, each in enumerate(search.suggestions, 1):
         cost = each.cost
         times = (cost.total, cost.compute, cost.exchange, cost.bubble, cost.update)
         seconds = [number(value) for value in times]
         memory = _gb(each.estimate.worst.total, 2 if most >= 1e9 else 5)
         table.add_row(f"{place}", *seconds, memory)
-    if search.found:
+    if search.suggestions:
         rollout = " (the rollout's is not estimated)" if has_rollouts else ""
         print(f"\nlayouts that fit, ordered by the time of training{rollout}")
         console().print(table, markup=False)
         print("overrides for the command line:")
-        print_lines(((f"{n:>2}", each.overrides) for n, each in enumerate(search.found, 1)), 4)
+        print_lines(((f"{n:>2}", each.overrides) for n, each in enumerate(search.suggestions, 1)), 4)
         print()
     notes = [
-        f"{search.legal:,} layouts (with recompute modes) pass the rules. By a rough count "
-        f"{search.likely:,} of them may fit into {gpu_gb:g} GB; the {search.built} cheapest of "
-        f"these were built, and {len(search.found)} fit.",
+        f"{search.num_valid:,} layouts (with recompute modes) pass the rules. By a rough count "
+        f"{search.num_likely:,} of them may fit into {gpu_gb:g} GB; the {search.num_built} cheapest "
+        f"of these were built, and {len(search.suggestions)} fit.",
         "Seconds: a cost model of the training part of a step, which serves to order the layouts. "
         f"It leaves out {left_out}.",
         "GB: the most that a rank needs at one time"

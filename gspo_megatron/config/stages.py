@@ -155,8 +155,8 @@ class ExamplesConfig(StageConfig):
         return self.data.max_tokens or self.resolved_model().max_sequence_length
 
     def examples_of_step(self, size: int) -> int:
-        """Return how many examples a step takes, if the file has `size` examples. In a run of epochs
-        it takes none of them twice, so that each epoch has at least one step."""
+        """Return how many examples a step takes, if the file has `size` examples. In a run of
+        epochs it takes none of them twice, so that each epoch has at least one step."""
         training = self.training
         if training.epochs is None and training.steps is not None:
             return training.batch_size

@@ -25,7 +25,7 @@ from gspo_megatron.data.prompts import encode_whole
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.errors import DataError, RewardError
 from gspo_megatron.hub import tokenizer_in
-from gspo_megatron.process.coroutines import BusySeconds, gathered
+from gspo_megatron.process.coroutines import BusySeconds, run_together
 from gspo_megatron.rewards.values import Score, shorten
 from gspo_megatron.rollout.asking import Asker
 from gspo_megatron.types import Sample
@@ -178,7 +178,7 @@ class ModelServer(Asker):
             async with self.slots:
                 return await self.with_retries(partial(self._scores, session, batch))
 
-        answers = await gathered(ask([*batch]) for batch in batches)
+        answers = await run_together(ask([*batch]) for batch in batches)
         for start, batch, (batch_scores, failed) in zip(starts, batches, answers, strict=True):
             failures += failed
             if batch_scores is not None:
