@@ -10,6 +10,7 @@ RUNS only the tables are written, from the lines in results.jsonl.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence

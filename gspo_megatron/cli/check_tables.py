@@ -516,12 +516,14 @@ def show_search(search: Search, gpu_gb: float, left_out: str, has_rollouts: bool
         print(f"\nlayouts that fit, ordered by the time of training{rollout}")
         console().print(table, markup=False)
         print("overrides for the command line:")
-        print_lines(((f"{n:>2}", each.overrides) for n, each in enumerate(search.suggestions, 1)), 4)
+        print_lines(
+            ((f"{n:>2}", each.overrides) for n, each in enumerate(search.suggestions, 1)), 4
+        )
         print()
     notes = [
         f"{search.num_valid:,} layouts (with recompute modes) pass the rules. By a rough count "
-        f"{search.num_likely:,} of them may fit into {gpu_gb:g} GB; the {search.num_built} cheapest "
-        f"of these were built, and {len(search.suggestions)} fit.",
+        f"{search.num_likely:,} of them may fit into {gpu_gb:g} GB; the {search.num_built} "
+        f"cheapest of these were built, and {len(search.suggestions)} fit.",
         "Seconds: a cost model of the training part of a step, which serves to order the layouts. "
         f"It leaves out {left_out}.",
         "GB: the most that a rank needs at one time"

@@ -154,7 +154,9 @@ class Scorer:
         arguments = self._arguments(_to_score(samples, given))
         with self._clock(len(arguments)):
             slots = asyncio.Semaphore(CONCURRENT_CALLS)
-            values = await run_together(self._call_async(each, slots, failures) for each in arguments)
+            values = await run_together(
+                self._call_async(each, slots, failures) for each in arguments
+            )
         return self._checked(values, samples, given, failures)
 
     def given(self, ended: Sequence[Episode]) -> list[Any]:

@@ -445,7 +445,7 @@ def test_a_system_message_of_the_row_stays_and_strings_need_a_template(tmp_path:
 class CodePoints:
     """A tokenizer whose ids are code points."""
 
-    chat_template, template_options = None, {}  # noqa: RUF012
+    chat_template, template_options = None, {}
 
     def __init__(self, bos_id: int | None = None) -> None:
         self.bos_id, self.bos_text = bos_id, "<s>"

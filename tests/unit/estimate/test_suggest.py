@@ -33,7 +33,9 @@ def test_a_layout_fits_in_every_phase_of_a_run(make_config: ConfigMaker) -> None
     arguments = (1, 80, (10**6, 10**6))
     alone = suggest(short, *arguments, 80e9, count=40)
     every = suggest(both, *arguments, 80e9, count=40)
-    assert {each.overrides for each in every.suggestions} == {each.overrides for each in alone.suggestions}
+    assert {each.overrides for each in every.suggestions} == {
+        each.overrides for each in alone.suggestions
+    }
     of_short = {each.overrides: each for each in alone.suggestions}
     for each in every.suggestions:
         estimate = each.estimate

@@ -104,7 +104,9 @@ def test_the_models_own_template_renders_the_conversation(chat: Path, plain: Pat
         ids_of(plain, sample, chat_template=True)
 
 
-def test_its_template_gets_its_own_options_and_the_tools_of_the_row(chat: Path, tmp_path: Path) -> None:
+def test_its_template_gets_its_own_options_and_the_tools_of_the_row(
+    chat: Path, tmp_path: Path
+) -> None:
     for file in chat.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "chat_template.jinja").write_text("{{- mood -}}" + TEMPLATE)
