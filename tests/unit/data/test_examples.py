@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +18,10 @@ from gspo_megatron.config.stages import FineTuningConfig, FineTuningDataSection
 from gspo_megatron.data.chat import CHATML, encode_conversation
 from gspo_megatron.data.examples import Counts, load_supervised
 from gspo_megatron.data.inputs import read_fine_tuning
-from gspo_megatron.data.prompts import Found, load_prompts
+from gspo_megatron.data.prompts import Found, encode_prompts, load_prompts
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.errors import ConfigError
+from gspo_megatron.types import Prompt
 from tests.unit.data.corpora import (
     SYLLABLES,
     both,
@@ -315,6 +317,24 @@ def test_the_tools_of_a_row_are_described_and_not_learned(
         for number in range(2, len(data)):
             assert np.array_equal(data[number].token_ids, data[2].token_ids)
             assert "kalo" not in tokenizer.decode(data[number].token_ids.tolist())
+
+
+def test_the_tools_of_a_prompt_are_described_unless_an_environment_has_tools(
+    folder: Path, tmp_path: Path
+) -> None:
+    tokenizer = load_tokenizer(with_template(folder, tmp_path, TOOLS + CHATML))
+    asked, other = ({"role": "user", "content": "ka"},), [{"name": "mi"}]
+    row = Prompt("ka", "lo", "p.jsonl:1", {"tools": [ADD]}, messages=asked)
+    for options, described, tools in (({}, [ADD], (ADD,)), ({"tools": other}, other, ())):
+        tokenizer.template_options = options
+        (prompt,) = encode_prompts([row], tokenizer, 999)
+        wanted = tokenizer.render(asked, open_answer=True, tools=described)
+        assert list(prompt.token_ids) == tokenizer.encode_rendered(wanted.text, wanted.quoted).ids
+        assert prompt.tools == tools
+    tokenizer.template_options = {}
+    row = replace(row, fields={"tools": [{"name": "\ud800"}]})
+    (line,) = refusal(encode_prompts, [row], tokenizer, 999)
+    assert line.startswith("p.jsonl:1: field 'tools' holds half a surrogate pair")
 
 
 def test_parquet_adds_no_keys_to_tools_and_calls(folder: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -130,8 +130,7 @@ def test_a_bad_line_is_named_with_what_is_wrong(
 def test_the_first_problems_are_listed_and_the_others_counted(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     for count, hidden in ((5, []), (23, ["… and 18 more"])):
-        wanted = "a number; a JSON object is wanted"
-        lines = [f"{path}:{n}: {wanted}" for n in range(1, 6)]
+        lines = [f"{path}:{n}: a number; a JSON object is wanted" for n in range(1, 6)]
         assert problems_of(write_rows(path, [1] * count)) == lines + hidden
     assert len(problems_of(write_rows(path, [{"prompt": 1}]))) == 2
 
@@ -445,10 +444,9 @@ def test_a_system_message_of_the_row_stays_and_strings_need_a_template(tmp_path:
 class CodePoints:
     """A tokenizer whose ids are code points."""
 
-    chat_template, template_options = None, {}
-
     def __init__(self, bos_id: int | None = None) -> None:
         self.bos_id, self.bos_text = bos_id, "<s>"
+        self.chat_template, self.template_options = None, {}
 
     def encode(self, text: str) -> list[int]:
         return [*map(ord, text)]
@@ -456,9 +454,7 @@ class CodePoints:
     def encode_rendered(self, text: str, quoted: Sequence[Any]) -> Encoded:
         return Encoded(self.encode(text), [], [])
 
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], open_answer: bool, tools: Sequence[Any]
-    ) -> Rendered:
+    def render(self, messages: Sequence[Any], open_answer: bool, **_: Any) -> Rendered:
         text = "".join(f"[{m['role']}]{m['content']}" for m in messages)
         return Rendered(text + "[assistant]" * open_answer, None)
 
@@ -479,23 +475,6 @@ def test_the_beginning_token_goes_first_and_counts_without_a_chat_template() -> 
     (encoded,) = encode_prompts([chat], tokenizer, 99)
     assert "".join(map(chr, encoded.token_ids)) == "[user]ab[assistant]"
     assert encoded.text == "ab"
-
-
-def test_the_tools_of_a_prompt_are_described_unless_an_environment_has_tools(
-    tmp_path: Path,
-) -> None:
-    template = "{%- if tools -%}{{- tools | tojson -}}{%- endif -%}" + CHATML
-    tokenizer = load_tokenizer(byte_level(tmp_path / "t", template, eos_token="<|im_end|>"))
-    for own, described in ({}, [{"name": "add"}]), ({"tools": [{"name": "of"}]}, [{"name": "of"}]):
-        tokenizer.template_options = own
-        chat = replace(prompt("ab"), fields={"tools": [{"name": "add"}]}, messages=(ASKED,))
-        (encoded,) = encode_prompts([chat], tokenizer, 99)
-        assert tokenizer.decode(encoded.token_ids).startswith(json.dumps(described))
-        assert encoded.tools == (() if own else ({"name": "add"},))
-    wrong = replace(chat, fields={"tools": [{"name": "\ud800"}]})
-    tokenizer.template_options = {}
-    (line,) = refusal(encode_prompts, [wrong], tokenizer, 99)
-    assert line.startswith("p.jsonl:1: field 'tools' holds half a surrogate pair")
 
 
 def test_all_bad_prompts_are_named_with_their_lengths() -> None:
