@@ -41,6 +41,8 @@ class Prompt:
     # Input of the chat template: the row's messages, or one user message; () without a template.
     messages: tuple[Message, ...] = ()
     row_id: str = ""  # the row's id, else "file name:line"
+    # The tools of the row that the chat template has described; filled in by data.prompts.
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -171,4 +173,5 @@ class LossOutputs:
 
     loss: Tensor  # scalar
     means: dict[str, Tensor]  # name -> [2]: numerator, denominator
-    values: dict[str, Tensor]  # "ratio/sequence" [num_sequences], "ratio/token" [tokens that count]
+    # "ratio/sequence" [sequences with tokens that count], "ratio/token" [tokens that count]
+    values: dict[str, Tensor]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from matplotlib.figure import Figure
 from scipy.stats import norm, t
 
 from gspo_megatron.observe.plots import MUTED, PALETTE, STYLE
+from gspo_megatron.process.failures import run_script
 
 Record = Mapping[str, Any]
 PAGE = records.HERE.parents[1] / "docs" / "evidence.md"
@@ -526,4 +528,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(run_script(main))

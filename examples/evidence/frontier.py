@@ -55,9 +55,9 @@ from frontier_rule import (
     lowest,
     mean,
     outcome,
-    read,
 )
 from long_addition import make_data
+from records import read
 from vllm_engine import VllmEngine, VllmProcess, vllm_python
 
 from gspo_megatron.batching.micro_batches import MicroBatch, response_logprobs

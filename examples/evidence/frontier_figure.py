@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
-from frontier_rule import LAST, SEEDS, Record, interval, mean, read
+from frontier_rule import LAST, SEEDS, Record, interval, mean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from records import read
 from scipy import stats
 
 from gspo_megatron.errors import DataError

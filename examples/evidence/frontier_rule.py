@@ -21,9 +21,7 @@ was at least the start. If there is no such checkpoint, the second run begins wi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from scipy.stats import beta
@@ -86,10 +84,3 @@ def interval(hits: int, count: int, level: float = 0.95) -> tuple[float, float]:
 
 def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
-
-
-def read(path: Path) -> list[Record]:
-    """The records in a results file, or an empty list if there is no such file."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

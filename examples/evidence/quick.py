@@ -19,6 +19,8 @@ from typing import Any
 
 import records
 
+from gspo_megatron.process.failures import run_script
+
 Record = Mapping[str, Any]
 POINTS = {
     "gradients": ["--length", "8", "--updates", "1"],
@@ -86,4 +88,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(run_script(main))

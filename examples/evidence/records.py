@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gspo_megatron.observe.metrics_files import read_json_lines
+
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 # How the rollout engine differs from the trainer.
@@ -24,10 +26,9 @@ def code_version() -> str:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All lines of a results file; an empty list if the file does not exist yet."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """All lines of a results file; an empty list if the file does not exist yet. Raises
+    DataError."""
+    return read_json_lines(path) if path.exists() else []
 
 
 def add(path: Path, record: Mapping[str, Any]) -> None:

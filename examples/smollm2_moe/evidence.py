@@ -21,7 +21,7 @@ from typing import Any
 from scipy import stats
 
 from gspo_megatron.errors import DataError
-from gspo_megatron.observe.metrics_files import read_metrics
+from gspo_megatron.observe.metrics_files import read_json_lines, read_metrics
 from gspo_megatron.process.failures import run_script
 
 HERE = Path(__file__).resolve().parent
@@ -75,9 +75,7 @@ def read_runs(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_results() -> list[dict[str, Any]]:
-    if not RESULTS.exists():
-        return []
-    return [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
+    return read_json_lines(RESULTS) if RESULTS.exists() else []
 
 
 def join(old: Sequence[Result], new: Sequence[Result]) -> list[Result]:

@@ -47,7 +47,10 @@ def main() -> None:
         if not Path(path).exists():
             parser.exit(2, f"{path}: no such file or folder\n")
     disable_progress_bar()
-    rows = [json.loads(line) for line in Path(options.prompts).read_text().splitlines()]
+    try:
+        rows = [json.loads(line) for line in Path(options.prompts).read_text().splitlines()]
+    except ValueError as error:
+        parser.exit(2, f"{options.prompts}: not JSON Lines: {error}\n")
     found = {}
     for folder in options.models:
         answers = answer(folder, [row["prompt"] for row in rows])

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gspo_megatron.errors import DataError
 from gspo_megatron.observe.metrics_files import read_metrics
 from gspo_megatron.process.failures import run_script
 
@@ -40,7 +41,11 @@ def main() -> int:
     parser.add_argument("runs", type=Path, nargs=len(STAGES), metavar="RUN")
     runs = parser.parse_args().runs
     records = [read_metrics(run) for run in runs]
-    answers = json.loads((runs[-1] / "answers.json").read_text())
+    path = runs[-1] / "answers.json"
+    try:
+        answers = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON: {error}") from error
     models = list(answers["models"].values())
     reported = values(records[-1], "evaluation/accuracy")
     # Before its first step, the GSPO run evaluates the fine-tuned model.

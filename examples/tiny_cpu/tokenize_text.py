@@ -10,7 +10,6 @@ Megatron-LM, which works in many processes (docs/data.md).
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 
 from gspo_megatron.data.character_tokenizer import write_character_tokenizer
 from gspo_megatron.data.tokenizers import load_tokenizer
+from gspo_megatron.observe.metrics_files import read_json_lines
 from gspo_megatron.platform.quiet import quiet_imports
 from gspo_megatron.process.failures import run_script
 
@@ -30,8 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, metavar="DATA")
     folder = parser.parse_args().folder
-    lines = (folder / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
-    texts = [json.loads(line)["text"] for line in lines]
+    texts = [line["text"] for line in read_json_lines(folder / "corpus.jsonl")]
     model = write_character_tokenizer(folder / "tokenizer", texts, 48, byte_fallback=False)
     tokenizer = load_tokenizer(model)
     print(f"{model}: {tokenizer.vocab_size} pieces")

@@ -78,7 +78,7 @@ class RunLock:
             name = ", ".join(f"{key} {value}" for key, value in holder.items()) or "unnamed"
             raise UserError(
                 f"{folder}: another run is at work here ({name}); wait for its end, give another "
-                f"logging.dir, or, if that run's node has failed, remove {path}"
+                f"folder (logging.dir, --output), or, if that run's node has failed, remove {path}"
             ) from None
         except OSError:
             os.close(file)

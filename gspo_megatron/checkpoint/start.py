@@ -157,6 +157,8 @@ def count_restart(
 def move_earlier_run(folder: Path, lock: RunLock) -> None:
     """Rename the folder of an earlier run, so that a second run of the same name does not mix with
     it. Only the main rank calls this function. Afterwards the lock holds the new run's folder."""
+    if folder.is_symlink():  # the new run is to be where the link leads, too
+        folder = folder.resolve()
     lock.hold(folder)
     if not (folder / METRICS_FILE).exists():
         return

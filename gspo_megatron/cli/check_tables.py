@@ -236,7 +236,8 @@ _NORMALIZED = {
 
 
 def _of_fine_tuning(config: Any, inputs: Any) -> Rows:
-    rows, lengths = [], f"examples of at most {config.max_tokens()} tokens"
+    rows, step = [], config.training.batch_size
+    lengths = f"examples of at most {config.max_tokens()} tokens"
     if inputs is not None:
         texts, left_out = [], []
         for key, data in (("examples", inputs.train), ("eval_examples", inputs.evaluation)):
@@ -245,16 +246,19 @@ def _of_fine_tuning(config: Any, inputs: Any) -> Rows:
             texts.append(f"{len(data):,} in data.{key}")
             counts = {"left out": data.counts.dropped, "cut": data.counts.truncated}
             left_out += [f"{n:,} of data.{key} {how}, too long" for how, n in counts.items() if n]
+        step = config.examples_of_step(len(inputs.train))
         rows = [("examples", "; ".join([*texts, *left_out]))]
         rows += [("warning", line) for line in inputs.warnings]
         lengths = f"examples of at most {longest_of(inputs)} tokens ({config.max_tokens()} allowed)"
-    return [*rows, ("lengths", lengths), ("step", f"{config.training.batch_size} examples")]
+    return [*rows, ("lengths", lengths), ("step", f"{step} examples")]
 
 
 def _of_preferences(config: Any, inputs: Any) -> Rows:
-    rows, lengths = [], f"prompts with a response of at most {config.max_tokens()} tokens"
+    rows, step = [], config.training.batch_size
+    lengths = f"prompts with a response of at most {config.max_tokens()} tokens"
     what = "ratings" if config.preference.loss == "regression" else "pairs"
     if inputs is not None:
+        step = config.examples_of_step(len(inputs.train))
         texts, files = [], (("preferences", inputs.train), ("eval_preferences", inputs.evaluation))
         for key, data in files:
             if data is not None:
@@ -262,7 +266,7 @@ def _of_preferences(config: Any, inputs: Any) -> Rows:
                 texts += [f"left out of data.{key}: {line}" for line in left_out(data)]
         rows = [(what, "; ".join(texts)), *(("warning", line) for line in inputs.warnings)]
         lengths += f" ({longest_of(inputs)} tokens in data.preferences)"
-    step = f"{config.training.batch_size} prompts, with all {what} of each"
+    step = f"{step} prompts, with all {what} of each"
     return [*rows, ("lengths", lengths), ("step", step)]
 
 
@@ -500,24 +504,26 @@ def show_search(search: Search, gpu_gb: float, left_out: str, has_rollouts: bool
     """Print the suggestions, the fastest first, and how they were found."""
     names = (">", ">s/step", ">compute", ">exchange", ">bubble", ">update", ">GB")
     table = new_table(None, *names)
-    most = max((each.estimate.worst.total for each in search.found), default=0)
-    for place, each in enumerate(search.found, 1):
+    most = max((each.estimate.worst.total for each in search.suggestions), default=0)
+    for place, each in enumerate(search.suggestions, 1):
         cost = each.cost
         times = (cost.total, cost.compute, cost.exchange, cost.bubble, cost.update)
         seconds = [number(value) for value in times]
         memory = _gb(each.estimate.worst.total, 2 if most >= 1e9 else 5)
         table.add_row(f"{place}", *seconds, memory)
-    if search.found:
+    if search.suggestions:
         rollout = " (the rollout's is not estimated)" if has_rollouts else ""
         print(f"\nlayouts that fit, ordered by the time of training{rollout}")
         console().print(table, markup=False)
         print("overrides for the command line:")
-        print_lines(((f"{n:>2}", each.overrides) for n, each in enumerate(search.found, 1)), 4)
+        print_lines(
+            ((f"{n:>2}", each.overrides) for n, each in enumerate(search.suggestions, 1)), 4
+        )
         print()
     notes = [
-        f"{search.legal:,} layouts (with recompute modes) pass the rules. By a rough count "
-        f"{search.likely:,} of them may fit into {gpu_gb:g} GB; the {search.built} cheapest of "
-        f"these were built, and {len(search.found)} fit.",
+        f"{search.num_valid:,} layouts (with recompute modes) pass the rules. By a rough count "
+        f"{search.num_likely:,} of them may fit into {gpu_gb:g} GB; the {search.num_built} "
+        f"cheapest of these were built, and {len(search.suggestions)} fit.",
         "Seconds: a cost model of the training part of a step, which serves to order the layouts. "
         f"It leaves out {left_out}.",
         "GB: the most that a rank needs at one time"

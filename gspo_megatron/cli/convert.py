@@ -56,8 +56,9 @@ def add_parser(commands: Commands) -> None:
         metavar="SRC",
         type=Path,
         help="a checkpoint, a run folder, or a folder of checkpoints. Of several checkpoints, the "
-        "command takes the newest one that has all its files in full length. It compares their "
-        "checksums first and fails if a file is altered; then give the path of an older checkpoint",
+        "command takes the newest one whose files all have their full size. It compares each file "
+        "with its checksum in manifest.json. If a file was altered, the command fails and writes "
+        "nothing; then give the path of an older checkpoint",
     )
     to_hf.add_argument(
         "--adapter",
@@ -126,15 +127,15 @@ def run_export(arguments: argparse.Namespace) -> int:
 
     if arguments.public and arguments.push is None:
         arguments.parser.error("--public: only with --push")
-    rank_of = ranks.world_size_of_rank(os.environ)
+    env_size = ranks.world_size_of_rank(os.environ)
     if arguments.push is not None:
         check_push(arguments.push)  # fails here, before a long conversion
     processes = 1 if arguments.layout is None else Layout.parse(arguments.layout).world_size
-    if rank_of is not None:
-        if arguments.layout is not None and processes != rank_of:
+    if env_size is not None:
+        if arguments.layout is not None and processes != env_size:
             raise UserError(
                 f"--layout {arguments.layout}: takes {processes} processes, and this one is "
-                f"already one of {rank_of} (WORLD_SIZE in the environment); do not give --layout "
+                f"already one of {env_size} (WORLD_SIZE in the environment); do not give --layout "
                 "under torchrun or srun"
             )
         from gspo_megatron.checkpoint.convert_workers import shard_of_rank

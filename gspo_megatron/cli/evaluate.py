@@ -20,6 +20,7 @@ from gspo_megatron.cli.arguments import (
     positive,
 )
 from gspo_megatron.errors import ConfigError, DataError, UserError
+from gspo_megatron.files import folder_lacks
 from gspo_megatron.hub import folder_of, name_of, parse_name, tokenizer_in, written
 
 
@@ -76,8 +77,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     values, out = _values(folder_of(arguments.source, "SOURCE"), suites)
     values["logging"]["dir"] = out = arguments.output or out
+    wrong = folder_lacks(Path(out))
     if positions(Path(out) / CHECKPOINTS):
-        raise DataError(f"--output {out}: holds the checkpoints of a run; give another folder")
+        wrong = "holds the checkpoints of a run"
+    if wrong is not None:
+        raise DataError(f"--output {out}: {wrong}; give another folder")
     with tempfile.TemporaryDirectory(prefix="gspo-megatron-evaluate-") as folder:
         path = Path(folder) / "evaluation.yaml"
         path.write_text(dump_yaml(values), encoding="utf-8")

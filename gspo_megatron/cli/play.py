@@ -56,20 +56,20 @@ def run(arguments: argparse.Namespace) -> int:
     from gspo_megatron.config import load_config
     from gspo_megatron.config.hub import fetch_weights
 
-    rank_of = ranks.world_size_of_rank(os.environ)
-    reporting = contextlib.nullcontext() if rank_of else all_problems(arguments.nproc, _check)
+    env_size = ranks.world_size_of_rank(os.environ)
+    reporting = contextlib.nullcontext() if env_size else all_problems(arguments.nproc, _check)
     with reporting:
         config = load_config(arguments.config, arguments.overrides)
     step = arguments.step or (_step_of_weights(config) if config.training.phases else None)
     config, phase = in_phase(config, step)
     config = _as_played(config)
-    world_size = ranks.decide_world_size(config, arguments.nproc, rank_of)
+    world_size = ranks.decide_world_size(config, arguments.nproc, env_size)
     if not (config.data.prompts or config.data.eval_prompts):
         raise ConfigError(["data.prompts, data.eval_prompts: null; allowed: prompts to play"])
-    if rank_of is None:
+    if env_size is None:
         check_all(config, world_size)
     fetch_weights(config)
-    if rank_of is None and world_size > 1:
+    if env_size is None and world_size > 1:
         from gspo_megatron.process.launcher import launch
 
         command = [sys.executable, "-m", "gspo_megatron", "play", arguments.config]

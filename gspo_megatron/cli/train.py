@@ -89,24 +89,24 @@ def run(name: str, arguments: argparse.Namespace) -> int:
     stage, fresh = STAGES[name][0], arguments.fresh
     change = getattr(arguments, "change", False)
     node = node_of_job(os.environ)
-    rank_of = ranks.world_size_of_rank(os.environ)
+    env_size = ranks.world_size_of_rank(os.environ)
     if getattr(arguments, "from_step", None) is None:
         if getattr(arguments, "only_make", False):
             arguments.parser.error("--only-make: only with --from-step")
     else:
-        arguments.config, arguments.overrides = _branch(arguments, rank_of, node), []
+        arguments.config, arguments.overrides = _branch(arguments, env_size, node), []
         if arguments.only_make:
             return 0
     command, reporting = command_of(name, arguments), contextlib.nullcontext()
-    if rank_of is None:  # ranks leave these checks to the process that started them
+    if env_size is None:  # ranks leave these checks to the process that started them
         nproc = arguments.nproc and arguments.nproc * (node.count if node else 1)
         reporting = all_problems(nproc, fresh=fresh, change=change, command=command)
     with reporting:
         schema: Any = load.STAGES[stage]
         config: Any = load.load_config(arguments.config, arguments.overrides, schema)
-    world_size = ranks.decide_world_size(config, arguments.nproc, rank_of, node)
+    world_size = ranks.decide_world_size(config, arguments.nproc, env_size, node)
     inputs = None
-    if rank_of is None:
+    if env_size is None:
         options: Any = {"fresh": fresh, "change": change, "command": command}
         try:
             checked = check_run(config, world_size, with_weights=True, **options)
@@ -129,7 +129,7 @@ def run(name: str, arguments: argparse.Namespace) -> int:
     else:
         config, inputs = check_all(config, world_size, fresh=fresh, change=change)
         fetch_weights(config)
-    if rank_of is None and world_size > 1:
+    if env_size is None and world_size > 1:
         from gspo_megatron.process.launcher import launch
 
         command = [sys.executable, "-m", "gspo_megatron", name, arguments.config]
@@ -143,7 +143,7 @@ def run(name: str, arguments: argparse.Namespace) -> int:
         if code == INTERRUPTED:
             _tell_interrupted(config)
         return code
-    if rank_of is None:
+    if env_size is None:
         os.environ[SAVES] = "1"
         # If a run has several ranks, the launcher sets OMP_NUM_THREADS for each of them.
         if usable_cores() < (os.cpu_count() or 1):
@@ -151,18 +151,18 @@ def run(name: str, arguments: argparse.Namespace) -> int:
     try:
         return 0 if _train(stage, config, inputs, fresh, change) else STOPPED
     except KeyboardInterrupt:
-        if rank_of is None:
+        if env_size is None:
             _tell_interrupted(config)
         raise
 
 
-def _branch(arguments: argparse.Namespace, rank_of: int | None, node: Node | None) -> str:
+def _branch(arguments: argparse.Namespace, env_size: int | None, node: Node | None) -> str:
     """Make the branch that --from-step asks for, or find it, and return its configuration file."""
     from gspo_megatron.checkpoint.branch import begin_branch
 
     if arguments.fresh:
         arguments.parser.error("--fresh: not with --from-step, which begins with a checkpoint")
-    if rank_of is not None or (node is not None and node.count > 1):
+    if env_size is not None or (node is not None and node.count > 1):
         raise UserError(
             "--from-step: one of several ranks or machines cannot make a branch; make it by the "
             "same command with --only-make, and start RUN-from-N/branch.yaml"

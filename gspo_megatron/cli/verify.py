@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
         Task,
         check_layouts,
         common_cut,
-        sharing_alike,
+        decide_share_prompts,
         usual_layouts,
     )
 
@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
     every = [reference, *layouts]
     check_layouts(config, every)
     fetch_weights(config)
-    config = sharing_alike(config, every)
+    config = decide_share_prompts(config, every)
     if arguments.checkpoint is not None and arguments.step is None:
         raise UserError("--checkpoint: it has no effect without --step")
     is_step = arguments.step is not None

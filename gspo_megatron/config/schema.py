@@ -17,6 +17,7 @@ from gspo_megatron.config.precision import Precision
 from gspo_megatron.config.reward_model import RewardModelSection
 from gspo_megatron.config.section import (
     FORMAT,
+    MOST_SECONDS,
     SHARE_PROMPTS,
     SYSTEM_PROMPT,
     TEMPLATE,
@@ -328,6 +329,7 @@ class RunSection(Section):
         1200,
         "time without progress of a rank after which all ranks write their stacks and the run "
         "ends; 0: never",
+        le=MOST_SECONDS,
     )
     stop_margin_seconds: NotNegative = harmless(
         300,

@@ -22,6 +22,8 @@ Text = Annotated[str, Field(min_length=1)]
 HubPath = Annotated[str, Field(min_length=1), PlainSerializer(written)]
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
+# The longest time limit. A socket takes at most 2**31 milliseconds, which is about 24 days.
+MOST_SECONDS = 2_000_000
 # A seed is below 2**31, because Megatron-Core adds rank numbers to it, and numpy accepts only seeds
 # of 32 bits.
 Seed = Annotated[int, Field(ge=0, lt=2**31)]

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from gspo_megatron.config.section import NotNegative, Positive, Section, Text, harmless
+from gspo_megatron.config.section import (
+    MOST_SECONDS,
+    NotNegative,
+    Positive,
+    Section,
+    Text,
+    harmless,
+)
 
 # The values that vLLM allows for its option max_lora_rank, the largest rank of adapters.
 SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -50,6 +57,7 @@ class VllmSection(Section):
         600,
         "time limit for the start of a server, and for loading new weights; then the server is "
         "restarted",
+        le=MOST_SECONDS,
     )
     stall_timeout_seconds: Positive = harmless(
         120, "time limit without an answer or a new token; then the server is restarted"

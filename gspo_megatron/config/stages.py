@@ -135,7 +135,9 @@ class FineTuningTrainingSection(RunSection):
         None,
         "maximum number of passes over the examples; null: steps decide, or 1 if steps is null too",
     )
-    batch_size: Positive = shapes(64, "number of examples of a step, over all ranks")
+    batch_size: Positive = shapes(
+        64, "number of examples of a step, over all ranks; in epochs at most those of the file"
+    )
     packing: bool = harmless(
         True,
         "put the sequences of a micro-batch into one row, without padding; false: a padded row "
@@ -152,19 +154,27 @@ class ExamplesConfig(StageConfig):
         """data.max_tokens with its default filled in."""
         return self.data.max_tokens or self.resolved_model().max_sequence_length
 
+    def examples_of_step(self, size: int) -> int:
+        """Return how many examples a step takes, if the file has `size` examples. In a run of
+        epochs it takes none of them twice, so that each epoch has at least one step."""
+        training = self.training
+        if training.epochs is None and training.steps is not None:
+            return training.batch_size
+        return min(training.batch_size, size)
+
     def num_examples(self, size: int) -> int:
         """Return how many examples the run uses in all its epochs, if the file has `size` examples.
         The last step may have fewer examples than the other steps."""
         training = self.training
         if training.steps is None:
             return (training.epochs or 1) * size
-        by_steps = training.steps * training.batch_size
+        by_steps = training.steps * self.examples_of_step(size)
         return by_steps if training.epochs is None else min(by_steps, training.epochs * size)
 
     def with_steps(self, size: int) -> Any:
         """Return the configuration with training.steps computed from the number of examples."""
         training = self.training
-        update = {"steps": -(-self.num_examples(size) // training.batch_size)}
+        update = {"steps": -(-self.num_examples(size) // self.examples_of_step(size))}
         if training.steps is None:  # otherwise a second pass would fill up the last step
             update["epochs"] = training.epochs or 1
         training = training.model_copy(update=update)

@@ -263,6 +263,16 @@ def tools_of(row: Mapping[str, Any], template: str | None) -> tuple[list[Any], s
     return (tools if template is not None and "tools" in _read_by(template) else []), None
 
 
+def tools_of_prompt(
+    fields: Mapping[str, Any], tokenizer: Tokenizer
+) -> tuple[list[Any], str | None]:
+    """Return the tools in the fields of a prompt of RL, see `tools_of`. If the template has tools
+    among its options, mostly those of the environment, only they are described."""
+    if "tools" in tokenizer.template_options:
+        return [], None
+    return tools_of(fields, tokenizer.chat_template)
+
+
 @functools.lru_cache(maxsize=4)
 def _read_by(template: str) -> set[str]:
     """Return the names of the variables that a template reads."""

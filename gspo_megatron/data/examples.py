@@ -128,13 +128,17 @@ def _from_prompts(
         if prompt.messages and not is_checked:
             check_template(tokenizer)
             is_checked = True
-        fault = text_fault(prompt.answer)
+        fault, tools = text_fault(prompt.answer), []
         if fault is not None:
-            problems.add(prompt.source, f"field {form.answer_field!r} {fault}")
+            fault = f"field {form.answer_field!r} {fault}"
+        elif prompt.messages:
+            tools, fault = tools_of(prompt.fields, tokenizer.chat_template)
+        if fault is not None:
+            problems.add(prompt.source, fault)
             continue
         if prompt.messages:
             messages = [*prompt.messages, {"role": ASSISTANT, "content": prompt.answer}]
-            yield from _conversation(prompt.source, messages, tokenizer, problems)
+            yield from _conversation(prompt.source, messages, tokenizer, problems, tools)
             continue
         question = encode_text(prompt.text, tokenizer)
         answer = [*tokenizer.encode(prompt.answer), tokenizer.eos_id]

@@ -10,7 +10,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gspo_megatron.data.chat import ASSISTANT, USER, message_fault, plain_message
+from gspo_megatron.data.chat import (
+    ASSISTANT,
+    USER,
+    message_fault,
+    plain_message,
+    tools_of_prompt,
+)
 from gspo_megatron.data.formats import FieldMap, with_system
 from gspo_megatron.data.rows import (
     Problems,
@@ -206,7 +212,7 @@ def encode_prompts(
     max_prompt_tokens: int,
     setting: str = "data.max_prompt_tokens",
 ) -> list[Prompt]:
-    """Return the prompts with their `token_ids`, in the same order.
+    """Return the prompts with their `token_ids` and `tools`, in the same order.
 
     The chat template renders messages and opens the assistant's turn; `encode_text` encodes plain
     text. Raises DataError with file and line of prompts that are empty, have more than
@@ -215,9 +221,13 @@ def encode_prompts(
     problems = Problems()
     encoded = []
     for prompt in prompts:
+        tools: Sequence[dict[str, Any]] = ()
         try:
             if prompt.messages:
-                rendered = tokenizer.render(prompt.messages, open_answer=True)
+                tools, fault = tools_of_prompt(prompt.fields, tokenizer)
+                if fault is not None:
+                    raise DataError(fault)
+                rendered = tokenizer.render(prompt.messages, open_answer=True, tools=tools)
                 token_ids = tokenizer.encode_rendered(rendered.text, rendered.quoted).ids
             else:
                 token_ids = encode_text(prompt.text, tokenizer)
@@ -232,7 +242,7 @@ def encode_prompts(
                 f"the prompt has {len(token_ids)} tokens; at most {max_prompt_tokens} are allowed "
                 f"({setting})",
             )
-        encoded.append(replace(prompt, token_ids=tuple(token_ids)))
+        encoded.append(replace(prompt, token_ids=tuple(token_ids), tools=tuple(tools)))
     problems.raise_if_any()
     return encoded
 

@@ -107,6 +107,11 @@ def is_parquet(path: Path, what: str) -> bool:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     if start.startswith(_COMPRESSED):
         raise DataError(f"{path}: a compressed file, which is not read; unpack it")
+    if start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+        raise DataError(
+            f"{path}: a JSON array; JSON Lines are wanted, one object a line. jq -c '.[]' {path} "
+            "writes them"
+        )
     return path.suffix == ".parquet" or start.startswith(PARQUET_MAGIC)
 
 

@@ -27,7 +27,7 @@ from gspo_megatron.environments.episode import (
 from gspo_megatron.environments.gateway import Gateway, new_key, reaching_loopback
 from gspo_megatron.environments.registry import register
 from gspo_megatron.errors import EpisodeError
-from gspo_megatron.process.keeper import kept
+from gspo_megatron.process.keeper import command_under_keeper
 from gspo_megatron.types import Prompt
 
 _KEPT_BYTES = 1 << 14  # of a program's output
@@ -89,7 +89,7 @@ class Agent:
         lifeline, ours = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
-                *kept(lifeline, self._command),
+                *command_under_keeper(lifeline, self._command),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,

@@ -133,8 +133,9 @@ class Client:
     _waited: float = 0.0  # seconds that earlier turns took
 
     def __post_init__(self) -> None:
-        # A copy of the messages, because the environment has the task, too, and may change it.
-        self.conversation = Conversation(self.tokenizer, own_copy([*self.task.messages]))
+        # Copies, because the environment has the task, too, and may change it.
+        messages, tools = own_copy([*self.task.messages]), own_copy([*self.task.tools])
+        self.conversation = Conversation(self.tokenizer, messages, tools)
         self.transcript = Transcript({0: self.task.token_ids})
 
     @property

@@ -31,7 +31,7 @@ from gspo_megatron.environments.gateway import (
 )
 from gspo_megatron.errors import EpisodeError, UnplayableError
 from gspo_megatron.files import WRONG_VALUES
-from gspo_megatron.process.keeper import kept
+from gspo_megatron.process.keeper import command_under_keeper
 from gspo_megatron.types import Prompt
 
 TASK_FIELD = "task"  # field of the rows that `gspo-megatron tasks` writes
@@ -161,7 +161,7 @@ class Verifiers:
         end = weakref.finalize(self, os.close, life)  # ends the process and all that it started
         try:
             running = subprocess.Popen(
-                kept(lifeline, command),
+                command_under_keeper(lifeline, command),
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr.fileno(),  # the rollout service needs its stdout for messages
                 pass_fds=(lifeline, theirs.fileno()),

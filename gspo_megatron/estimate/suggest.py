@@ -55,10 +55,10 @@ class Suggestion:
 class Search:
     """The suggested layouts, and the numbers of examined candidates."""
 
-    found: list[Suggestion]
-    legal: int  # candidates that pass the rules, counted once per recompute mode
-    likely: int  # candidates that may fit by a rough count
-    built: int
+    suggestions: list[Suggestion]
+    num_valid: int  # candidates that pass the rules, counted once per recompute mode
+    num_likely: int  # candidates that may fit by a rough count
+    num_built: int
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from gspo_megatron.observe.metrics_files import (
 )
 from gspo_megatron.observe.progress import Progress
 from gspo_megatron.observe.suite_table import print_suites
-from gspo_megatron.process.coroutines import gathered
+from gspo_megatron.process.coroutines import run_together
 from gspo_megatron.rewards.registry import Reward, check_answers, check_section, suite_rewards
 from gspo_megatron.rewards.scoring import Scorer
 from gspo_megatron.rewards.values import Score
@@ -154,7 +154,7 @@ class ServerEvaluation:
                     count += 1
                     progress.update(count, {})
 
-                await gathered(request(place) for place in range(len(samples)))
+                await run_together(request(place) for place in range(len(samples)))
 
     async def _response(
         self,

@@ -56,12 +56,12 @@ def ratio_values(
     """The ratios of sequences and of tokens. Both are returned, even if the objective uses only one
     of them.
 
-    "ratio/sequence" is the geometric mean of a sequence's token ratios, [num_sequences] on the
-    primary shard and empty elsewhere; "ratio/token" is [tokens of this shard in the mask].
+    "ratio/sequence" is the geometric mean of a sequence's token ratios, [sequences with tokens in
+    the mask] on the primary shard and empty elsewhere; "ratio/token" is [tokens of this shard in
+    the mask].
     """
-    sequence = exponentiate(sequence_log_ratio.detach())
     return {
-        "ratio/sequence": sequence if inputs.is_primary_shard else sequence[:0],
+        "ratio/sequence": exponentiate(sequence_log_ratio.detach())[_present(inputs)],
         "ratio/token": exponentiate(log_ratio.detach())[inputs.mask > 0],
     }
 

@@ -10,6 +10,7 @@ import numpy
 import torch
 
 from gspo_megatron.errors import UserError
+from gspo_megatron.process.ranks import set_for_this_process
 
 
 def local_rank() -> int:
@@ -24,8 +25,8 @@ def select_device() -> torch.device:
     """
     if torch.cuda.is_available():
         # Megatron-Core's sequence parallelism needs kernels to start in the order of their launch.
-        # The driver reads this variable when it creates the first context.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        # The driver reads this variable when it creates the first context. Servers do without it.
+        set_for_this_process("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         device = torch.device("cuda", _own_gpu())
         torch.cuda.set_device(device)
         # cuDNN makes a plan for each new shape, and decoding has a new shape for each token.

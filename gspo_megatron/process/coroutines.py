@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 
 
-async def gathered(coroutines: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
+async def run_together(coroutines: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
     """Run coroutines at the same time; returns their results in order.
 
     If one raises an error, the others are cancelled. This call returns when all have ended.

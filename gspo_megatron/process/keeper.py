@@ -23,7 +23,7 @@ _OWNER_DIED = signal.SIGRTMIN
 _libc = ctypes.CDLL(None)  # not in `_prctl`: a process that was just forked must not load it
 
 
-def kept(lifeline: int, command: Sequence[str]) -> list[str]:
+def command_under_keeper(lifeline: int, command: Sequence[str]) -> list[str]:
     """Return a command line that runs `command` under a keeper; see `keep`."""
     program = program_under_keeper(lifeline, "import os; os.execvp(sys.argv[1], sys.argv[1:])")
     return [sys.executable, "-c", program, *command]

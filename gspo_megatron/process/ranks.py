@@ -25,6 +25,7 @@ FAILURE_DESCRIPTOR = "GSPO_FAILURE_FD"
 RANKS_WITHOUT_ASKING = 16
 
 _failure_descriptor: int | None = None
+_own_variables: set[str] = set()
 
 
 def join_launcher() -> None:
@@ -45,6 +46,19 @@ def join_launcher() -> None:
         end_with_parent()
     if os.getppid() != int(launcher):  # the launcher died before the call above
         raise SystemExit("the launcher of this rank has ended")
+
+
+def set_for_this_process(name: str, value: str) -> None:
+    """Set an environment variable, unless it is set already. It does not reach the processes that
+    get `environment_of_children`."""
+    if name not in os.environ:
+        os.environ[name] = value
+        _own_variables.add(name)
+
+
+def environment_of_children() -> dict[str, str]:
+    """Return the environment without the variables that are for this process alone."""
+    return {name: text for name, text in os.environ.items() if name not in _own_variables}
 
 
 def failure_descriptor() -> int | None:

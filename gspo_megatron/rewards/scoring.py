@@ -20,7 +20,7 @@ from gspo_megatron.config.reward_model import PART, REWARD_MODEL
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.errors import RewardError, UserError, printable, tell
 from gspo_megatron.plugins import origin
-from gspo_megatron.process.coroutines import BusySeconds, OwnLoop, gathered
+from gspo_megatron.process.coroutines import BusySeconds, OwnLoop, run_together
 from gspo_megatron.process.heartbeat import heartbeat
 from gspo_megatron.process.workers import WorkerError
 from gspo_megatron.rewards.registry import Reward
@@ -154,7 +154,9 @@ class Scorer:
         arguments = self._arguments(_to_score(samples, given))
         with self._clock(len(arguments)):
             slots = asyncio.Semaphore(CONCURRENT_CALLS)
-            values = await gathered(self._call_async(each, slots, failures) for each in arguments)
+            values = await run_together(
+                self._call_async(each, slots, failures) for each in arguments
+            )
         return self._checked(values, samples, given, failures)
 
     def given(self, ended: Sequence[Episode]) -> list[Any]:

@@ -20,12 +20,12 @@ import numpy as np
 from gspo_megatron.addresses import keyed_session
 from gspo_megatron.config.reward_model import PART, RewardModelSection
 from gspo_megatron.config.schema import RewardSection
-from gspo_megatron.data.chat import ASSISTANT, USER
+from gspo_megatron.data.chat import ASSISTANT, USER, tools_of_prompt
 from gspo_megatron.data.prompts import encode_whole
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.errors import DataError, RewardError
 from gspo_megatron.hub import tokenizer_in
-from gspo_megatron.process.coroutines import BusySeconds, gathered
+from gspo_megatron.process.coroutines import BusySeconds, run_together
 from gspo_megatron.rewards.values import Score, shorten
 from gspo_megatron.rollout.asking import Asker
 from gspo_megatron.types import Sample
@@ -94,7 +94,9 @@ class ModelTexts:
             renders = tokenizer.chat_template is not None
         if renders:
             prompt = sample.messages or ({"role": USER, "content": sample.prompt},)
-            rendered = tokenizer.render([*prompt, {"role": ASSISTANT, "content": sample.response}])
+            messages = [*prompt, {"role": ASSISTANT, "content": sample.response}]
+            tools, _ = tools_of_prompt(sample.fields, tokenizer)
+            rendered = tokenizer.render(messages, tools=tools)
             return tokenizer.encode_rendered(rendered.text, rendered.quoted).ids
         if len(sample.messages) > 1:
             raise DataError(
@@ -176,7 +178,7 @@ class ModelServer(Asker):
             async with self.slots:
                 return await self.with_retries(partial(self._scores, session, batch))
 
-        answers = await gathered(ask([*batch]) for batch in batches)
+        answers = await run_together(ask([*batch]) for batch in batches)
         for start, batch, (batch_scores, failed) in zip(starts, batches, answers, strict=True):
             failures += failed
             if batch_scores is not None:

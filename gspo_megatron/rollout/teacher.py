@@ -22,7 +22,7 @@ from gspo_megatron.addresses import keyed_session
 from gspo_megatron.config.distillation import DistillationSection
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.errors import DataError, RewardError, some_of
-from gspo_megatron.process.coroutines import BusySeconds, gathered
+from gspo_megatron.process.coroutines import BusySeconds, run_together
 from gspo_megatron.rewards.values import shorten
 from gspo_megatron.rollout.asking import Asker
 from gspo_megatron.rollout.types import RolloutGroup
@@ -149,7 +149,7 @@ class Teachers:
                 sessions[server] = await opened.enter_async_context(session)
                 failures += await server.find_model_name(sessions[server])
             answers = iter(
-                await gathered(
+                await run_together(
                     server.of_branch(sessions[server], ids, is_response)
                     for server, (_, ids, is_response) in zip(servers, branches, strict=True)
                     if server is not None

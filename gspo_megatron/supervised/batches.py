@@ -61,7 +61,7 @@ class ExampleBatches(ABC, Generic[E, B]):
         training = config.training
         self.policy = policy
         self.train, self.evaluation_data = train, evaluation
-        self.batch_size = training.batch_size
+        self.batch_size = config.examples_of_step(len(train))
         # Only responses to one prompt have a common beginning that is worth a search.
         share = isinstance(config, PreferenceConfig) and shares_prompts(config)
         padded = not training.packing

@@ -116,7 +116,7 @@ def usual_layouts(config: Config, most_ranks: int) -> list[Layout]:
     return list(dict.fromkeys(layouts))
 
 
-def sharing_alike(config: Config, layouts: Sequence[Layout]) -> Config:
+def decide_share_prompts(config: Config, layouts: Sequence[Layout]) -> Config:
     """Return the configuration with `training.share_prompts` decided for all layouts, because
     routers' losses count a shared prompt once."""
     shares = all(shares_prompts(apply_layout(config, layout)) for layout in layouts)

@@ -13,7 +13,7 @@ import torch
 from gspo_megatron.batching.packing import PackSpec, pack
 from gspo_megatron.batching.plan import plan_step
 from gspo_megatron.config.parallel import Layout
-from gspo_megatron.verify.parity import Cut, sharing_alike
+from gspo_megatron.verify.parity import Cut, decide_share_prompts
 from gspo_megatron.verify.results import StepResult, compare
 from gspo_megatron.verify.synthetic import SyntheticBatch
 from tests.parallel.explicit import explicit_update
@@ -226,5 +226,5 @@ def test_replay_gives_a_shared_prompt_its_experts(pool: Pool, replay: str, refer
 def test_verify_shares_prompts_on_all_layouts_or_on_none() -> None:
     config = odd_moe("tp=1", training={"share_prompts": None})
     for layouts, expected in ((["tp=1", "pp=2"], True), (["tp=1", "cp=2"], False)):
-        alike = sharing_alike(config, [Layout.parse(layout) for layout in layouts])
+        alike = decide_share_prompts(config, [Layout.parse(layout) for layout in layouts])
         assert alike.training.share_prompts is expected

@@ -19,6 +19,13 @@ READERS = {
     "tiny_cpu/table.py": ("absent", "absent", "absent"),
     "tiny_cpu/tokenize_text.py": ("absent",),
 }
+# The arguments, and the damaged file among the files that they name.
+DAMAGED = {
+    "evidence/frontier_figure.py": (("--results", "results.jsonl"), "results.jsonl"),
+    "tiny_cpu/answer.py": ((".", "--prompts", "test.jsonl", "-o", "answers.json"), "test.jsonl"),
+    "tiny_cpu/table.py": ((".", ".", "."), "answers.json"),
+    "tiny_cpu/tokenize_text.py": ((".",), "corpus.jsonl"),
+}
 WRITERS = (
     *(f"{folder}/make_data.py" for folder in ("ablation", "code", "preferences", "tool_use")),
     "distillation/make_copies.py",
@@ -36,6 +43,14 @@ def refusal(script: str, *words: str, cwd: Path) -> str:
 @pytest.mark.parametrize("script", READERS)
 def test_a_path_that_does_not_exist(script: str, tmp_path: Path) -> None:
     assert refusal(script, *READERS[script], cwd=tmp_path).startswith("absent")
+
+
+@pytest.mark.parametrize("script", DAMAGED)
+def test_a_damaged_file(script: str, tmp_path: Path) -> None:
+    words, name = DAMAGED[script]
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / name).write_text('{"text": \n')
+    assert refusal(script, *words, cwd=tmp_path).startswith(f"{name}:")
 
 
 @pytest.mark.parametrize("script", WRITERS)

@@ -25,10 +25,10 @@ from frontier_rule import (
     last_good_checkpoint,
     lowest,
     outcome,
-    read,
 )
 from long_addition import NUMBERS, careless_row, right_steps, row
 from megatron.core.transformer.moe import moe_utils
+from records import read
 from scipy import stats
 from vllm_engine import joined, widen_heads, with_void_rows
 

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from gspo_megatron.addresses import route_to
-from gspo_megatron.errors import DataError, RolloutError, tell
+from gspo_megatron.errors import DataError, RolloutError, UserError, tell
 from gspo_megatron.process.nodes import visible_gpus
 from gspo_megatron.rollout.vllm.process import ServerProcess
 from gspo_megatron.rollout.vllm.remote import (
+    BEAT_SECONDS,
     HeartbeatFile,
     report_file,
     server_log,
@@ -58,21 +59,43 @@ class NodeAgent:
         self.wanted = HeartbeatFile(wanted_file(folder, name))
         self.report = HeartbeatFile(report_file(folder, name))
         self.servers: dict[str, _Started] = {}
+        # when this agent first saw the report of another agent with its name
+        self._other_since: float | None = None
 
     async def run(self, ended: asyncio.Event) -> None:
-        """Run servers until `ended` is set, then end them all."""
+        """Run servers until `ended` is set, then end them all. Raises UserError if another agent
+        has this name."""
         try:
             while not ended.is_set():
                 self.wanted.read()
-                await self._end_others()
-                self._start_missing()
-                self._write_report()
+                if self._has_its_name():
+                    await self._end_others()
+                    self._start_missing()
+                    self._write_report()
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(ended.wait(), _LOOK_SECONDS)
         finally:
             self.wanted.servers = {}
             await self._end_others()
-            self._write_report()
+            if not self.report.is_foreign:
+                self._write_report()
+
+    def _has_its_name(self) -> bool:
+        """Return whether this agent may work under its name. Raises UserError if another agent
+        works under it. The report of another agent may also be left over; then it changes no
+        more."""
+        self.report.read()
+        now, heard = time.monotonic(), self.report.heard
+        if not self.report.is_foreign:
+            self._other_since = None
+            return True
+        if self._other_since is None:
+            self._other_since = now
+        if heard is not None and heard > self._other_since:
+            raise UserError(
+                f"{self.name}: another agent of the run has this name; give each its own --name"
+            )
+        return now - self._other_since > 3 * BEAT_SECONDS
 
     def _is_forgotten(self) -> bool:
         """Return whether no heartbeat of a service came for FORGOTTEN_SECONDS."""

@@ -19,7 +19,7 @@ from gspo_megatron.config.schema import suite_key
 from gspo_megatron.data.inputs import Inputs
 from gspo_megatron.environments.episode import Episode, EpisodeRunner, TurnRequest
 from gspo_megatron.errors import DataError, EpisodeError, RewardError, RolloutError, UserError
-from gspo_megatron.process.coroutines import gathered
+from gspo_megatron.process.coroutines import run_together
 from gspo_megatron.rewards.registry import get_reward, suite_rewards
 from gspo_megatron.rewards.scoring import FailedCalls
 from gspo_megatron.rewards.values import Score
@@ -239,7 +239,7 @@ class ServedRequests:
         numbers = [request.first + n for n in range(len(request.rows))]
         missing = [number for number in numbers if number not in running.file.finished]
         try:
-            await gathered(self._group(running, number) for number in missing)
+            await run_together(self._group(running, number) for number in missing)
         finally:
             running.file.close()
 
@@ -277,7 +277,7 @@ class ServedRequests:
             partial(self._turns, running),
             partial(self._no_turn, request),
         )
-        return [each for played in await gathered(works.values()) for each in played]
+        return [each for played in await run_together(works.values()) for each in played]
 
     def _no_turn(self, request: RolloutRequest, prompt_tokens: int) -> Response:
         """Make the placeholder turn of a failed episode: see `players`."""

@@ -55,6 +55,8 @@ class HeartbeatFile:
         # when a reader saw the file change last; None: no change seen yet
         self.heard: float | None = None
         self.address: str | None = None  # the writer's address; None for an agent
+        self.is_foreign = False  # as read last: not written by this object
+        self._writer = secrets.token_hex(8)
         self._beat: float | None = None
         self._written, self._written_at = {}, -math.inf
 
@@ -66,7 +68,7 @@ class HeartbeatFile:
         """
         content = {"servers": dict(servers), "address": address}
         if content != self._written or time.monotonic() - self._written_at > BEAT_SECONDS:
-            text = json.dumps({"beat": time.time(), **content})
+            text = json.dumps({"beat": time.time(), "writer": self._writer, **content})
             write_atomically(self.path, text.encode(), mode=0o600)
             self._written, self._written_at = content, time.monotonic()
 
@@ -74,9 +76,9 @@ class HeartbeatFile:
         try:
             content = parse_json(self.path.read_bytes())
             beat, servers = content["beat"], dict(content["servers"])
-            address = content.get("address")
+            address, is_foreign = content.get("address"), content.get("writer") != self._writer
         except FileNotFoundError:
-            self.servers = {}
+            self.servers, self.is_foreign = {}, False
             return
         # NFS may show a damaged file while the file is being replaced. It is read again later.
         except (OSError, *WRONG_VALUES):
@@ -84,6 +86,7 @@ class HeartbeatFile:
         if self._beat not in (None, beat):
             self.heard = time.monotonic()
         self._beat, self.servers, self.address = beat, servers, address
+        self.is_foreign = is_foreign
 
 
 class Node:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from gspo_megatron.errors import RolloutError
-from gspo_megatron.process.coroutines import gathered
+from gspo_megatron.process.coroutines import run_together
 from gspo_megatron.rollout.vllm.client import ServerGone, ServerRefused
 from gspo_megatron.rollout.vllm.fleet import Fleet
 from gspo_megatron.rollout.vllm.group_request import GroupRequest, GroupSpec, Seed
@@ -156,7 +156,7 @@ class Scheduler:
             parts = [self._whole_group(request) for request in requests]
             if remaining:
                 parts.append(self._generate(spec, remaining, first=True))
-            return list(itertools.chain(*await gathered(parts)))
+            return list(itertools.chain(*await run_together(parts)))
         finally:
             for request in requests:
                 request.cancel()

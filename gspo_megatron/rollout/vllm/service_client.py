@@ -23,7 +23,7 @@ from gspo_megatron.config import Config
 from gspo_megatron.errors import RolloutError, error_of, tell
 from gspo_megatron.families.model_shape import experts_in_layers
 from gspo_megatron.process.nodes import visible_gpus
-from gspo_megatron.process.ranks import ranks_on_node
+from gspo_megatron.process.ranks import environment_of_children, ranks_on_node
 from gspo_megatron.process.signals import signal_name
 from gspo_megatron.rollout.store import step_of
 from gspo_megatron.rollout.vllm.process import end_with_parent, hold_port
@@ -196,7 +196,7 @@ class ServiceClient:
             text=True,
             start_new_session=True,  # Ctrl-C must not end the service: saving the run needs it
             preexec_fn=end_with_parent,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            env={**environment_of_children(), "CUDA_VISIBLE_DEVICES": ""},
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:

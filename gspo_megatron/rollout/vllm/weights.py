@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from gspo_megatron.errors import RolloutError, printable
-from gspo_megatron.process.coroutines import gathered
+from gspo_megatron.process.coroutines import run_together
 from gspo_megatron.rollout.vllm.client import KEEP, RECOMPUTE, WAIT, ServerGone, ServerRefused
 from gspo_megatron.rollout.vllm.in_flight import split_at_update
 from gspo_megatron.rollout.vllm.server import FleetSettings, Server
@@ -258,7 +258,7 @@ class WeightLoader:
             )
             for prompt, tokens in zip(check.prompts, check.tokens, strict=True)
         )
-        responses = await self._while_it_answers(server, gathered(calls))
+        responses = await self._while_it_answers(server, run_together(calls))
         server.reports_versions = all(each.spans is not None for each in responses)
         problem = check.difference(responses)
         if server.abilities.is_extended:

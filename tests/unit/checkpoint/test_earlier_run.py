@@ -51,6 +51,18 @@ def test_the_new_folder_is_held_as_the_old_one_was(earlier: Path, lock: RunLock)
         RunLock().hold(earlier)
 
 
+def test_a_link_to_the_folder_leads_to_the_new_run(earlier: Path, lock: RunLock) -> None:
+    """The link may lead to the disk that has room for runs."""
+    link = earlier.with_name("link")
+    link.symlink_to("run")
+    move_earlier_run(link, lock)
+    assert (earlier.with_name("run.1") / METRICS_FILE).exists() and link.resolve() == earlier
+    assert [path.name for path in link.iterdir()] == [LOCK_FILE]
+    for folder in (link, earlier):
+        with pytest.raises(UserError, match="another run is at work here"):
+            RunLock().hold(folder)
+
+
 def test_what_was_half_written_is_not_kept(earlier: Path, lock: RunLock) -> None:
     move_earlier_run(earlier, lock)
     kept = earlier.with_name("run.1") / CHECKPOINTS

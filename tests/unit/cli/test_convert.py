@@ -78,8 +78,8 @@ def test_altered_contents_end_the_command_and_are_named(
 
 def test_the_help_promises_no_more(gspo: Command) -> None:
     told = " ".join(gspo(*EXPORT, "--help")[1].split())
-    assert "takes the newest one that has all its files in full length" in told
-    assert "newest whole" not in told
+    assert "takes the newest one whose files all have their full size" in told
+    assert "If a file was altered, the command fails" in told and "newest whole" not in told
 
 
 def test_a_layout_is_not_passed_over_by_a_rank(run: Path, tmp_path: Path, gspo: Command) -> None:

@@ -125,14 +125,19 @@ def test_a_configuration_is_evaluated_as_in_its_first_phase(tmp_path: Path) -> N
         _values(path, {})
 
 
-def test_an_evaluation_does_not_go_into_the_folder_of_a_run(
+def test_a_folder_that_cannot_take_an_evaluation_is_named_as_it_was_given(
     gspo: Command, write_config: ConfigWriter, tmp_path: Path
 ) -> None:
     (tmp_path / "run/checkpoints/rl_00000002").mkdir(parents=True)
+    (tmp_path / "file").touch()
     (tmp_path / "suites.yaml").write_text(yaml.safe_dump(SUITES))
-    words = ("--suite", tmp_path / "suites.yaml", "-o", tmp_path / "run")
-    told = f"--output {tmp_path}/run: holds the checkpoints of a run; give another folder"
-    assert refused(gspo, "evaluate", write_config(), *words) == [told]
+    for folder, wrong in (
+        ("run", "holds the checkpoints of a run"),
+        ("file/below", f"{tmp_path}/file is not a folder"),
+    ):
+        words = ("--suite", tmp_path / "suites.yaml", "-o", tmp_path / folder)
+        told = f"--output {tmp_path / folder}: {wrong}; give another folder"
+        assert refused(gspo, "evaluate", write_config(), *words) == [told]
 
 
 def test_a_converted_checkpoint_is_named_by_a_configuration(gspo: Command, tmp_path: Path) -> None:

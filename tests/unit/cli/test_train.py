@@ -156,9 +156,9 @@ def test_the_entry_file_is_the_same_command(
 def test_the_layout_decides_unless_told_otherwise(
     write_config: ConfigWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def decide(layout: str, nproc: int | None = None, rank_of: int | None = None) -> int:
+    def decide(layout: str, nproc: int | None = None, env_size: int | None = None) -> int:
         config = load_config(write_config(), [f"parallel.layout={layout}"])
-        return decide_world_size(config, nproc, rank_of)
+        return decide_world_size(config, nproc, env_size)
 
     assert decide("tp=1") == 1
     assert decide("tp=2,pp=2,dp=2") == 8

@@ -239,6 +239,7 @@ parallel: 4
         ("training.steps=true", "must be a valid integer"),
         ("training.steps=1.5", "must be a valid integer"),
         ("training.steps=-1", "must be greater than or equal to 0"),
+        ("training.hang_timeout_seconds=9300000000", "must be less than or equal to 2000000"),
         ("reward.scale=0", "must be greater than 0"),
         ("optimizer.beta1=1.0", "must be less than 1"),
         ("data.shuffle=1", "must be a valid boolean"),

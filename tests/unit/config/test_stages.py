@@ -146,6 +146,13 @@ def test_steps_and_epochs(steps: int | None, epochs: int | None, examples: int) 
     assert known.with_steps(100) == known and known.num_examples(100) == examples
 
 
+def test_each_epoch_has_a_step() -> None:
+    """A batch that is larger than the file would take the examples of several epochs at once."""
+    config = sft("training.batch_size=64", "training.epochs=3")
+    assert config.with_steps(20).training.steps == 3 and config.examples_of_step(20) == 20
+    assert sft("training.steps=2").examples_of_step(20) == 64  # without epochs, as asked
+
+
 @pytest.mark.parametrize(
     ("steps", "tokens", "resolved"),
     [(9, None, 9), (None, 64 * 8 * 3, 3), (2, 64 * 8 * 3, 2), (None, 64 * 8 * 3 + 1, 4)],

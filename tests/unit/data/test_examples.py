@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +18,10 @@ from gspo_megatron.config.stages import FineTuningConfig, FineTuningDataSection
 from gspo_megatron.data.chat import CHATML, encode_conversation
 from gspo_megatron.data.examples import Counts, load_supervised
 from gspo_megatron.data.inputs import read_fine_tuning
-from gspo_megatron.data.prompts import Found, load_prompts
+from gspo_megatron.data.prompts import Found, encode_prompts, load_prompts
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.errors import ConfigError
+from gspo_megatron.types import Prompt
 from tests.unit.data.corpora import (
     SYLLABLES,
     both,
@@ -312,19 +314,23 @@ ADD = {"type": "function", "function": {"name": "add", "description": "kalo"}}
 TOOLS = "{%- if tools -%}{{- '<|im_start|>tools\\n' ~ (tools | tojson) ~ eos_token -}}{%- endif -%}"
 
 
+@pytest.mark.parametrize("with_messages", [True, False])
 @pytest.mark.parametrize("template", [TOOLS + CHATML, TOOLS + UNMARKED], ids=["marks", "prefixes"])
 def test_the_tools_of_a_row_are_described_and_not_learned(
-    folder: Path, tmp_path: Path, template: str
+    folder: Path, tmp_path: Path, template: str, with_messages: bool
 ) -> None:
     messages = exchange("ka", "lo")
+    row, section = {"messages": messages}, form(1000, messages_field="messages")
+    if not with_messages:
+        row, section = {"prompt": messages[:1], "answer": "lo"}, form(1000)
     given = [[ADD], json.dumps([ADD]), None, [], "[]", "null"]
-    rows = [{"messages": messages, "tools": tools} for tools in given]
-    path = write_rows(tmp_path / "rows.jsonl", [*rows, {"messages": messages}])
+    rows = [row | {"tools": tools} for tools in given]
+    path = write_rows(tmp_path / "rows.jsonl", [*rows, row])
     copy = with_template(folder, tmp_path, template)
     theirs = transformers.AutoTokenizer.from_pretrained(copy, local_files_only=True)
     expected = theirs.apply_chat_template(messages, tools=[ADD], return_dict=True)["input_ids"]
     for tokenizer in both(copy):
-        data = load_supervised(path, tokenizer, form(1000, messages_field="messages"))
+        data = load_supervised(path, tokenizer, section)
         for number in (0, 1):
             ids, mask = data[number].token_ids, data[number].loss_mask
             assert ids.tolist() == expected
@@ -333,6 +339,24 @@ def test_the_tools_of_a_row_are_described_and_not_learned(
         for number in range(2, len(data)):
             assert np.array_equal(data[number].token_ids, data[2].token_ids)
             assert "kalo" not in tokenizer.decode(data[number].token_ids.tolist())
+
+
+def test_the_tools_of_a_prompt_are_described_unless_an_environment_has_tools(
+    folder: Path, tmp_path: Path
+) -> None:
+    tokenizer = load_tokenizer(with_template(folder, tmp_path, TOOLS + CHATML))
+    asked, other = ({"role": "user", "content": "ka"},), [{"name": "mi"}]
+    row = Prompt("ka", "lo", "p.jsonl:1", {"tools": [ADD]}, messages=asked)
+    for options, described, tools in (({}, [ADD], (ADD,)), ({"tools": other}, other, ())):
+        tokenizer.template_options = options
+        (prompt,) = encode_prompts([row], tokenizer, 999)
+        wanted = tokenizer.render(asked, open_answer=True, tools=described)
+        assert list(prompt.token_ids) == tokenizer.encode_rendered(wanted.text, wanted.quoted).ids
+        assert prompt.tools == tools
+    tokenizer.template_options = {}
+    row = replace(row, fields={"tools": [{"name": "\ud800"}]})
+    (line,) = refusal(encode_prompts, [row], tokenizer, 999)
+    assert line.startswith("p.jsonl:1: field 'tools' holds half a surrogate pair")
 
 
 def test_parquet_adds_no_keys_to_tools_and_calls(folder: Path, tmp_path: Path) -> None:

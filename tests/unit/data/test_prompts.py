@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -130,9 +130,8 @@ def test_a_bad_line_is_named_with_what_is_wrong(
 def test_the_first_problems_are_listed_and_the_others_counted(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     for count, hidden in ((5, []), (23, ["… and 18 more"])):
-        wanted = "an array; a JSON object is wanted"
-        lines = [f"{path}:{n}: {wanted}" for n in range(1, 6)]
-        assert problems_of(write_rows(path, [[]] * count)) == lines + hidden
+        lines = [f"{path}:{n}: a number; a JSON object is wanted" for n in range(1, 6)]
+        assert problems_of(write_rows(path, [1] * count)) == lines + hidden
     assert len(problems_of(write_rows(path, [{"prompt": 1}]))) == 2
 
 
@@ -452,6 +451,7 @@ class CodePoints:
 
     def __init__(self, bos_id: int | None = None) -> None:
         self.bos_id, self.bos_text = bos_id, "<s>"
+        self.chat_template, self.template_options = None, {}
 
     def encode(self, text: str) -> list[int]:
         return [*map(ord, text)]
@@ -459,7 +459,7 @@ class CodePoints:
     def encode_rendered(self, text: str, quoted: Sequence[Any]) -> Encoded:
         return Encoded(self.encode(text), [], [])
 
-    def render(self, messages: Sequence[Mapping[str, Any]], open_answer: bool) -> Rendered:
+    def render(self, messages: Sequence[Any], open_answer: bool, **_: Any) -> Rendered:
         text = "".join(f"[{m['role']}]{m['content']}" for m in messages)
         return Rendered(text + "[assistant]" * open_answer, None)
 

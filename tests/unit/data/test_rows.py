@@ -39,6 +39,15 @@ def test_a_compressed_file_is_told_as_such(tmp_path: Path, content: bytes, name:
     assert refusal(load_prompts, path) == [f"{path}: {wrong}"]
 
 
+@pytest.mark.parametrize("start", [b"[", b"\xef\xbb\xbf[\n  ", b"\n\n[\n"])
+def test_an_array_of_rows_is_told_as_such(tmp_path: Path, start: bytes) -> None:
+    """Programs that write JSON, not JSON Lines, write all rows as one array."""
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(start + ROW.rstrip() + b",\n" + ROW + b"]\n")
+    wanted = "a JSON array; JSON Lines are wanted, one object a line. jq -c '.[]' "
+    assert refusal(load_prompts, path) == [f"{path}: {wanted}{path} writes them"]
+
+
 @pytest.mark.parametrize("others", [("a.jsonl",), ()])
 @pytest.mark.parametrize("packed", ["b.jsonl.gz", "b.jsonl.zst"])
 def test_a_compressed_file_in_a_folder_is_not_left_out_without_a_word(

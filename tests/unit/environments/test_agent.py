@@ -154,7 +154,7 @@ def test_a_row_of_a_parquet_file_may_have_dates(play: Play) -> None:
 def test_a_program_that_cannot_be_started_leaves_no_file_open(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent, "kept", lambda *_: ["/no/such/program"])
+    monkeypatch.setattr(agent, "command_under_keeper", lambda *_: ["/no/such/program"])
     counts = []
     for _ in range(3):
         episode, _ = play("", [])

@@ -54,14 +54,17 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 
 def client_of(
-    tokenizer: Tokenizer, turns: list[tuple[str, bool]], limits: EpisodeLimits | None = None
+    tokenizer: Tokenizer,
+    turns: list[tuple[str, bool]],
+    limits: EpisodeLimits | None = None,
+    tools: tuple[dict[str, Any], ...] = (),
 ) -> tuple[Client, list[TurnRequest]]:
     """A client whose policy writes these turns. The flag says whether a turn is cut off. A turn
     that is not cut off ends with the end-of-sequence token."""
     messages: tuple[Message, ...] = ({"role": "user", "content": "hi"},)
-    rendered = tokenizer.render(messages, open_answer=True)
+    rendered = tokenizer.render(messages, open_answer=True, tools=tools)
     ids = tuple(tokenizer.encode_rendered(rendered.text).ids)
-    task = Prompt("hi", "there", "f:1", token_ids=ids, messages=messages)
+    task = Prompt("hi", "there", "f:1", token_ids=ids, messages=messages, tools=tools)
     asked: list[TurnRequest] = []
 
     async def write(wanted: TurnRequest) -> Written:
@@ -142,6 +145,21 @@ def test_a_template_that_drops_earlier_words_begins_a_branch(folder: Path) -> No
         shown(tokenizer, episode.transcript.response[episode.mask]) == "a b</s>c!d</s>e</s>f!g</s>"
     )
     assert len(ids) - in_response.sum() == len(asked[0].token_ids) + len(asked[2].token_ids)
+
+
+def test_a_branch_describes_the_tools_of_the_row(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{- tools[0].name -}}" + FORGETFUL)
+    tokenizer = load_tokenizer(folder / "tokenizer.model")
+    turns = [("c!d", False), ("e", False)]
+    client, asked = client_of(tokenizer, turns, tools=({"name": "add"},))
+
+    async def play() -> None:
+        await client.generate()
+        await client.generate([{"role": "user", "content": "more"}])
+
+    asyncio.run(play())
+    assert len(client.transcript.branches()) == 2  # "c!" is gone
+    assert all(shown(tokenizer, each.token_ids).startswith("add<|im_start|>") for each in asked)
 
 
 def test_a_prompt_of_the_environment_begins_a_branch(tokenizer: Tokenizer) -> None:

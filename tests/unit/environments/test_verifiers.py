@@ -211,7 +211,7 @@ def test_a_process_that_cannot_be_started_leaves_no_file_open(
 ) -> None:
     environment = Verifiers("any", speaker(tmp_path, "''"))
     table.loop.run_until_complete(environment._gateway.url())
-    monkeypatch.setattr(verifiers, "kept", lambda *_: ["/no/such/program"])
+    monkeypatch.setattr(verifiers, "command_under_keeper", lambda *_: ["/no/such/program"])
     before = len(os.listdir("/proc/self/fd"))
     (episode,), _ = table.play(environment, {}, ["x"])
     assert "FileNotFoundError" in str(episode.error)

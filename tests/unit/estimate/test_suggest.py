@@ -12,7 +12,7 @@ def test_layers_that_no_number_of_stages_divides(make_config: ConfigMaker) -> No
     model = {"vocab_size": 80, "megatron": {"num_layers": 5}}
     rollout = {"prompts_per_step": 4, "group_size": 2, "max_response_tokens": 16}
     config = make_config("tiny", "tp=1", model=model, rollout=rollout)
-    found = suggest(config, 2, 80, (10**6, 10**6), 80e9, count=40).found
+    found = suggest(config, 2, 80, (10**6, 10**6), 80e9, count=40).suggestions
     staged = [each for each in found if "pp=2" in each.overrides]
     last = "parallel.layout=pp=2 model.megatron.num_layers_in_last_pipeline_stage=2"
     assert last in {each.overrides for each in staged}
@@ -33,13 +33,15 @@ def test_a_layout_fits_in_every_phase_of_a_run(make_config: ConfigMaker) -> None
     arguments = (1, 80, (10**6, 10**6))
     alone = suggest(short, *arguments, 80e9, count=40)
     every = suggest(both, *arguments, 80e9, count=40)
-    assert {each.overrides for each in every.found} == {each.overrides for each in alone.found}
-    of_short = {each.overrides: each for each in alone.found}
-    for each in every.found:
+    assert {each.overrides for each in every.suggestions} == {
+        each.overrides for each in alone.suggestions
+    }
+    of_short = {each.overrides: each for each in alone.suggestions}
+    for each in every.suggestions:
         estimate = each.estimate
         assert getattr(estimate.config, "rollout").max_response_tokens == 100  # noqa: B009
         assert estimate.worst.total > of_short[each.overrides].estimate.worst.total
         assert each.cost.total > of_short[each.overrides].cost.total
-    least = min(each.estimate.worst.total for each in every.found)
-    assert suggest(short, *arguments, least, count=40).found
-    assert not suggest(both, *arguments, least, count=40).found  # leaves no headroom
+    least = min(each.estimate.worst.total for each in every.suggestions)
+    assert suggest(short, *arguments, least, count=40).suggestions
+    assert not suggest(both, *arguments, least, count=40).suggestions  # leaves no headroom

@@ -388,7 +388,6 @@ def expect(name: str, inputs: LossInputs, **keys: Any) -> Expected:
     for i in range(len(inputs.advantages)):
         response = _response(inputs, i, new, entropy)
         if len(response) == 0:
-            geometric.append(1.0)
             continue
         geometric.append(math.exp(sum(response.drift()) / len(response)))
         found = paper.terms(response, **numbers)

@@ -24,6 +24,7 @@ from gspo_megatron.platform.groups import (
     stop_processes,
     tear_down_model_parallel,
 )
+from gspo_megatron.process import ranks
 from tests.unit.models.one_rank import one_rank_groups, tiny_config, tiny_policy
 
 
@@ -136,6 +137,21 @@ def test_each_rank_of_a_host_takes_its_own_gpu(
 ) -> None:
     visible(rank, count, hidden_to)
     assert devices.select_device() == torch.device("cuda", expected)
+
+
+def test_servers_do_not_get_the_variable_that_only_ranks_need(
+    visible: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.setattr(ranks, "_own_variables", set())
+    visible(0, 1)
+    monkeypatch.setenv(name, "8")  # by the user
+    devices.select_device()
+    assert ranks.environment_of_children()[name] == "8"
+    monkeypatch.delenv(name)
+    devices.select_device()
+    assert os.environ[name] == "1"
+    assert name not in ranks.environment_of_children()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gspo_megatron.errors import RolloutError
+from gspo_megatron.errors import RolloutError, UserError
 from gspo_megatron.rollout.vllm import agent as agent_module
 from gspo_megatron.rollout.vllm import remote
 from gspo_megatron.rollout.vllm.remote import HeartbeatFile, Node, RemoteProcess, exchange_files
@@ -229,6 +229,34 @@ def test_a_service_that_dies_without_a_word_is_noticed(
         assert not run.processes() and not late.servers
         ended.set()
         await working
+
+    asyncio.run(go())
+
+
+def test_a_second_agent_with_a_name_ends(run: Run) -> None:
+    """Whether both start together or one after the other, one of them works and the other ends."""
+
+    async def go() -> None:
+        ended = asyncio.Event()
+
+        def start() -> asyncio.Task[None]:
+            agent = agent_module.NodeAgent(run.folder, NODE, "127.0.0.1")
+            return asyncio.create_task(agent.run(ended))
+
+        async with service(run) as node:
+            working, server = {start()}, run.server(node)
+            for _ in range(2):
+                working.add(start())
+                refused, working = await asyncio.wait(
+                    working, timeout=30, return_when=asyncio.FIRST_COMPLETED
+                )
+                with pytest.raises(UserError, match="node-a: another agent .* own --name"):
+                    await refused.pop()
+                await started(server)
+                assert server.has_ended() is None and not refused
+            assert answer_of(server.url) == "server 0"
+            ended.set()
+            await asyncio.gather(*working)
 
     asyncio.run(go())
 

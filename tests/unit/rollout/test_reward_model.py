@@ -104,13 +104,18 @@ def test_the_models_own_template_renders_the_conversation(chat: Path, plain: Pat
         ids_of(plain, sample, chat_template=True)
 
 
-def test_its_template_gets_its_own_options(chat: Path, tmp_path: Path) -> None:
+def test_its_template_gets_its_own_options_and_the_tools_of_the_row(
+    chat: Path, tmp_path: Path
+) -> None:
     for file in chat.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "chat_template.jinja").write_text("{{- mood -}}" + TEMPLATE)
     sample, options = Sample("why", None, "12", False), {"mood": "why"}
     found = ids_of(tmp_path, sample, chat_template_options=options)
     assert found == [*load_tokenizer(chat).encode("why"), *ids_of(chat, sample)]
+    (tmp_path / "chat_template.jinja").write_text("{{- tools[0].name -}}" + TEMPLATE)
+    sample = Sample("why", None, "12", False, fields={"tools": [{"name": "why"}]})
+    assert ids_of(tmp_path, sample) == found
 
 
 def test_a_folder_may_have_the_file_of_sentencepiece_alone(plain: Path, tmp_path: Path) -> None:

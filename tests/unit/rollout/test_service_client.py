@@ -22,6 +22,7 @@ import pytest
 from gspo_megatron.config import parse_config
 from gspo_megatron.data.toy import write_toy_dataset
 from gspo_megatron.errors import RolloutError
+from gspo_megatron.process import ranks
 from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 from gspo_megatron.rollout.vllm.service_client import ServiceClient
 from tests.programs import command_environment, wait_until
@@ -177,6 +178,20 @@ def test_a_service_that_lives_and_does_not_answer_is_started_again(
         assert first is not None and first.returncode == -signal.SIGKILL
         told = capfd.readouterr().err
         assert told.index("in work") < told.index("the rollout service did not answer, and was end")
+
+
+def test_the_service_gets_the_environment_of_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*_: object, env: dict[str, str], **__: object) -> None:
+        raise RuntimeError(sorted(env.keys() & {"OWN", "OF_ALL"}))
+
+    for name in ("OWN", "OF_ALL"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(ranks, "_own_variables", {"OWN"})
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with pytest.raises(RuntimeError, match=r"^\['OF_ALL'\]$"):
+        ServiceClient(settings(tmp_path), restarts=0)
 
 
 def test_a_status_without_news_is_waited_for_with_any_hang_timeout(tmp_path: Path) -> None:
