@@ -215,8 +215,6 @@ class WeightLoader:
             # The server will go on, perhaps with a part of the new weights.
             server.cancel_requests()
             raise
-        # Without the responses that were given up meanwhile: nobody waits for them.
-        responses = tuple(each for each in responses if each in server.in_flight)
         unknown = [r.name for r in responses if r.answer is None and r.name not in counts]
         ended: set[str] = set()
         if unknown and server.abilities.gives_parts:
@@ -224,6 +222,8 @@ class WeightLoader:
             # server, all responses in `unknown` are taken back.
             with contextlib.suppress(ServerGone, ServerRefused):
                 ended = await server.client.take_back(unknown, seconds=seconds)
+        # Without the responses that were given up meanwhile: nobody waits for them.
+        responses = tuple(each for each in responses if each in server.in_flight)
         split_at_update(responses, counts, version, ended)
 
     async def _expected_responses(self, version: int) -> WeightCheck | None:

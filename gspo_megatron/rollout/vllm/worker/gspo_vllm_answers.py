@@ -561,8 +561,16 @@ def without_routes(content: bytes) -> bytes:
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Read vLLM's own metrics; returns them by name without the prefix."""
-    return {name: float(value) for name, value in _METRIC.findall(text)}
+    """Read vLLM's own metrics; returns them by name without the prefix.
+
+    A server with several engines writes a line for each of them. The values are added up. Of the
+    used shares of caches (`_perc`), the largest counts.
+    """
+    found: dict[str, float] = {}
+    for name, number in _METRIC.findall(text):
+        value, before = float(number), found.get(name, 0.0)
+        found[name] = max(before, value) if name.endswith("_perc") else before + value
+    return found
 
 
 def _names(body: bytes) -> list[str]:
