@@ -256,19 +256,21 @@ def test_all_mistakes_are_told_before_the_server_is_asked(
 class Failing:
     """A session whose first responses have an error status."""
 
-    def __init__(self, failures: int, status: int) -> None:
+    def __init__(self, failures: int, status: int, wait: str = "") -> None:
         self.left, self.status, self.asked = failures, status, 0
+        self.wait = wait  # the header Retry-After
 
     @asynccontextmanager
     async def request(self, *_: Any, **__: Any) -> Any:
         self.asked += 1
         self.left -= 1
-        yield Answer(self.status if self.left >= 0 else 200)
+        yield Answer(self.status if self.left >= 0 else 200, {"Retry-After": self.wait})
 
 
 @dataclass
 class Answer:
     status: int
+    headers: dict[str, str]
 
     @property
     def content(self) -> Answer:
@@ -291,6 +293,10 @@ def test_a_request_is_repeated_four_times_and_only_where_that_may_help(
         waits.append(seconds)
 
     monkeypatch.setattr(server.asyncio, "sleep", sleep)
+    busy: Any = Failing(2, 429, "7")
+    assert asyncio.run(server._call(busy, "http://server/v1", {})) == {"done": True}
+    assert waits == [7.0, 0.5, 7.0, 1.0]
+    waits.clear()
     session: Any = Failing(failures, status)
     call = server._call(session, "http://server/v1", {})
     if asked is None:

@@ -4,6 +4,7 @@ answer. The server of these tests answers like vLLM; tests/vllm uses a real one.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -267,10 +268,12 @@ def test_only_the_failed_batch_is_repeated(chat: Path, capsys: pytest.CaptureFix
         again = given["input"] in seen
         seen.append(given["input"])
         if len(given["input"]) == 1 and not again:
-            raise web.HTTPServiceUnavailable(text="busy")
+            raise web.HTTPServiceUnavailable(text="busy", headers={"Retry-After": "1"})
         return right(given)
 
+    start = time.monotonic()
     found = ask(answer, chat, retries=1)
+    assert time.monotonic() - start > 1.4  # the server wants one second more
     assert found.failures == 1 and not np.isnan(found.scores).any() and len(seen) == 4
     [line] = capsys.readouterr().err.splitlines()
     assert "says 503: busy; it is asked again; further failures are only counted" in line
