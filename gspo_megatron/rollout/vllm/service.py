@@ -37,6 +37,7 @@ from gspo_megatron.data.inputs import Inputs, read_inputs
 from gspo_megatron.environments.registry import episodes_of, tools_of
 from gspo_megatron.errors import UserError, tell
 from gspo_megatron.process.cores import raise_open_files
+from gspo_megatron.process.coroutines import allow_many_threads
 from gspo_megatron.process.heartbeat import heard_by
 from gspo_megatron.rollout.engine import RolloutRequest
 from gspo_megatron.rollout.store import FOLDER, forget, step_of
@@ -87,6 +88,7 @@ class Service:
     async def run(self, told_ready: Callable[[], None]) -> None:
         """Serve until the main thread stops."""
         self.loop, self.ended = asyncio.get_running_loop(), asyncio.Event()
+        allow_many_threads(self.loop)
         with heard_by(self._count_heartbeat):
             await self._serve(told_ready)
 
