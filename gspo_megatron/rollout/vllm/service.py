@@ -65,7 +65,7 @@ from gspo_megatron.rollout.vllm.weights import Weights
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts
 
 _REQUESTS = TypeAdapter(RolloutRequest)
-_STUCK_SECONDS = 10.0  # after the death of rank 0, the event loop has this time to end
+_STUCK_SECONDS = 5.0  # after the death of rank 0, the event loop has this time to end
 
 
 class Service:
