@@ -65,7 +65,7 @@ from gspo_megatron.rollout.vllm.weights import Weights
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts
 
 _REQUESTS = TypeAdapter(RolloutRequest)
-_STUCK_SECONDS = 5.0  # after the death of rank 0, the event loop has this time to end
+_STUCK_SECONDS = 5.0  # after the death of rank 0, the event loop has this time to learn of it
 
 
 class Service:
@@ -82,6 +82,7 @@ class Service:
         self.scorers = Scorers(config, inputs)
         self.updating: asyncio.Task[None] | None = None
         self.told_to_end = False  # by SIGTERM, which the servers then got, too
+        self.is_ending = False  # the event loop has learned that the service ends
         self.heartbeats = 0  # of work in this process, such as scoring
         self.loop: asyncio.AbstractEventLoop | None = None
 
@@ -110,6 +111,7 @@ class Service:
             try:
                 await self._until_end()
             finally:
+                self.is_ending = True
                 await self.requests.close()
                 await self.fleet.close()
                 if not self.rank_0_lives():
@@ -493,7 +495,7 @@ def main() -> None:
         while thread.is_alive():
             thread.join(_STUCK_SECONDS)
             # An environment may block the other thread for ever.
-            if thread.is_alive() and not service.rank_0_lives():
+            if thread.is_alive() and not (service.is_ending or service.rank_0_lives()):
                 service.leave()
     if failure:
         raise failure[0]
