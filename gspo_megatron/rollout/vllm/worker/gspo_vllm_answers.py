@@ -558,7 +558,7 @@ def without_routes(content: bytes) -> bytes:
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Return vLLM's metrics by name: sums over its engines; of used shares (`_perc`) the largest."""
+    """Return vLLM's metrics by name, summed over engines; of used shares (`_perc`) the largest."""
     found: dict[str, list[float]] = {}
     for name, value in _METRIC.findall(text):
         found.setdefault(name, []).append(float(value))
