@@ -18,6 +18,7 @@ from gspo_megatron.errors import UserError
 STORE_DESCRIPTOR = "GSPO_STORE_FD"
 # comma-separated names of the job's hosts that only serve rollouts
 ROLLOUT_NODES = "GSPO_ROLLOUT_NODES"
+_LONGEST_WAIT = 30.0  # seconds, below the time limit of a reward's call (reward.timeout_seconds)
 _DISCARD = 9  # a port; nothing is sent to it
 _ABROAD = "192.0.2.1"  # no machine has this address (RFC 5737), so its route is the default route
 
@@ -163,6 +164,16 @@ async def read_answer(response: Any, most: int = 1 << 26) -> bytes:
         if size > most:
             raise ConnectionError(f"{response.url}: an answer of more than {most:,} bytes")
     return b"".join(parts)
+
+
+async def wait_as_told(response: Any) -> None:
+    """Wait as long as an overloaded server wants (HTTP 429 or 503 with Retry-After), at most 30
+    seconds. The caller then asks again."""
+    import asyncio  # not at the top: the launcher imports this file, and needs no event loop
+
+    seconds = response.headers.get("Retry-After", "")
+    if response.status in (429, 503) and seconds.isdecimal():  # it may also be a date
+        await asyncio.sleep(min(float(seconds), _LONGEST_WAIT))
 
 
 def rollout_nodes(environ: Mapping[str, str] = os.environ) -> list[str]:

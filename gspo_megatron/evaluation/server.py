@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from gspo_megatron.addresses import keyed_session, read_answer
+from gspo_megatron.addresses import keyed_session, read_answer, wait_as_told
 from gspo_megatron.config.load import dump_yaml, parse_suites
 from gspo_megatron.config.schema import SuiteSection, suite_key
 from gspo_megatron.data.formats import field_map
@@ -285,6 +285,8 @@ async def _call(session: aiohttp.ClientSession, url: str, body: Any) -> Any:
                 wrong = f"{url}: HTTP {response.status}: {text}"
                 if response.status < 500 and response.status != _BUSY:
                     break
+                if remaining:
+                    await wait_as_told(response)
         except asyncio.TimeoutError:
             wrong = f"{url}: no answer within {_RESPONSE_SECONDS} s"
         except ValueError as error:

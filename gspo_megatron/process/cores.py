@@ -1,9 +1,10 @@
-"""The cores that a process may use."""
+"""The cores and open files that a process may use."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import resource
 from pathlib import Path
 
 # Files of the quota and the period, for cgroups version 2 and 1. The quota is the processor time in
@@ -24,3 +25,13 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
             if quota > 0:  # -1: no quota
                 cores = min(cores, max(1, round(quota / period)))
     return cores
+
+
+def raise_open_files() -> None:
+    """Raise the limit of open files and connections to the hard limit.
+
+    The usual soft limit, 1,024, is below the number of responses in progress on a few servers. And
+    an agent's program takes several files of this process, for each episode of a step.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

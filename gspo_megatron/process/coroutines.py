@@ -7,10 +7,18 @@ import asyncio
 import time
 import weakref
 from collections.abc import Coroutine, Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
+_THREADS = 512
+
+
+def allow_many_threads(loop: asyncio.AbstractEventLoop) -> None:
+    """Let `asyncio.to_thread` make up to 512 calls at a time in this loop. By default it makes at
+    most 32, or 4 more than there are cores. But the calls of environments mostly wait."""
+    loop.set_default_executor(ThreadPoolExecutor(_THREADS, "to_thread"))
 
 
 async def run_together(coroutines: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:

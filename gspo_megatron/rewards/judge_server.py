@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gspo_megatron.addresses import keyed_session, read_answer
+from gspo_megatron.addresses import keyed_session, read_answer, wait_as_told
 from gspo_megatron.errors import RewardError
 from gspo_megatron.files import write_atomically
 from gspo_megatron.types import Sample
@@ -89,6 +89,7 @@ class JudgeServer:
             text = (await read_answer(response)).decode(errors="replace")
             if response.status in _USERS_MISTAKES:
                 raise RewardError(f"reward 'llm_judge': {url} says {response.status}: {text[:500]}")
+            await wait_as_told(response)
             if response.status != 200:
                 raise ConnectionError(f"{url} says {response.status}: {text[:500]}")
             return str(json.loads(text)["choices"][0]["message"]["content"] or "")

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gspo_megatron.addresses import read_answer
+from gspo_megatron.addresses import read_answer, wait_as_told
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.errors import RewardError, printable, tell
 from gspo_megatron.process.heartbeat import heartbeat
@@ -110,6 +110,7 @@ class Asker(ABC):
             if (advice := self.advice(response.status, text)) is not None:
                 answer = f"{url} says {response.status}: {text[:500]}"
                 raise RewardError(f"{self.name}: {answer}; {advice}")
+            await wait_as_told(response)
             if response.status != 200:
                 raise ConnectionError(f"{url} says {response.status}: {text[:500]}")
             return json.loads(text)

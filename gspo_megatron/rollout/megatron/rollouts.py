@@ -20,6 +20,8 @@ from gspo_megatron.environments.episode import Episode, EpisodeRunner
 from gspo_megatron.errors import EpisodeError, RewardError, UnplayableError, UserError, error_of
 from gspo_megatron.platform.collectives import all_gather_numbers, all_gather_objects, from_rank
 from gspo_megatron.platform.groups import model_replica
+from gspo_megatron.process.cores import raise_open_files
+from gspo_megatron.process.coroutines import allow_many_threads
 from gspo_megatron.process.heartbeat import heard_by
 from gspo_megatron.rewards.scoring import FailedCalls, describe
 from gspo_megatron.rollout.engine import (
@@ -80,6 +82,9 @@ class MegatronRollouts:
         # loop.
         self.loop = asyncio.new_event_loop()
         weakref.finalize(self, _end, self.loop)
+        if episodes is not None:  # all episodes of a step run at the same time
+            raise_open_files()
+            allow_many_threads(self.loop)
         self.report: Callable[[str], None] = lambda text: None
 
     def begin(self, request: RolloutRequest) -> None:

@@ -26,6 +26,7 @@ from gspo_megatron.rollout.vllm.weights import (
     WeightChanges,
     WeightLoader,
     Weights,
+    was_blocked,
 )
 
 _LOOK_SECONDS = 1.0  # time between two checks of a server's health
@@ -224,6 +225,7 @@ class Fleet:
         if ended:
             self.lose_server(server, ended)
             return
+        asked = time.monotonic()
         with contextlib.suppress(ServerGone, ServerRefused):
             figures = await server.client.figures(
                 seconds=CALL_SECONDS, in_short=server.abilities.gives_parts
@@ -236,7 +238,7 @@ class Fleet:
             server.window.adjust(figures, server.load)
             await self.loader.release(server)
         silent = time.monotonic() - server.heard
-        if silent > self.settings.silence_seconds:
+        if silent > self.settings.silence_seconds and not was_blocked(asked):
             self.lose_server(server, f"has not answered or drawn a token for {silent:.0f} s")
 
 

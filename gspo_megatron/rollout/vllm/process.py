@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import socket
@@ -351,15 +350,6 @@ def hold_port(host: str, port: int) -> socket.socket:
         wrong = f"{error.strerror or error}; allowed: an address of this machine, and a free port"
         raise RolloutError(f"a server cannot listen on {host}, port {port}: {wrong}") from error
     return held
-
-
-def raise_open_files() -> None:
-    """Raise the limit of open files and connections to the hard limit.
-
-    The usual soft limit, 1,024, is below the number of responses in progress on a few servers.
-    """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def end_with_parent() -> None:

@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NoReturn
 
 from aiohttp import web
 from pydantic import TypeAdapter
@@ -36,6 +36,8 @@ from gspo_megatron.config.load import parse_config
 from gspo_megatron.data.inputs import Inputs, read_inputs
 from gspo_megatron.environments.registry import episodes_of, tools_of
 from gspo_megatron.errors import UserError, tell
+from gspo_megatron.process.cores import raise_open_files
+from gspo_megatron.process.coroutines import allow_many_threads
 from gspo_megatron.process.heartbeat import heard_by
 from gspo_megatron.rollout.engine import RolloutRequest
 from gspo_megatron.rollout.store import FOLDER, forget, step_of
@@ -51,7 +53,6 @@ from gspo_megatron.rollout.vllm.process import (
     cpu_arguments,
     cpu_environment,
     needed_arguments,
-    raise_open_files,
     server_words,
 )
 from gspo_megatron.rollout.vllm.remote import FOLDER as SERVERS
@@ -64,6 +65,7 @@ from gspo_megatron.rollout.vllm.weights import Weights
 from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts
 
 _REQUESTS = TypeAdapter(RolloutRequest)
+_STUCK_SECONDS = 5.0  # after the death of rank 0, the event loop has this time to learn of it
 
 
 class Service:
@@ -80,12 +82,14 @@ class Service:
         self.scorers = Scorers(config, inputs)
         self.updating: asyncio.Task[None] | None = None
         self.told_to_end = False  # by SIGTERM, which the servers then got, too
+        self.is_ending = False  # the event loop has learned that the service ends
         self.heartbeats = 0  # of work in this process, such as scoring
         self.loop: asyncio.AbstractEventLoop | None = None
 
     async def run(self, told_ready: Callable[[], None]) -> None:
         """Serve until the main thread stops."""
         self.loop, self.ended = asyncio.get_running_loop(), asyncio.Event()
+        allow_many_threads(self.loop)
         with heard_by(self._count_heartbeat):
             await self._serve(told_ready)
 
@@ -107,13 +111,11 @@ class Service:
             try:
                 await self._until_end()
             finally:
+                self.is_ending = True
                 await self.requests.close()
                 await self.fleet.close()
                 if not self.rank_0_lives():
-                    # Rank 0 can no longer remove this folder, which may be in memory. Nobody waits
-                    # for rewards now, and one that hangs would keep this process alive for ever.
-                    shutil.rmtree(self.settings["weights_folder"], ignore_errors=True)
-                    os._exit(0)
+                    self.leave()
                 await self.scorers.close()
                 exchange.cancel()
                 await asyncio.wait([exchange])
@@ -132,6 +134,13 @@ class Service:
 
     def rank_0_lives(self) -> bool:
         return os.getppid() == self.settings["starter"]
+
+    def leave(self) -> NoReturn:
+        """End this process after the death of rank 0. Nobody waits for responses and rewards now,
+        and one that hangs would keep this process alive for ever."""
+        # Rank 0 can no longer remove this folder, which may be in memory.
+        shutil.rmtree(self.settings["weights_folder"], ignore_errors=True)
+        os._exit(0)
 
     async def _until_end(self) -> None:
         """Wait for `end`, or for the end of rank 0. A reward may keep the main thread, which runs
@@ -483,7 +492,11 @@ def main() -> None:
         service.scorers.work()
     finally:
         service.end()
-        thread.join()
+        while thread.is_alive():
+            thread.join(_STUCK_SECONDS)
+            # An environment may block the other thread for ever.
+            if thread.is_alive() and not (service.is_ending or service.rank_0_lives()):
+                service.leave()
     if failure:
         raise failure[0]
 

@@ -60,6 +60,12 @@ class WeightChanges:
             await self._condition.wait_for(condition)
 
 
+def was_blocked(asked: float) -> bool:
+    """Return whether code of an environment has blocked this event loop since `asked`, when a call
+    of at most CALL_SECONDS began. Then the call may have ended without its answer by our fault."""
+    return time.monotonic() - asked > 2 * CALL_SECONDS
+
+
 class WeightLoader:
     """Loads the newest weights on single servers.
 
@@ -171,13 +177,14 @@ class WeightLoader:
         task, heard = asyncio.create_task(work), time.monotonic()
         try:
             while not (await asyncio.wait([task], timeout=_LOOK_SECONDS))[0]:
+                asked = time.monotonic()
                 try:
                     await server.client.figures(
                         seconds=CALL_SECONDS, in_short=server.abilities.gives_parts
                     )
                 except ServerGone:
                     silent = time.monotonic() - heard
-                    if silent > self.settings.silence_seconds:
+                    if silent > self.settings.silence_seconds and not was_blocked(asked):
                         raise ServerGone(f"has not answered for {silent:.0f} s") from None
                 except ServerRefused:
                     heard = time.monotonic()
@@ -215,8 +222,6 @@ class WeightLoader:
             # The server will go on, perhaps with a part of the new weights.
             server.cancel_requests()
             raise
-        # Without the responses that were given up meanwhile: nobody waits for them.
-        responses = tuple(each for each in responses if each in server.in_flight)
         unknown = [r.name for r in responses if r.answer is None and r.name not in counts]
         ended: set[str] = set()
         if unknown and server.abilities.gives_parts:
@@ -224,6 +229,8 @@ class WeightLoader:
             # server, all responses in `unknown` are taken back.
             with contextlib.suppress(ServerGone, ServerRefused):
                 ended = await server.client.take_back(unknown, seconds=seconds)
+        # Without the responses that were given up meanwhile: nobody waits for them.
+        responses = tuple(each for each in responses if each in server.in_flight)
         split_at_update(responses, counts, version, ended)
 
     async def _expected_responses(self, version: int) -> WeightCheck | None:

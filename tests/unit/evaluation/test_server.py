@@ -256,19 +256,21 @@ def test_all_mistakes_are_told_before_the_server_is_asked(
 class Failing:
     """A session whose first responses have an error status."""
 
-    def __init__(self, failures: int, status: int) -> None:
+    def __init__(self, failures: int, status: int, wait: str = "") -> None:
         self.left, self.status, self.asked = failures, status, 0
+        self.wait = wait  # the header Retry-After
 
     @asynccontextmanager
     async def request(self, *_: Any, **__: Any) -> Any:
         self.asked += 1
         self.left -= 1
-        yield Answer(self.status if self.left >= 0 else 200)
+        yield Answer(self.status if self.left >= 0 else 200, {"Retry-After": self.wait})
 
 
 @dataclass
 class Answer:
     status: int
+    headers: dict[str, str]
 
     @property
     def content(self) -> Answer:
@@ -282,8 +284,9 @@ class Answer:
     ("failures", "status", "asked"),
     [(0, 503, 1), (4, 503, 5), (4, 429, 5), (5, 503, None), (1, 400, None), (1, 404, None)],
 )
+@pytest.mark.parametrize("told", ["", "7"])
 def test_a_request_is_repeated_four_times_and_only_where_that_may_help(
-    monkeypatch: pytest.MonkeyPatch, failures: int, status: int, asked: int | None
+    monkeypatch: pytest.MonkeyPatch, failures: int, status: int, asked: int | None, told: str
 ) -> None:
     waits: list[float] = []
 
@@ -291,7 +294,7 @@ def test_a_request_is_repeated_four_times_and_only_where_that_may_help(
         waits.append(seconds)
 
     monkeypatch.setattr(server.asyncio, "sleep", sleep)
-    session: Any = Failing(failures, status)
+    session: Any = Failing(failures, status, told)
     call = server._call(session, "http://server/v1", {})
     if asked is None:
         with pytest.raises(RolloutError, match=f"http://server/v1: HTTP {status}: busy"):
@@ -300,4 +303,6 @@ def test_a_request_is_repeated_four_times_and_only_where_that_may_help(
     else:
         assert asyncio.run(call) == {"done": True}
     assert session.asked == asked
-    assert waits == [0.5, 1.0, 2.0, 4.0][: asked - 1]
+    # the server may want a further wait before each repetition
+    wanted = [float(told)] if told else []
+    assert waits == [n for own in (0.5, 1.0, 2.0, 4.0)[: asked - 1] for n in (*wanted, own)]

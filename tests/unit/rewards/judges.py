@@ -20,6 +20,7 @@ class Judge:
 
     def __init__(self, *answers: Answer) -> None:
         self.answers, self.requests = list(answers), []
+        self.retry_after = ""  # the header Retry-After of all answers
         lock = threading.Lock()
 
         class Handler(BaseHTTPRequestHandler):
@@ -36,6 +37,7 @@ class Judge:
                 body = json.dumps({"choices": [{"message": {"content": text}}]}).encode()
                 handler.send_response(status)
                 handler.send_header("Content-Length", str(len(body)))
+                handler.send_header("Retry-After", self.retry_after)
                 handler.end_headers()
                 handler.wfile.write(body)
 

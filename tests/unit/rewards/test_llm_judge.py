@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gspo_megatron import addresses
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.rewards import scoring
 from gspo_megatron.rewards.registry import check_section, get_reward
@@ -77,6 +79,18 @@ def test_what_a_repetition_may_mend_is_repeated(
     assert "/chat/completions says 429" in line
     rewards, failed = score(judges("no"), "x", section={"retries": 0, "on_failure": "drop_group"})
     assert rewards == [None] and failed.errors == 1
+
+
+def test_an_overloaded_judge_is_asked_again_when_it_says(
+    judges: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scoring, "FIRST_WAIT_SECONDS", 0.001)
+    for wanted, longest, seconds in (("1", 30.0, 2.0), ("3600", 0.5, 1.0), ("tomorrow", 30.0, 0.0)):
+        monkeypatch.setattr(addresses, "_LONGEST_WAIT", longest)
+        judge = judges(429, 503, "Score: 10")
+        judge.retry_after, start = wanted, time.monotonic()
+        assert score(judge, "x", section={"retries": 2})[0] == [1.0]
+        assert seconds <= time.monotonic() - start < seconds + 20
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import resource
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -153,3 +155,23 @@ def test_each_turn_of_an_episode_has_random_numbers_of_its_own(tmp_path: Path) -
     # two turns of one token, and a token in between
     assert generated.group.response_lengths.tolist() == [3, 3]
     assert engine.seeds[0] == 7 and len(set(engine.seeds)) == 2
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_many_episodes_may_have_open_files_and_wait_in_threads(tmp_path: Path) -> None:
+    """Each program of an agent takes several files. By default, at most 32 threads would run."""
+    tokenizer = character_tokenizer(tmp_path)
+    runner = EpisodeRunner(Twice(), tokenizer, EpisodeLimits(turns=3, response_tokens=9))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 500), hard))
+    try:
+        episodes = MegatronRollouts(cast(Any, Engine()), runner, torch.device("cpu"))
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    together = threading.Barrier(40)
+
+    async def wait() -> list[int]:
+        return await asyncio.gather(*(asyncio.to_thread(together.wait, 20) for _ in range(40)))
+
+    assert sorted(episodes.loop.run_until_complete(wait())) == [*range(40)]

@@ -27,7 +27,13 @@ from tests.unit.rollout.double import (
     until,
     weights,
 )
-from tests.unit.rollout.test_faulty_servers import GENERATE, pooled
+from tests.unit.rollout.test_faulty_servers import (
+    GENERATE,
+    PROMPT,
+    SAMPLING,
+    assert_is_right,
+    pooled,
+)
 
 # --- Updates --------------------------------------------------------------------------------------
 
@@ -65,6 +71,41 @@ def test_a_server_that_answers_nothing_in_an_update_is_out_and_a_busy_one_is_not
         assert fleet.servers[1].version == 1
 
     pooled(work, silence_seconds=1, update_seconds=60)
+
+
+@pytest.mark.parametrize("updates", [False, True], ids=["generates", "gets weights"])
+def test_a_server_is_not_silent_while_an_environment_blocks_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, updates: bool
+) -> None:
+    """The code blocks the loop just after the service has asked the server for its figures."""
+    for module in ("fleet", "weights"):
+        monkeypatch.setattr(f"gspo_megatron.rollout.vllm.{module}.CALL_SECONDS", 0.2)
+        monkeypatch.setattr(f"gspo_megatron.rollout.vllm.{module}._LOOK_SECONDS", 0.05)
+
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
+        [double] = doubles
+        await fleet.update(weights(tmp_path, 0))
+
+        async def blocks(request: web.Request, answer: Any) -> web.StreamResponse:
+            del double.faults["/metrics"]
+            time.sleep(1.5)
+            return await plain(request, answer)
+
+        async def works(request: web.Request, answer: Any) -> web.StreamResponse:
+            for _ in range(20):
+                double.drawn += 1
+                await asyncio.sleep(0.1)
+            return await plain(request, answer)
+
+        double.faults |= {"/metrics": blocks, GENERATE: works, "/collective_rpc": at_load(works)}
+        if updates:
+            del double.faults[GENERATE]
+            await fleet.update(weights(tmp_path, 1))
+        else:
+            assert_is_right(await fleet.generate(PROMPT, SAMPLING, 0), 0)
+        assert "/metrics" not in double.faults and not fleet.problems()
+
+    pooled(work, count=1, silence_seconds=1)
 
 
 def test_a_server_that_is_away_after_a_stream_is_not_asked_to_read_a_folder(

@@ -4,6 +4,7 @@ answer. The server of these tests answers like vLLM; tests/vllm uses a real one.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -267,15 +268,19 @@ def test_another_tokenizer_is_refused(chat: Path) -> None:
 
 def test_only_the_failed_batch_is_repeated(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[list[list[int]]] = []
+    times: list[float] = []  # of the calls for the last batch
 
     def answer(given: dict[str, Any]) -> Any:
         again = given["input"] in seen
         seen.append(given["input"])
+        if len(given["input"]) == 1:
+            times.append(time.monotonic())
         if len(given["input"]) == 1 and not again:
-            raise web.HTTPServiceUnavailable(text="busy")
+            raise web.HTTPServiceUnavailable(text="busy", headers={"Retry-After": "1"})
         return right(given)
 
     found = ask(answer, chat, retries=1)
+    assert times[1] - times[0] > 1.4  # the usual wait, and the second that the server wants
     assert found.failures == 1 and not np.isnan(found.scores).any() and len(seen) == 4
     [line] = capsys.readouterr().err.splitlines()
     assert "says 503: busy; it is asked again; further failures are only counted" in line

@@ -15,6 +15,7 @@ from gspo_megatron.errors import RolloutError
 from gspo_megatron.rl.served_rollouts import shares_of_work
 from gspo_megatron.rollout.vllm.scheduler import RequestQueue
 from gspo_megatron.rollout.vllm.server import RequestWindow
+from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import parse_metrics
 from tests.unit.rollout.double import fleet_of_doubles, plain, until, weights
 
 
@@ -138,6 +139,27 @@ def test_a_server_gets_fewer_after_preemptions_and_slowly_more() -> None:
 def test_requests_that_new_weights_preempt_change_nothing() -> None:
     window = RequestWindow(128)
     assert [look(window, 100, 0.3, count) for count in (50, 100, 150)] == [128] * 3
+
+
+def test_the_engines_of_a_server_count_together() -> None:
+    """With --data-parallel-size 2. The second engine has nothing to do, so its numbers stay the
+    same. The server is not silent, because the first one draws tokens."""
+    text = """# TYPE vllm:generation_tokens_total counter
+vllm:generation_tokens_total{engine="0",model_name="policy"} 120.0
+vllm:generation_tokens_total{engine="1",model_name="policy"} 3e+01
+vllm:generation_tokens_created{engine="0",model_name="policy"} 1.7e+09
+vllm:num_preemptions_total{engine="0",model_name="policy"} 2.0
+vllm:num_preemptions_total{engine="1",model_name="policy"} 0.0
+vllm:kv_cache_usage_perc{engine="0",model_name="policy"} 0.98
+vllm:kv_cache_usage_perc{engine="1",model_name="policy"} 0.02
+"""
+    found = parse_metrics(text)
+    assert found.pop("generation_tokens_created") == 1.7e9
+    assert found == {
+        "generation_tokens_total": 150.0,
+        "num_preemptions_total": 2.0,
+        "kv_cache_usage_perc": 0.98,
+    }
 
 
 def test_shares_since_the_last_weights() -> None:

@@ -32,14 +32,18 @@ _RANK_0 = """
 import sys, time
 from pathlib import Path
 from gspo_megatron.rollout.vllm.service_client import ServiceClient
-from tests.unit.rollout.test_service_client import begin_phase, hanging, settings
-folder = Path(sys.argv[1])
-client = ServiceClient(settings(folder), restarts=0)
+from tests.unit.rollout.test_service_client import DRAW, begin_phase, hanging, settings
+folder, hangs = Path(sys.argv[1]), sys.argv[2]
+sections = {"environment": hanging(folder, hangs)} if hangs == "HangingEpisode" else {}
+client = ServiceClient(settings(folder, **sections), restarts=0)
 (folder / "ready").touch()
-if "hangs" in sys.argv:
-    begin_phase(client, folder, environment=hanging(folder))
+if hangs == "Hanging":
+    begin_phase(client, folder, environment=hanging(folder, hangs))
+if hangs == "HangingEpisode":
+    client.begin_request(DRAW)
 time.sleep(300)
 """
+DRAW = RolloutRequest("step_00000001_0", "data.prompts", [0], 0, 2, Sampling(4), seed=1, version=0)
 
 
 class Waiting:
@@ -61,9 +65,20 @@ class Hanging:
     async def rollout(self, client: Any, task: Any) -> None: ...
 
 
-def hanging(folder: Path) -> dict[str, Any]:
+class HangingEpisode:
+    """An environment that blocks the event loop."""
+
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+
+    async def rollout(self, client: Any, task: Any) -> None:
+        Path(self.mark).touch()
+        time.sleep(300)
+
+
+def hanging(folder: Path, name: str) -> dict[str, Any]:
     """The section of this environment, which makes the file `hangs` in the folder."""
-    return {"import_path": f"{__name__}:Hanging", "options": {"mark": str(folder / "hangs")}}
+    return {"import_path": f"{__name__}:{name}", "options": {"mark": str(folder / "hangs")}}
 
 
 def settings(folder: Path, **sections: Any) -> dict[str, Any]:
@@ -200,13 +215,10 @@ def test_a_status_without_news_is_waited_for_with_any_hang_timeout(tmp_path: Pat
         "environment": {"import_path": f"{__name__}:Waiting"},
         "training": {"hang_timeout_seconds": 8},
     }
-    draw = RolloutRequest(
-        "step_00000001_0", "data.prompts", [0], 0, 2, Sampling(4), seed=1, version=0
-    )
     with closing(ServiceClient(settings(tmp_path, **sections), restarts=0)) as client:
-        client.begin_request(draw)
+        client.begin_request(DRAW)
         start = time.monotonic()
-        assert not client.request_status(draw.name)["done"]
+        assert not client.request_status(DRAW.name)["done"]
         assert time.monotonic() - start > 4
 
 
@@ -243,11 +255,11 @@ def services_of(pid: int) -> list[psutil.Process]:
 
 @contextmanager
 def rank_0(
-    folder: Path, *before: str, hangs: bool = False
+    folder: Path, *before: str, hangs: str = ""
 ) -> Iterator[tuple[subprocess.Popen[bytes], psutil.Process]]:
-    """Start a rank 0 and its service. before: words before its command; hangs: the service then
-    runs code of the user that never returns."""
-    words = [*before, sys.executable, "-c", _RANK_0, str(folder), *["hangs"] * hangs]
+    """Start a rank 0 and its service. before: words before its command; hangs: the name of an
+    environment, whose code the service then runs and which never returns."""
+    words = [*before, sys.executable, "-c", _RANK_0, str(folder), hangs]
     process = subprocess.Popen(words, env=command_environment())
     try:
         assert wait_until((folder / "ready").exists, process, seconds=60)
@@ -273,13 +285,16 @@ def test_sigterm_ends_the_service_only_with_rank_0(tmp_path: Path) -> None:
         assert not weights.parent.exists()
 
 
-def test_the_service_ends_with_rank_0_even_if_the_users_code_hangs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hangs", ["Hanging", "HangingEpisode"])  # in each of the two threads
+def test_the_service_ends_with_rank_0_even_if_the_users_code_hangs(
+    tmp_path: Path, hangs: str
+) -> None:
     weights = tmp_path / "weights" / "version_00000005"
     weights.mkdir(parents=True)
-    with rank_0(tmp_path, hangs=True) as (process, service):
+    with rank_0(tmp_path, hangs=hangs) as (process, service):
         assert wait_until((tmp_path / "hangs").exists, process, seconds=60)
         process.kill()
-        service.wait(15)
+        service.wait(20)
         assert not weights.parent.exists()
 
 

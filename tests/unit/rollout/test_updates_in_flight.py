@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import TAKE_BACK
 from tests.fleets import ScheduledFleet
 from tests.unit.rollout.double import Double, choice_with, fails, plain, until, weights
 from tests.unit.rollout.test_faulty_servers import GENERATE, PROMPT, SAMPLING, pooled
@@ -108,11 +109,14 @@ def test_no_response_goes_on_with_weights_that_came_in_part(tmp_path: Path) -> N
     pooled(work, count=1)
 
 
-def test_a_response_that_is_given_up_while_new_weights_load_is_not_generated_again(
-    tmp_path: Path,
+@pytest.mark.parametrize("path", ["/collective_rpc", TAKE_BACK])
+def test_a_response_that_is_given_up_in_an_update_is_not_generated_again(
+    tmp_path: Path, gives_parts: bool, path: str
 ) -> None:
     """For example, an agent has ended while the policy wrote a turn. The response has no token
     yet."""
+    if path == TAKE_BACK and not gives_parts:
+        return  # such a server is not asked which responses have ended
 
     async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
         [double] = doubles
@@ -122,16 +126,16 @@ def test_a_response_that_is_given_up_while_new_weights_load_is_not_generated_aga
         double.faults[GENERATE] = Held()
         [call] = await begin(fleet, doubles, 1)
 
-        async def loads(request: web.Request, answer: Any) -> web.StreamResponse:
-            if (await request.json())["method"] == "reload_weights":
+        async def gives_up(request: web.Request, answer: Any) -> web.StreamResponse:
+            if path == TAKE_BACK or (await request.json())["method"] == "reload_weights":
                 call.cancel()
                 await asyncio.wait([call])
-            return await plain(request, answer)
+            return await plain(request, {"ended": []} if path == TAKE_BACK else answer)
 
-        double.faults["/collective_rpc"] = loads
+        (double.front_faults if path == TAKE_BACK else double.faults)[path] = gives_up
         await fleet.update(weights(tmp_path, 1))
         await asyncio.sleep(0.3)
-        assert len(double.names) == 1
+        assert call.cancelled() and len(double.names) == 1
         assert fleet.servers[0].load == fleet.scheduler._queue.places == 0
 
     pooled(work, count=1)

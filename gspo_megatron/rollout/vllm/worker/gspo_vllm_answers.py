@@ -279,8 +279,7 @@ def unpack(
         if table is not None:
             own, row = table[row : row + prompt_tokens + length], row + prompt_tokens + length
         told_spans = None if spans is None else _checked_spans(spans, length)
-        response = Response(ids[start:end], logprobs[start:end], truncated, own, told_spans)
-        yield number, response
+        yield number, Response(ids[start:end], logprobs[start:end], truncated, own, told_spans)
 
 
 # The server's side
@@ -412,8 +411,7 @@ class Answers:
                 while not ended.empty():
                     outcomes.append(ended.get_nowait())
                 left -= len(outcomes)
-                known = [(n, each) for n, each in outcomes if each is not None]
-                if known:
+                if known := [(n, each) for n, each in outcomes if each is not None]:
                     record = pack(known)
                     await send({"type": "http.response.body", "body": record, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
@@ -438,9 +436,8 @@ class Answers:
         """
         outcome: Response | AnswerFailure | None
         try:
-            status, body = await self._ask(
-                scope, "POST", GENERATE, part.request(number), member.left
-            )
+            request = part.request(number)
+            status, body = await self._ask(scope, "POST", GENERATE, request, member.left)
             if status >= 400:
                 outcome = AnswerFailure(status, body.decode(errors="replace")[:_SHOWN])
             else:
@@ -561,8 +558,11 @@ def without_routes(content: bytes) -> bytes:
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Read vLLM's own metrics; returns them by name without the prefix."""
-    return {name: float(value) for name, value in _METRIC.findall(text)}
+    """Return vLLM's metrics by name, summed over engines; of used shares (`_perc`) the largest."""
+    found: dict[str, list[float]] = {}
+    for name, value in _METRIC.findall(text):
+        found.setdefault(name, []).append(float(value))
+    return {k: max(v) if k.endswith("_perc") else sum(v) for k, v in found.items()}
 
 
 def _names(body: bytes) -> list[str]:
