@@ -19,22 +19,12 @@ from gspo_megatron.config import Config
 from gspo_megatron.config.objectives import ObjectiveSection, learns_from_parts
 from gspo_megatron.config.reward_model import PART
 from gspo_megatron.config.schema import RewardSection
-from gspo_megatron.environments.episode import (
-    Episode,
-    EpisodeRunner,
-    TurnRequest,
-)
+from gspo_megatron.environments.episode import Episode, EpisodeRunner, TurnRequest
 from gspo_megatron.environments.records import records_of
 from gspo_megatron.environments.transcript import Written, joined_routes
 from gspo_megatron.errors import RewardError
 from gspo_megatron.rewards.registry import Reward
-from gspo_megatron.rewards.scoring import (
-    FailedCalls,
-    PartNames,
-    Scorer,
-    Shaping,
-    describe,
-)
+from gspo_megatron.rewards.scoring import FailedCalls, PartNames, Scorer, Shaping, describe
 from gspo_megatron.rewards.values import Score
 from gspo_megatron.rollout.reward_model import ModelServer
 from gspo_megatron.rollout.teacher import Teachers

@@ -16,12 +16,7 @@ from gspo_megatron.addresses import route_to
 from gspo_megatron.errors import DataError, RolloutError, tell
 from gspo_megatron.process.nodes import visible_gpus
 from gspo_megatron.rollout.vllm.process import ServerProcess
-from gspo_megatron.rollout.vllm.remote import (
-    HeartbeatFile,
-    report_file,
-    server_log,
-    wanted_file,
-)
+from gspo_megatron.rollout.vllm.remote import HeartbeatFile, report_file, server_log, wanted_file
 
 _LOOK_SECONDS = 0.5
 # Without a heartbeat of the service for this time, the agent ends the servers. This time is longer
