@@ -217,12 +217,11 @@ class WeightSync:
         """
         newest = self._version_folder()
         older = sorted(folder for folder in newest.parent.iterdir() if folder != newest)
+        spare = None
         if self.takes_adapters:  # vLLM may read adapters again for responses in progress
             older = older[: -self.config.rollout.staleness or None]
-            for folder in older:
-                shutil.rmtree(folder, ignore_errors=True)
-            return
-        spare = older.pop() if older and newest.exists() and newest.is_relative_to(MEMORY) else None
+        elif older and newest.exists() and newest.is_relative_to(MEMORY):
+            spare = older.pop()
         for folder in older:
             shutil.rmtree(folder, ignore_errors=True)
         if spare is not None:
