@@ -99,7 +99,7 @@ class Checkpoints:
         self.warned = list(start.state.warned) if start.state else []
         # Ranks may differ in the last digit of a metric, so the main rank decides whether the run
         # has collapsed.
-        self.watch = CollapseWatch(start.state.watch if start.state else None)
+        self.watch = CollapseWatch(**(start.state.watch if start.state else {}))
         self.rollbacks = start.state.rollbacks if start.state else 0
         self.reward_moments = dict(start.state.reward_moments) if start.state else {}
         self.back: Path | None = None  # the checkpoint to which the run has just gone back

@@ -17,7 +17,6 @@ from gspo_megatron.checkpoint.resume import (
     given_checkpoint,
     preview,
 )
-from gspo_megatron.cli.check_packages import check_packages
 from gspo_megatron.config import Config, check_config
 from gspo_megatron.config.hub import fetch_weights, model_paths
 from gspo_megatron.config.phases import phase_configs
@@ -43,6 +42,7 @@ from gspo_megatron.errors import ConfigError, DataError, UnknownValueError, gath
 from gspo_megatron.families.adapter_map import PEFT_CONFIG, adapted_weights
 from gspo_megatron.families.model_shape import shape_of
 from gspo_megatron.hub import lacks_weights, tokenizer_in
+from gspo_megatron.observe.trackers import require_packages
 from gspo_megatron.rewards.registry import (
     Reward,
     check_answers,
@@ -102,7 +102,7 @@ def check_run(
     value_problems: Sequence[str] = (),
     with_weights: bool = False,
 ) -> Checked:
-    """Check a run: call `check_all`, and check the packages that the run imports, the run folder
+    """Check a run: call `check_all`, and check the packages of the trackers, the run folder
     (which must be empty with `fresh`), the weights that a new run begins with, and the folder of
     its export. With `with_weights`, weights of the Hub are downloaded after the checks that need no
     weights. Without `with_weights`, weights that are not downloaded yet are not checked.
@@ -117,7 +117,7 @@ def check_run(
         )
     if with_files:
         with gathered_in(problems):
-            check_packages(config)
+            require_packages(config.logging.trackers)
     _raise(problems)
     if with_weights:
         for phase in phase_configs(config):

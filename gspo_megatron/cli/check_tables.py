@@ -18,17 +18,8 @@ from gspo_megatron.config.objectives import narrow_clip_warnings
 from gspo_megatron.config.phases import at_step, phase_configs, phase_end, phases_of
 from gspo_megatron.config.resume import differences
 from gspo_megatron.config.schema import suite_key
-from gspo_megatron.config.stages import (
-    FineTuningConfig,
-    PreferenceConfig,
-    PretrainingConfig,
-)
-from gspo_megatron.data.inputs import (
-    FineTuningInputs,
-    Inputs,
-    PreferenceInputs,
-    corpus_tokens,
-)
+from gspo_megatron.config.stages import FineTuningConfig, PreferenceConfig, PretrainingConfig
+from gspo_megatron.data.inputs import FineTuningInputs, Inputs, PreferenceInputs, corpus_tokens
 from gspo_megatron.data.preferences import left_out
 from gspo_megatron.errors import ConfigError
 from gspo_megatron.families import family_of_shape

@@ -26,6 +26,7 @@ _WIDTH = 100  # columns of a line, also if the output is no terminal
 _NAME, _TEXT = 22, 66  # columns of a row's name, and of what was found
 _IMPORT_SECONDS = 60.0  # to import Transformer Engine from a shared file system
 _IMPORT_FAILED = 3
+_NO_VLLM = "not in this Python; servers may have their own (rollout.vllm.python)"
 _IMPORT_ENGINE = f"""
 try:
     import transformer_engine.pytorch
@@ -75,7 +76,7 @@ def findings(described: Mapping[str, Any], trouble: str | None) -> list[Finding]
         *((name, *_required(name, versions[name])) for name in SUPPORTED),
         ("transformer-engine", *engine),
         ("apex", *_apex()),
-        ("vllm", _vllm(versions.get("vllm")), ""),
+        ("vllm", versions.get("vllm") or _NO_VLLM, ""),
         ("trackers", _trackers(), ""),
         ("cpu", f"{cpu['count']} x {cpu['name'] or 'unknown'}", ""),
         ("gpu", *_gpus(gpu)),
@@ -139,12 +140,6 @@ def _apex() -> tuple[str, str]:
         return "NVIDIA's", ""
     text = "not NVIDIA's, or built without its CUDA extensions (no amp_C)"
     return text, "pip uninstall apex; NVIDIA's is built from its repository"
-
-
-def _vllm(version: str | None) -> str:
-    if version is not None:
-        return version
-    return "not in this Python; servers may have their own (rollout.vllm.python)"
 
 
 def _trackers() -> str:

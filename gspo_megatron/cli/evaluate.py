@@ -12,13 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_megatron.cli import train
-from gspo_megatron.cli.arguments import (
-    Commands,
-    add_nproc,
-    add_overrides,
-    new_parser,
-    positive,
-)
+from gspo_megatron.cli.arguments import Commands, add_nproc, add_overrides, new_parser, positive
 from gspo_megatron.errors import ConfigError, DataError, UserError
 from gspo_megatron.files import folder_lacks
 from gspo_megatron.hub import folder_of, name_of, parse_name, tokenizer_in, written

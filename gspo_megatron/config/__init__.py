@@ -5,12 +5,7 @@ fields.
 """
 
 from gspo_megatron.config.load import load_config, parse_config, to_shown_yaml, to_yaml
-from gspo_megatron.config.parallel import (
-    Layout,
-    ResolvedParallel,
-    apply_layout,
-    resolve_parallel,
-)
+from gspo_megatron.config.parallel import Layout, ResolvedParallel, apply_layout, resolve_parallel
 from gspo_megatron.config.rules import check_config, recomputes_old_logprobs
 from gspo_megatron.config.schema import Config
 from gspo_megatron.families import PRESETS

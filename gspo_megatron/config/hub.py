@@ -43,15 +43,15 @@ def with_folders(values: Mapping[str, Any], name: str) -> tuple[dict[str, Any], 
     Settings, tokenizers and data are downloaded here; `fetch_weights` downloads weights. name: the
     name of the default run folder. Returns the values, and the problems.
     """
+    result = copy.deepcopy(dict(values))
     named_places = [
         (place, named)
-        for kind in _KEYS
-        for place in places(values, _KEYS[kind])
+        for kind, keys in _KEYS.items()
+        for place in places(result, keys)
         if (named := hub.parse_name(place[1][place[2]], kind)) is not None
     ]
     if not named_places:
-        return dict(values), []
-    result = copy.deepcopy(dict(values))
+        return result, []
     folder = folder_in(result, f"runs/{name}")
     commits, problems = read_commits(folder), list[str]()
     rank = os.environ.get("RANK")
@@ -59,14 +59,10 @@ def with_folders(values: Mapping[str, Any], name: str) -> tuple[dict[str, Any], 
     if rank not in (None, "0") and asked - {*commits, *hub.known_commits()}:
         commits = _wait_for_commits(folder, asked)
     resolved = []
-    for kind in _KEYS:
-        for key, holder, at in places(result, _KEYS[kind]):
-            named = hub.parse_name(holder[at], kind)
-            if named is None:
-                continue
-            where = problem(key, holder[at], "").removesuffix(": ")
-            with gathered_in(problems):
-                resolved.append((key, holder, at, where, hub.resolved(named, where, commits)))
+    for (key, holder, at), named in named_places:
+        where = problem(key, holder[at], "").removesuffix(": ")
+        with gathered_in(problems):
+            resolved.append((key, holder, at, where, hub.resolved(named, where, commits)))
     if rank == "0":  # before the downloads, because the other ranks wait for the commits
         write_commits(folder)
     for key, holder, at, where, named in resolved:

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from gspo_megatron.config.section import NAME, key_above, keys_of
+from gspo_megatron.config.section import NAME, key_above, keys_of, value_below
 from gspo_megatron.errors import nearest
 
 _Place = tuple[Any, ...]  # the names that lead to a value: section, key, ...
@@ -40,7 +40,7 @@ def known_part(
         if error["type"] == "extra_forbidden" and place[:2] != _PHASES:
             _remove(pruned, place)
             meant = _meant(place, schema, keys)
-            unknown.update(each for each in meant if _value_at(pruned, each) in (None, {}, []))
+            unknown.update(each for each in meant if value_below(pruned, each) in (None, {}, []))
         elif place[3:] == ("[key]",):
             _remove(pruned, place[:3])
         else:
@@ -85,14 +85,8 @@ def _meant(place: _Place, schema: type[BaseModel], keys: Mapping[str, Any]) -> I
     yield from (tuple(key.split(".")) for key in keys if key.endswith(f".{name}"))
 
 
-def _value_at(raw: Any, place: _Place) -> Any:
-    for part in place:
-        raw = raw.get(part) if isinstance(raw, dict) else None
-    return raw
-
-
 def _remove(raw: Any, place: _Place) -> None:
-    above = _value_at(raw, place[:-1])
+    above = value_below(raw, place[:-1])
     if isinstance(above, dict):
         above.pop(place[-1], None)
         if place[:-1] == _SUITES:  # keep the suite's name
@@ -108,7 +102,7 @@ def _validated(raw: dict[str, Any], schema: type[BaseModel]) -> Any:
         except ValidationError as error:
             for item in error.errors(include_url=False):
                 *above, name = item["loc"]
-                parent = _value_at(raw, tuple(above))
+                parent = value_below(raw, tuple(above))
                 if item["type"] != "missing" or not isinstance(parent, dict):
                     return None
                 parent[name] = _REQUIRED if above else {}

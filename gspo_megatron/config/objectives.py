@@ -16,14 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from gspo_megatron.config.distillation import DistillationSection, distillation_problems
-from gspo_megatron.config.section import (
-    ImportPath,
-    Positive,
-    Section,
-    harmless,
-    key,
-    shapes,
-)
+from gspo_megatron.config.section import ImportPath, Positive, Section, harmless, key, shapes
 from gspo_megatron.errors import problem
 
 

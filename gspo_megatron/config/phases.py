@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from gspo_megatron.config.hub import with_folders
 from gspo_megatron.config.renamed import RENAMED
-from gspo_megatron.config.section import Positive, Section, harmless, shapes
+from gspo_megatron.config.section import Positive, Section, harmless, shapes, value_below
 
 PHASES = (
     "phases of the run: each has until_step, reference (keep or renew) and sections with the keys "
@@ -114,18 +114,12 @@ def hidden_overrides(config: Any, overrides: Sequence[str], step: int) -> list[s
     for override in overrides:
         name = override.partition("=")[0].strip()
         key = RENAMED.get(name, name)
-        if _value_of(own, key) != _value_of(of_phase, key):
+        if value_below(own, key.split(".")) != value_below(of_phase, key.split(".")):
             lines.append(
                 f"{key}: training.phases sets another value for step {step}; change it there, or "
                 "add training.phases=[]"
             )
     return lines
-
-
-def _value_of(values: Any, key: str) -> Any:
-    for part in key.split("."):
-        values = values.get(part) if isinstance(values, Mapping) else None
-    return values
 
 
 def phase_configs(config: Any) -> list[Any]:

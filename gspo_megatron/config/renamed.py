@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gspo_megatron.config.beside import tell_once
+from gspo_megatron.config.section import value_below
 from gspo_megatron.errors import problem
 
 RENAMED = {
@@ -28,8 +29,7 @@ def with_new_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
     values do not change.
     """
     result, problems = _renamed_in(values, "")
-    training = result.get("training")
-    phases = training.get("phases") if isinstance(training, Mapping) else None
+    phases = value_below(result, ("training", "phases"))
     if isinstance(phases, list):
         renamed = []
         for number, phase in enumerate(phases):
@@ -45,8 +45,7 @@ def _renamed_in(values: Mapping[str, Any], above: str) -> tuple[dict[str, Any], 
     result, problems = dict(values), []
     for old, new in RENAMED.items():
         *path, old_name = old.split(".")
-        section = _section(result, path)
-        if section is None or old_name not in section:
+        if not _has(value_below(result, path), old_name):
             continue
         node = result
         for part in path:  # copies, because the caller's values must not change
@@ -61,23 +60,16 @@ def _renamed_in(values: Mapping[str, Any], above: str) -> tuple[dict[str, Any], 
     return result, problems
 
 
-def _section(values: Any, path: Sequence[str]) -> Mapping[str, Any] | None:
-    for part in path:
-        if not isinstance(values, Mapping):
-            return None
-        values = values.get(part)
-    return values if isinstance(values, Mapping) else None
+def _has(section: Any, name: str) -> bool:
+    return isinstance(section, Mapping) and name in section
 
 
 def warn_of_old_names(values: Mapping[str, Any], overrides: Sequence[str]) -> None:
     """Print, once in a run, a line for each old name in a user's file or overrides."""
-    phases = _section(values, ["training"]) or {}
-    places = [
-        values,
-        *(phases.get("phases") or [] if isinstance(phases.get("phases"), list) else []),
-    ]
+    phases = value_below(values, ("training", "phases"))
+    places = [values, *(phases if isinstance(phases, list) else ())]
     overridden = {override.partition("=")[0].strip() for override in overrides}
     for old, new in RENAMED.items():
         *path, name = old.split(".")
-        if old in overridden or any(name in (_section(place, path) or ()) for place in places):
+        if old in overridden or any(_has(value_below(place, path), name) for place in places):
             tell_once(f"{old} is now called {new}; the old name still works")

@@ -178,6 +178,13 @@ def _keys_of_section(section: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]
             yield name, info
 
 
+def value_below(values: Any, names: Iterable[Any]) -> Any:
+    """Return the value to which the names lead in nested mappings, or None."""
+    for name in names:
+        values = values.get(name) if isinstance(values, Mapping) else None
+    return values
+
+
 def key_above(place: str, keys: Mapping[str, FieldInfo]) -> str | None:
     """Return the key that equals `place` or contains it, or None if there is none.
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from gspo_megatron.observe.progress import number
@@ -70,40 +71,32 @@ class Alarm(NamedTuple):
         return f"the policy collapses: {self.text}"
 
 
+@dataclass
 class CollapseWatch:
     """Applies the rule step by step. Its state has a bounded size, and JSON stores it exactly."""
 
-    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
-        """`state`: the watch's state at the checkpoint that is resumed."""
-        state = state or {}
-        self._recent: list[dict[str, float]] = [dict(each) for each in state.get("recent", [])]
-        self._best: dict[str, float] = dict(state.get("best", {}))  # the best stretch
-        self._best_step: int = state.get("best_step", 0)  # the last step of the best stretch
-        self._best_size: int = state.get("best_size", 0)
-        self._steps: int = state.get("steps", 0)  # number of steps with rewards
-        self._squares: float = state.get("squares", 0.0)  # sum of squared reward changes
-        self.healthy: int = state.get("healthy", 0)  # the last step of the last healthy window
-        alarm = state.get("alarm")
-        self.alarm = None if alarm is None else Alarm(*alarm)  # until the run is healthy again
+    recent: list[dict[str, float]] = field(default_factory=list)  # figures of the last steps
+    best: dict[str, float] = field(default_factory=dict)  # the best stretch
+    best_step: int = 0  # the last step of the best stretch
+    best_size: int = 0
+    steps: int = 0  # number of steps with rewards
+    squares: float = 0.0  # sum of squared reward changes
+    healthy: int = 0  # the last step of the last healthy window
+    alarm: Alarm | None = None  # until the run is healthy again
+
+    def __post_init__(self) -> None:
+        if self.alarm is not None:  # JSON makes a list of it
+            self.alarm = Alarm(*self.alarm)
 
     def state(self) -> dict[str, Any]:
-        """Return the state as values that JSON can hold."""
-        return {
-            "recent": [dict(each) for each in self._recent],
-            "best": dict(self._best),
-            "best_step": self._best_step,
-            "best_size": self._best_size,
-            "steps": self._steps,
-            "squares": self._squares,
-            "healthy": self.healthy,
-            "alarm": None if self.alarm is None else list(self.alarm),
-        }
+        """Return the fields as values that JSON can hold."""
+        return asdict(self)
 
     def forget_rewards(self) -> None:
         """Forget the rewards so far. Call this method when prompts, rewards or lengths change,
         because such a change also changes the figures. The last healthy step is kept."""
-        self._recent, self._best, self._best_step, self._best_size = [], {}, 0, 0
-        self._steps, self._squares, self.alarm = 0, 0.0, None
+        self.recent, self.best, self.best_step, self.best_size = [], {}, 0, 0
+        self.steps, self.squares, self.alarm = 0, 0.0, None
 
     @property
     def healthy_step(self) -> int:
@@ -136,35 +129,35 @@ class CollapseWatch:
         if REWARD not in metrics:
             return None
         known = {k: float(metrics[k]) for k in _KEPT if metrics.get(k) is not None}
-        if self._recent:
-            self._squares += (known[REWARD] - self._recent[-1][REWARD]) ** 2
-        self._recent = [*self._recent, known][-STRETCH:]
-        self._steps += 1
-        if len(self._recent) < WINDOW:
+        if self.recent:
+            self.squares += (known[REWARD] - self.recent[-1][REWARD]) ** 2
+        self.recent = [*self.recent, known][-STRETCH:]
+        self.steps += 1
+        if len(self.recent) < WINDOW:
             self.healthy = step  # a run with too few steps counts as healthy
             return None
-        stretch, now = _means(self._recent), _means(self._recent[-WINDOW:])
-        if not self._best or stretch[REWARD] >= self._best[REWARD]:
-            self._best, self._best_step, self._best_size = stretch, step, len(self._recent)
-        best = self._best[REWARD]
+        stretch, now = _means(self.recent), _means(self.recent[-WINDOW:])
+        if not self.best or stretch[REWARD] >= self.best[REWARD]:
+            self.best, self.best_step, self.best_size = stretch, step, len(self.recent)
+        best = self.best[REWARD]
         lost = best - now[REWARD]
-        fall = lost / max(abs(best), self._best.get(SPREAD, 0.0), 1e-12)
+        fall = lost / max(abs(best), self.best.get(SPREAD, 0.0), 1e-12)
         if fall <= FALL / 2:
             self.healthy = step
             return None
-        signs = _out_of_range(self._best, now)
+        signs = _out_of_range(self.best, now)
         if lost <= self._noise() or (fall <= FALL and not signs):
             return None
         figures = [f"reward {number(best)} -> {number(now[REWARD])}", *signs]
-        when = f"from the best steps, up to {self._best_step}, to the last, up to {step}"
+        when = f"from the best steps, up to {self.best_step}, to the last, up to {step}"
         return f"{when}: {', '.join(figures)}"
 
     def _noise(self) -> float:
         """Return the largest fall of the reward that noise alone explains in a run of this
         length."""
-        variance = self._squares / (self._steps - 1) / 2  # variance of one step's reward
-        error = math.sqrt(variance * (1 / WINDOW + 1 / self._best_size))
-        return (CLEAR + math.sqrt(2 * math.log(self._steps / WINDOW))) * error
+        variance = self.squares / (self.steps - 1) / 2  # variance of one step's reward
+        error = math.sqrt(variance * (1 / WINDOW + 1 / self.best_size))
+        return (CLEAR + math.sqrt(2 * math.log(self.steps / WINDOW))) * error
 
 
 def _means(steps: list[dict[str, float]]) -> dict[str, float]:

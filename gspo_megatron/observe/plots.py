@@ -232,12 +232,7 @@ _PREFERENCES = (
 )
 _PAGES = (
     Page("learning", "Learning", _LEARNING),
-    Page(
-        "gaming",
-        "Reward model, and signs that it is gamed",
-        _GAMING,
-        needs="reward_model/mean",
-    ),
+    Page("gaming", "Reward model, and signs that it is gamed", _GAMING, needs="reward_model/mean"),
     Page("episodes", "Episodes", _EPISODES),
     Page("ratios", "Importance ratios and clipping", _RATIOS),
     Page("optimizer", "Optimizer", _OPTIMIZER),

@@ -222,16 +222,10 @@ def open_trackers(
     """Open the named trackers ("tensorboard", "wandb", "mlflow").
 
     Call this before a resumed run truncates metrics.jsonl; afterwards `catch_up` sends the records
-    that are left. `config` is the run's configuration as plain data. Raises UserError for an
-    unknown name and for a missing package. If a tracker cannot be opened, a new run raises
-    UserError; a resumed run warns and goes on without it. Raises DataError if metrics.jsonl is
-    damaged.
+    that are left. `config` is the run's configuration as plain data. Raises UserError for a
+    missing package. If a tracker cannot be opened, a new run raises UserError; a resumed run warns
+    and goes on without it. Raises DataError if metrics.jsonl is damaged.
     """
-    unknown = [name for name in names if name not in _TRACKERS]
-    if unknown:
-        raise UserError(
-            f"logging.trackers = {', '.join(unknown)}: unknown; choose from {', '.join(_TRACKERS)}"
-        )
     sent = _sent_before(names, run_dir) if names else {}
     opened: dict[str, Tracker] = {}
     try:

@@ -77,11 +77,8 @@ def launch(
     with store as listener, _collect_signals(job.signals) as collect_usr1:
         try:
             for number in range(world_size // (node.count if node else 1)):
-                if node is not None:
-                    variables = environment_on_node(os.environ, number, world_size, node)
-                else:
-                    port = 0 if listener is None else listener.getsockname()[1]
-                    variables = rank_environment(os.environ, number, world_size, port)
+                port = 0 if listener is None else listener.getsockname()[1]
+                variables = rank_environment(os.environ, number, world_size, port, node)
                 variables |= {SAVES: "1"} if saves_on_signals else {}
                 store_fd = None if number or listener is None else listener.fileno()
                 job.ranks.append(_Rank(command, {**os.environ, **variables}, store_fd))
@@ -101,41 +98,27 @@ def launch(
 
 
 def rank_environment(
-    environ: Mapping[str, str], number: int, world_size: int, port: int
+    environ: Mapping[str, str], number: int, world_size: int, port: int, node: Node | None = None
 ) -> dict[str, str]:
-    """Return the variables that make a process rank `number` of `world_size` on this machine. If
-    `environ` sets the number of threads or gloo's network interface, this setting is kept."""
-    defaults = {
-        # Otherwise every rank would use all cores.
-        "OMP_NUM_THREADS": str(max(1, usable_cores() // world_size)),
+    """Return the variables that make a process the rank with this number on its machine. If
+    `environ` sets the number of threads or gloo's network interface, this setting is kept.
+
+    node: the place of this machine, if the job has several machines. Then gloo uses the network
+    interface that leads to machine 0 (platform.rendezvous), and `port` is not read."""
+    ranks_here = world_size // node.count if node else world_size
+    # Otherwise every rank would use all cores.
+    defaults = {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks_here))}
+    if node is None:
         # Gloo looks up the address of the host's name, which many laptops cannot resolve.
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-    }
+        defaults["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     return {
-        "RANK": str(number),
+        "RANK": str(number + (node.first_rank(world_size) if node else 0)),
         "LOCAL_RANK": str(number),
         "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(port),
+        "LOCAL_WORLD_SIZE": str(ranks_here),
+        "MASTER_ADDR": node.master if node else LOOPBACK,
+        "MASTER_PORT": str(node.port if node else port),
         **{name: value for name, value in defaults.items() if name not in environ},
-    }
-
-
-def environment_on_node(
-    environ: Mapping[str, str], number: int, world_size: int, node: Node
-) -> dict[str, str]:
-    """Return the variables that make a process the rank with this number on its machine, if the job
-    has several machines. Gloo uses the network interface that leads to machine 0
-    (platform.rendezvous)."""
-    ranks_here = world_size // node.count
-    variables = rank_environment(environ, number, ranks_here, node.port)
-    if "GLOO_SOCKET_IFNAME" not in environ:
-        del variables["GLOO_SOCKET_IFNAME"]
-    return variables | {
-        "RANK": str(node.first_rank(world_size) + number),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": node.master,
     }
 
 

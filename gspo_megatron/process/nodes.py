@@ -52,10 +52,17 @@ def node_of_job(environ: Mapping[str, str]) -> Node | None:
     if _RANK_VARIABLE in environ:
         return None
     if environ.get("SKYPILOT_NODE_IPS", "").split():
-        return _node_of_skypilot(environ)
-    if environ.get("PET_NNODES"):
-        return _node_of_torchrun(environ)
-    return None
+        node, variable = _node_of_skypilot(environ), "SKYPILOT_NODE_RANK"
+    elif environ.get("PET_NNODES"):
+        node, variable = _node_of_torchrun(environ), "PET_NODE_RANK"
+    else:
+        return None
+    if node.number >= node.count:
+        raise UserError(
+            f"{variable} = {node.number}: must be below the {node.count} machines of "
+            f"{node.count_variable}"
+        )
+    return node
 
 
 def _node_of_skypilot(environ: Mapping[str, str]) -> Node:
@@ -63,9 +70,7 @@ def _node_of_skypilot(environ: Mapping[str, str]) -> Node:
     gpus = number_in(environ, "SKYPILOT_NUM_GPUS_PER_NODE", default=0)
     port = port_in(environ, default=_PORT)
     number = number_in(environ, "SKYPILOT_NODE_RANK")
-    node = Node(number, len(addresses), gpus or None, addresses[0], port, "SKYPILOT_NODE_IPS")
-    _check_number(node, "SKYPILOT_NODE_RANK")
-    return node
+    return Node(number, len(addresses), gpus or None, addresses[0], port, "SKYPILOT_NODE_IPS")
 
 
 def _node_of_torchrun(environ: Mapping[str, str]) -> Node:
@@ -89,18 +94,7 @@ def _node_of_torchrun(environ: Mapping[str, str]) -> Node:
     if number == 0 and count > 1 and master in ("localhost", "127.0.0.1"):
         master = socket.gethostname()  # some releases of PyTorchJob set localhost here
     port = port_in(environ, port_name, default=_PORT)
-    node = Node(number, count, ranks or None, master, port, "PET_NNODES")
-    _check_number(node, "PET_NODE_RANK")
-    return node
-
-
-def _check_number(node: Node, variable: str) -> None:
-    """Raise UserError if the machine's number, which `variable` sets, is not below their count."""
-    if node.number >= node.count:
-        raise UserError(
-            f"{variable} = {node.number}: must be below the {node.count} machines of "
-            f"{node.count_variable}"
-        )
+    return Node(number, count, ranks or None, master, port, "PET_NNODES")
 
 
 def world_size_on(node: Node, nproc: int | None, layout: int) -> int:

@@ -195,11 +195,7 @@ class _Sandbox:
             # sandbox cannot start.
             if_not_started = cleanup.enter_context(ExitStack())
             if_not_started.callback(os.close, status_reader)
-            files = {
-                _HARNESS: _harness(),
-                SOLUTION: program,
-                REQUEST: json.dumps(request).encode(),
-            }
+            files = {_HARNESS: _harness(), SOLUTION: program, REQUEST: json.dumps(request).encode()}
             words, descriptors = _options(limits), [status]
             for path, content in files.items():
                 descriptors.append(cleanup.enter_context(_in_memory(content)))

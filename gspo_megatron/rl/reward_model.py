@@ -99,15 +99,10 @@ class ModelRewards:
         scorer.add_model(group, samples, found.scores, normalized)
         words = self.section.repetition_words
         repeated = [repeated_share(sample.response, words) for sample in samples]
-        running = self.moments if self.section.model.normalize == "running" else None
-        share.model = ModelWork(
-            found.scores,
-            found.tokens,
-            found.cut,
-            np.array(repeated, np.float64),
-            found.seconds,
-            None if running is None else (running.mean, running.std),
-        )
+        running = None
+        if self.section.model.normalize == "running":
+            running = (self.moments.mean, self.moments.std)
+        share.model = ModelWork(found, np.array(repeated, np.float64), running)
 
     def _scores(self, share: RolloutShare, samples: Sequence[Sample]) -> ModelScores:
         """Return the scores of the responses, which a server has computed or these ranks compute.

@@ -102,16 +102,16 @@ class RolloutMetrics:
 
     def _model_means(self, model: ModelWork) -> dict[str, Tensor]:
         """Return the means of a reward model's results, and keep its time and running moments."""
-        device, work = self.collector.device, model.seconds
-        self.model_seconds += work
+        device, answers = self.collector.device, model.answers
+        self.model_seconds += answers.seconds
         if model.running is not None:
             self.model_running = model.running
-        scores = to_tensor(model.scores[~np.isnan(model.scores)], device)
+        scores = to_tensor(answers.scores[~np.isnan(answers.scores)], device)
         return {
             "reward_model/mean": mean_pair(scores),
             "reward_model/squared": mean_pair(scores**2),
-            "reward_model/tokens": mean_pair(to_tensor(model.tokens, device)),
-            "reward_model/cut": mean_pair(to_tensor(model.cut, device)),
+            "reward_model/tokens": mean_pair(to_tensor(answers.tokens, device)),
+            "reward_model/cut": mean_pair(to_tensor(answers.cut, device)),
             "response/repeated": mean_pair(to_tensor(model.repeated, device)),
         }
 

@@ -12,6 +12,7 @@ import numpy as np
 from gspo_megatron.config.schema import RolloutSection
 from gspo_megatron.rewards.scoring import FailedCalls
 from gspo_megatron.rollout.episodes import GroupScorer
+from gspo_megatron.rollout.reward_model import ModelScores
 from gspo_megatron.rollout.types import RolloutGroup
 from gspo_megatron.types import Prompt, RolloutBatch
 
@@ -89,22 +90,17 @@ class RolloutEngine(Protocol):
         All ranks call this method together, even a rank without requests. With equal weights, the
         same seed and sample index give the same response on any layout, up to rounding.
         """
-        ...
 
     def update_weights(self) -> None:
         """Load the policy's weights after an optimizer step."""
-        ...
 
 
 @dataclass
 class ModelWork:
-    """Scores of a reward model for the responses of one share, and their cost, for the metrics."""
+    """What a reward model has computed for the responses of one share, for the metrics."""
 
-    scores: np.ndarray  # [num_sequences] float64, NaN: the call failed
-    tokens: np.ndarray  # [num_sequences] int64: tokens of the conversations
-    cut: np.ndarray  # [num_sequences] bool: the conversation was too long for the model
+    answers: ModelScores
     repeated: np.ndarray  # [num_sequences] float64: share of repeated text in the response
-    seconds: float
     running: tuple[float, float] | None  # running mean and standard deviation; None: not kept
 
 
@@ -128,7 +124,6 @@ class RolloutSource(Protocol):
 
     def begin(self, request: RolloutRequest) -> None:
         """Announce a request that `take` will need soon."""
-        ...
 
     def take(
         self,
@@ -144,24 +139,19 @@ class RolloutSource(Protocol):
         the engine's noise, if it has any. Raises EpisodeError, RewardError and RolloutError, on
         all ranks.
         """
-        ...
 
     def take_weights(self, version: int) -> dict[str, float]:
         """Generate with the policy's current weights from now on. Returns metrics.
 
         version: the number of steps that these weights have been trained for.
         """
-        ...
 
     def after_checkpoint(self, step: int) -> None:
         """Delete the data kept for repeating steps up to `step`: `step` now has a checkpoint."""
-        ...
 
     def hand_over(self) -> Any:
         """Return resources that the source of the next phase takes over, or None. `close` does not
         free these resources."""
-        ...
 
     def close(self) -> None:
         """Free the resources at the end of the run or of a phase."""
-        ...

@@ -19,22 +19,12 @@ from gspo_megatron.config import Config
 from gspo_megatron.config.objectives import ObjectiveSection, learns_from_parts
 from gspo_megatron.config.reward_model import PART
 from gspo_megatron.config.schema import RewardSection
-from gspo_megatron.environments.episode import (
-    Episode,
-    EpisodeRunner,
-    TurnRequest,
-)
+from gspo_megatron.environments.episode import Episode, EpisodeRunner, TurnRequest
 from gspo_megatron.environments.records import records_of
 from gspo_megatron.environments.transcript import Written, joined_routes
 from gspo_megatron.errors import RewardError
 from gspo_megatron.rewards.registry import Reward
-from gspo_megatron.rewards.scoring import (
-    FailedCalls,
-    PartNames,
-    Scorer,
-    Shaping,
-    describe,
-)
+from gspo_megatron.rewards.scoring import FailedCalls, PartNames, Scorer, Shaping, describe
 from gspo_megatron.rewards.values import Score
 from gspo_megatron.rollout.reward_model import ModelServer
 from gspo_megatron.rollout.teacher import Teachers
@@ -214,29 +204,19 @@ def _joined(values: Sequence[Any], dtype: Any) -> np.ndarray:
     return np.concatenate([np.empty(0, dtype), *values]).astype(dtype, copy=False)
 
 
+@dataclass(eq=False)
 class GroupScorer:
     """Scores groups with one reward: the reward of the run or of an evaluation suite."""
 
-    def __init__(
-        self,
-        scorer: Scorer,
-        shaping: Shaping,
-        tokenizer: Tokenizer,
-        by_part: ObjectiveSection | None = None,
-        teachers: Teachers | None = None,
-        model: ModelServer | None = None,
-    ) -> None:
-        """by_part: the objective, if it computes the advantage from the reward's parts (gdpo), else
-        None; model: the server of a reward model, if there is one."""
-        self.teachers, self.model = teachers, model
-        self.scorer, self.shaping, self.tokenizer, self.by_part = (
-            scorer,
-            shaping,
-            tokenizer,
-            by_part,
-        )
-        # The names of the reward's parts, the same on all ranks. None: nothing has been scored yet.
-        self.part_names: PartNames | None = None
+    scorer: Scorer
+    shaping: Shaping
+    tokenizer: Tokenizer
+    # the objective, if it computes the advantage from the reward's parts (gdpo)
+    by_part: ObjectiveSection | None = None
+    teachers: Teachers | None = None
+    model: ModelServer | None = None  # the server of a reward model
+    # The names of the reward's parts, the same on all ranks. None: nothing has been scored yet.
+    part_names: PartNames | None = None
 
     @classmethod
     def of(

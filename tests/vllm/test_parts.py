@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gspo_megatron.rollout.vllm.client import ServerClient, connected_session
-from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts, Response, seed_of
+from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import GroupPart, ModelFacts, Response
 from tests.fleets import ScheduledFleet
 from tests.vllm.servers import Server
 from tests.vllm.test_weights import VOCABULARY, served, weights
@@ -43,15 +43,10 @@ def test_a_part_is_the_responses_that_vllm_gives_one_by_one(vllm_server: Server)
             assert await client.gives_parts(seconds=60)
             parts, singles = [], []
             for number, seed in enumerate(SEEDS):
-                answers = client.generate_part(
-                    PROMPT, SAMPLING, [f"{number:032x}"], [seed], FACTS, routes=True
-                )
-                async with aclosing(answers):
+                part = GroupPart(PROMPT, SAMPLING, FACTS, True, [f"{number:032x}"], [seed])
+                async with aclosing(client.generate_part(part)) as answers:
                     parts += [each async for ended in answers for _, each in ended]
-                sampling = {**SAMPLING, "seed": seed_of(seed)}
-                singles.append(
-                    await client.generate(PROMPT, sampling, FACTS, seconds=60, routes=True)
-                )
+                singles.append(await client.generate(replace(part, names=[""]), seconds=60))
             return parts, singles
 
     parts, singles = asyncio.run(draw())
@@ -96,7 +91,8 @@ def test_what_nobody_wants_any_more_is_not_drawn_on(vllm_server: Server) -> None
             client = ServerClient(vllm_server.url, session)
             names = [f"{number:032x}" for number in range(100, 103)]
             sampling = {**SAMPLING, "max_tokens": 1900, "stop_token_ids": []}
-            answers = client.generate_part(PROMPT, sampling, names, SEEDS[:3], FACTS, routes=True)
+            part = GroupPart(PROMPT, sampling, FACTS, True, names, SEEDS[:3])
+            answers = client.generate_part(part)
             drawing = asyncio.create_task(anext(answers))
             await asyncio.wait_for(until(client, 3), 60)
             assert await client.take_back([*names[1:], "0"], seconds=60) == set()

@@ -31,11 +31,10 @@ from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import (
     TAKE_BACK,
     TOKEN_VARIABLE,
     AnswerFailure,
-    ModelFacts,
+    GroupPart,
     Response,
     parse_metrics,
     parse_response,
-    part_request,
     proof_of,
     unpack,
 )
@@ -103,61 +102,26 @@ class ServerClient:
         """
         self._token, self._is_ours, self._has_proven = token, True, False
 
-    async def generate(
-        self,
-        prompt: Sequence[int],
-        sampling: Mapping[str, Any],
-        facts: ModelFacts,
-        *,
-        seconds: float | None,
-        routes: bool,
-        name: str | None = None,
-        salt: str | None = None,
-        model: str | None = None,
-    ) -> Response:
-        """Generate a response to the token ids `prompt`.
-
-        sampling: vLLM's SamplingParams; name: the request's name in `response_tokens`; salt:
-        vLLM's prefix cache reuses only prompts with the same salt; model: an adapter's name, or
-        None for the model itself.
-        """
-        content: dict[str, Any] = {"token_ids": list(prompt)}
-        content["sampling_params"] = {"logprobs": 0, **sampling}
-        content |= {} if name is None else {"request_id": name}
-        content |= {} if salt is None else {"cache_salt": salt}
-        content |= {} if model is None else {"model": model}
-        answer = await self._call("POST", GENERATE, content, seconds=seconds)
+    async def generate(self, part: GroupPart, *, seconds: float | None) -> Response:
+        """Generate the response of a part that has only one."""
+        answer = await self._call("POST", GENERATE, part.request(0), seconds=seconds)
         with malformed():
-            return parse_response(answer, len(prompt), facts, routes=routes)
+            return parse_response(answer, len(part.token_ids), part.facts, routes=part.routes)
 
-    async def generate_part(
-        self,
-        prompt: Sequence[int],
-        sampling: Mapping[str, Any],
-        names: Sequence[str],
-        seeds: Sequence[Sequence[int] | None],
-        facts: ModelFacts,
-        *,
-        routes: bool,
-        salt: str | None = None,
-        model: str | None = None,
-    ) -> AsyncGenerator[list[tuple[int, Response]]]:
-        """Generate several responses to one prompt (a part of a group).
+    async def generate_part(self, part: GroupPart) -> AsyncGenerator[list[tuple[int, Response]]]:
+        """Generate the responses of a part.
 
         Yields (number in the part, response) for responses that ended together. Needs a server
-        with our middleware; there is no deadline. names, seeds: one for each response, the seeds
-        as numbers for `seed_of`. For the other arguments see `generate`.
+        with our middleware; there is no deadline.
         """
-        body = part_request(
-            prompt, sampling, names, seeds, facts, routes=routes, salt=salt, model=model
-        )
-        async with self._response("POST", PARTS, body, seconds=None) as answer:
+        tokens, facts, routes = len(part.token_ids), part.facts, part.routes
+        async with self._response("POST", PARTS, part.body(), seconds=None) as answer:
             if answer.status >= 400:
                 _fail(PARTS, answer.status, (await answer.read()).decode(errors="replace"))
             while (record := await _record(answer.content)) is not None:
                 ended = []
                 with malformed():
-                    for number, outcome in unpack(record, len(prompt), facts, routes=routes):
+                    for number, outcome in unpack(record, tokens, facts, routes=routes):
                         if not isinstance(outcome, AnswerFailure):
                             ended.append((number, outcome))
                         elif outcome.status:

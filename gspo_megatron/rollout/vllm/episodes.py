@@ -7,7 +7,7 @@ import queue
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -147,16 +147,16 @@ class Scorers:
 _END_SECONDS = 5.0  # time for requests in progress to end when the service ends
 
 
+@dataclass(eq=False)
 class RunningRequest:
     """A request in progress or done."""
 
-    def __init__(self, request: RolloutRequest) -> None:
-        self.request = request
-        self.file: RequestFile | None = None  # None until the file has been read
-        self.error: UserError | None = None
-        self.tokens = 0  # tokens of finished turns
-        self.scoring = 0  # groups that have responses but no rewards yet
-        self.task: asyncio.Task[None] | None = None
+    request: RolloutRequest
+    file: RequestFile | None = None  # None until the file has been read
+    error: UserError | None = None
+    tokens: int = 0  # tokens of finished turns
+    scoring: int = 0  # groups that have responses but no rewards yet
+    task: asyncio.Task[None] | None = None
 
     def status(self) -> dict[str, Any]:
         """Return the status for rank 0."""
@@ -170,27 +170,20 @@ class RunningRequest:
         }
 
 
+@dataclass(eq=False)
 class ServedRequests:
     """All requests of a service."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        scorers: Scorers,
-        prompts: Mapping[str, Sequence[Prompt]],
-        stops: Mapping[str, Any],
-        folder: Path,
-        origin: str,
-        episodes: EpisodeRunner | None = None,
-    ) -> None:
-        """prompts: by the key of their files; stops: vLLM's SamplingParams that end a response;
-        folder: the folder of the store; origin: fingerprint of all that decides responses and
-        rewards; groups with another origin are not used; episodes: None for single turns."""
-        self.scheduler, self.scorers, self.prompts = scheduler, scorers, prompts
-        self.stops, self.folder, self.origin = stops, folder, origin
-        self.episodes = episodes
-        self.running: dict[str, RunningRequest] = {}
-        self._are_over = False
+    scheduler: Scheduler
+    scorers: Scorers
+    prompts: Mapping[str, Sequence[Prompt]]  # by the key of their files
+    stops: Mapping[str, Any]  # vLLM's SamplingParams that end a response
+    folder: Path  # of the store
+    # Fingerprint of all that decides responses and rewards. Groups with another one are not used.
+    origin: str
+    episodes: EpisodeRunner | None = None  # None: single turns
+    running: dict[str, RunningRequest] = field(default_factory=dict)
+    _are_over: bool = False
 
     def begin(self, request: RolloutRequest) -> RunningRequest:
         """Start a request, or return it if it has started already.

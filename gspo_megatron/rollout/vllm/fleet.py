@@ -114,8 +114,7 @@ class Fleet:
         except OutOfFilesError:
             raise
         except (ServerGone, ServerRefused, RolloutError) as error:
-            await self._put_out(server, f"weights of version {weights.version}: {error}")
-            await self._restart(server)
+            await self._replace(server, f"weights of version {weights.version}: {error}")
         finally:
             server.working.end()
 

@@ -12,31 +12,25 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from gspo_megatron.rollout.vllm.client import ServerGone
 from gspo_megatron.rollout.vllm.in_flight import InFlightResponse
 from gspo_megatron.rollout.vllm.server import Server
-from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts, Response, seed_of
+from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import GroupPart, Response
 
 Seed = Sequence[int] | None  # numbers for `seed_of`; None: add no seed to the sampling parameters
 
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """The part of a request that is the same for every server."""
+    """What is the same for all requests of a group."""
 
-    prompt: Sequence[int]
-    sampling: Mapping[str, object]  # vLLM's SamplingParams
+    part: GroupPart  # each request adds its names and seeds
     version: int  # lowest weights version that may generate
     rollout: str  # name of the RolloutRequest; requests are sent in the order of names
-    routes: bool
-    facts: ModelFacts
-    salt: str | None = None
-    model: str | None = None  # an adapter's name
 
 
 @dataclass(eq=False)
@@ -98,19 +92,12 @@ class GroupRequest:
     async def _receive(self) -> None:
         """Receive the responses. Raises ServerGone or ServerRefused; responses that have arrived
         before are kept."""
-        client, spec = self.server.client, self.spec
-        named: dict[str, Any] = {"routes": spec.routes, "salt": spec.salt, "model": spec.model}
+        client, names = self.server.client, [each.name for each in self.responses]
+        part = replace(self.spec.part, names=names, seeds=self.seeds)
         if not self.server.abilities.gives_parts:
-            [response], [seed] = self.responses, self.seeds
-            sampling = spec.sampling if seed is None else {**spec.sampling, "seed": seed_of(seed)}
-            named |= {"seconds": None, "name": response.name}
-            answer = await client.generate(spec.prompt, sampling, spec.facts, **named)
-            self._arrived([(0, answer)])
+            self._arrived([(0, await client.generate(part, seconds=None))])
             return
-        names = [each.name for each in self.responses]
-        answers = client.generate_part(
-            spec.prompt, spec.sampling, names, self.seeds, spec.facts, **named
-        )
+        answers = client.generate_part(part)
         async with aclosing(answers):
             async for ended in answers:
                 self._arrived(ended)

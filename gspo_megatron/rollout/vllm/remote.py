@@ -18,7 +18,6 @@ import contextlib
 import json
 import math
 import secrets
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -96,29 +95,16 @@ class Node:
         """address: the service's address. The node's servers listen on the network interface
         towards it."""
         self.name, self.folder, self.address = name, folder, address
-        self._wanted: dict[str, dict[str, Any]] = {}
-        self._lock = threading.Lock()
+        self.servers: dict[str, dict[str, Any]] = {}  # that should run there, by number
         self.wanted = HeartbeatFile(wanted_file(folder, name))
         self.report = HeartbeatFile(report_file(folder, name))
         for file in (self.report, self.wanted):  # an earlier start may have left these files
             file.path.unlink(missing_ok=True)
 
-    def want(self, number: str, server: dict[str, Any]) -> None:
-        """Add a server to the list of wanted servers. It replaces a server with the same number."""
-        with self._lock:
-            self._wanted[number] = server
-
-    def drop(self, number: str, boot: str) -> None:
-        """Remove a server from the list, if it still has this `boot`."""
-        with self._lock:
-            if self._wanted.get(number, {}).get("boot") == boot:
-                del self._wanted[number]
-
     def exchange(self) -> None:
         """Read the agent's file and write the service's. Raises DataError."""
         self.report.read()
-        with self._lock:
-            self.wanted.write(self._wanted, self.address)
+        self.wanted.write(self.servers, self.address)  # copies `servers` in one step: no lock
 
 
 async def exchange_files(nodes: Sequence[Node]) -> None:
@@ -161,7 +147,7 @@ class RemoteProcess:
         self.log = server_log(node.folder, number)
         self._since = time.monotonic()
         server = {"boot": self.boot, "words": list(words), "environ": dict(environ)}
-        node.want(self.number, {**server, "gpus": list(gpus)})
+        node.servers[self.number] = {**server, "gpus": list(gpus)}
 
     @property
     def url(self) -> str:
@@ -193,7 +179,8 @@ class RemoteProcess:
 
         The agent starts another server with this number only after this one has ended.
         """
-        self.node.drop(self.number, self.boot)
+        if self.node.servers.get(self.number, {}).get("boot") == self.boot:
+            self.node.servers.pop(self.number, None)
 
     def errors(self) -> str:
         """Return the last errors in the server's log, as text to append to a message."""

@@ -21,7 +21,7 @@ from gspo_megatron.rollout.vllm.client import ServerGone, ServerRefused
 from gspo_megatron.rollout.vllm.fleet import Fleet
 from gspo_megatron.rollout.vllm.group_request import GroupRequest, GroupSpec, Seed
 from gspo_megatron.rollout.vllm.server import FleetSettings, Server
-from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
+from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import GroupPart, Response
 
 _WORTH = 16  # a server gets a part of a group only if 1 / _WORTH of its places are free
 
@@ -139,8 +139,8 @@ class Scheduler:
         server refuses the request.
         """
         routes = self.settings.needs.with_routes and sampling["temperature"] > 0
-        spec = GroupSpec(prompt, sampling, version, rollout, routes, self.settings.facts)
-        return await self._generate(spec, seeds)
+        part = GroupPart(prompt, sampling, self.settings.facts, routes)
+        return await self._generate(GroupSpec(part, version, rollout), seeds)
 
     async def _generate(
         self, spec: GroupSpec, seeds: Sequence[Seed], *, first: bool = False
@@ -166,10 +166,8 @@ class Scheduler:
             return asyncio.create_task(self._generate(spec, [seed], first=True))
 
         assert server.version is not None, "_wait_for_places gives servers that serve"
-        version = server.version
-        spec_here = replace(
-            spec, salt=self.settings.salt(version), model=self.settings.model(version)
-        )
+        salt, model = self.settings.salt(server.version), self.settings.model(server.version)
+        spec_here = replace(spec, part=replace(spec.part, salt=salt, model=model))
         return GroupRequest(server, spec_here, seeds, generate_again, self._admit_soon)
 
     async def _whole_group(self, request: GroupRequest) -> list[Response]:

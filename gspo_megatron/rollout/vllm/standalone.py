@@ -12,11 +12,7 @@ from typing import Any
 from gspo_megatron.addresses import key_in
 from gspo_megatron.errors import RolloutError, format_value
 from gspo_megatron.families import family_of, preset_of_folder
-from gspo_megatron.families.model_shape import (
-    ModelShape,
-    config_of_weights,
-    shape_of,
-)
+from gspo_megatron.families.model_shape import ModelShape, config_of_weights, shape_of
 from gspo_megatron.process.signals import end_signals
 from gspo_megatron.rollout.reward_model import KEY_VARIABLE
 from gspo_megatron.rollout.vllm.client import (

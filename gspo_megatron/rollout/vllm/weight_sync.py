@@ -8,10 +8,10 @@ with these responses.
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -37,33 +37,28 @@ _SPARE = "spare"  # name of a folder of old weights that the next version overwr
 _END = "the run and its servers were told to end"
 
 
+@dataclass(eq=False)
 class WeightSync:
     """Sends each version of the policy's weights to the servers.
 
     Each rank has a WeightSync, and all ranks call its methods together.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        policy: Policy,
-        engine: RolloutEngine,
-        device: torch.device,
-        hf_config: Any,
-        service: ServiceClient | None,
-        folder: Path,
-        stop: StopSignals,
-    ) -> None:
-        """engine: generates with the policy and ignores end-of-sequence tokens; hf_config:
-        config.json of the model that the weights come from; service: None except on rank 0; folder:
-        parent of the versions' folders."""
-        self.config, self.policy, self.engine, self.device = config, policy, engine, device
-        self.hf_config, self.service, self.folder = hf_config, service, folder
-        self.stop = stop
-        self.version = 0  # the newest weights version
-        self.streams = False  # whether rank 0 streams weights to the servers, without a folder
-        self._stream: WeightStream | None = None  # only on rank 0
-        self.takes_adapters = config.rollout.vllm.takes_adapters
+    config: Config
+    policy: Policy
+    engine: RolloutEngine  # generates with the policy, and ignores end-of-sequence tokens
+    device: torch.device
+    hf_config: Any  # config.json of the model that the weights come from
+    service: ServiceClient | None  # None except on rank 0
+    folder: Path  # parent of the versions' folders
+    stop: StopSignals
+    version: int = 0  # the newest weights version
+    streams: bool = False  # whether rank 0 streams weights to the servers, without a folder
+    _stream: WeightStream | None = None  # only on rank 0
+
+    @property
+    def takes_adapters(self) -> bool:
+        return self.config.rollout.vllm.takes_adapters
 
     def send_weights(self, version: int) -> dict[str, float]:
         """Send the policy's current weights to all servers. Returns metrics.
@@ -81,7 +76,7 @@ class WeightSync:
             weights["folder"], num_bytes = self._write_folder()
             on_main(lambda: self._on_main().take_weights(weights))
         # Computed while the servers load the weights.
-        check = dataclasses.asdict(self._weight_check())
+        check = asdict(self._weight_check())
         on_main(lambda: self._on_main().add_to_weights(check=check))
         arrived = self.wait_for(self._weights_status)
         on_main(self._remove_older_folders)
@@ -222,12 +217,11 @@ class WeightSync:
         """
         newest = self._version_folder()
         older = sorted(folder for folder in newest.parent.iterdir() if folder != newest)
+        spare = None
         if self.takes_adapters:  # vLLM may read adapters again for responses in progress
             older = older[: -self.config.rollout.staleness or None]
-            for folder in older:
-                shutil.rmtree(folder, ignore_errors=True)
-            return
-        spare = older.pop() if older and newest.exists() and newest.is_relative_to(MEMORY) else None
+        elif older and newest.exists() and newest.is_relative_to(MEMORY):
+            spare = older.pop()
         for folder in older:
             shutil.rmtree(folder, ignore_errors=True)
         if spare is not None:

@@ -24,6 +24,7 @@ from gspo_megatron.rollout.vllm.weight_check import (
     describe_families,
     suspect_families,
 )
+from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import GroupPart
 
 T = TypeVar("T")
 
@@ -255,13 +256,15 @@ class WeightLoader:
             await self._check_version(server, weights)
         calls = (
             server.client.generate(
-                prompt,
-                {"temperature": 0.0, "max_tokens": len(tokens), "ignore_eos": True},
-                self.settings.facts,
+                GroupPart(
+                    prompt,
+                    {"temperature": 0.0, "max_tokens": len(tokens), "ignore_eos": True},
+                    self.settings.facts,
+                    self.settings.needs.with_routes,
+                    salt=self.settings.salt(weights.version),
+                    model=self.settings.model(weights.version),
+                ),
                 seconds=seconds,
-                routes=self.settings.needs.with_routes,
-                salt=self.settings.salt(weights.version),
-                model=self.settings.model(weights.version),
             )
             for prompt, tokens in zip(check.prompts, check.tokens, strict=True)
         )

@@ -219,7 +219,7 @@ def test_a_watch_that_is_saved_goes_on_as_it_was() -> None:
     found = records([*GOOD, *[0.1] * 9, *GOOD], grad_norm=[1.0 / 3] * 41)
     whole, resumed = CollapseWatch(), CollapseWatch()
     for record in found:
-        resumed = CollapseWatch(json.loads(json.dumps(resumed.state())))
+        resumed = CollapseWatch(**json.loads(json.dumps(resumed.state())))
         assert whole.add(record["step"], record) == resumed.add(record["step"], record)
         assert whole.state() == resumed.state()
 

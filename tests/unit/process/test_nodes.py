@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from gspo_megatron.errors import UserError
-from gspo_megatron.process.launcher import environment_on_node
+from gspo_megatron.process.launcher import rank_environment
 from gspo_megatron.process.nodes import Node, node_of_job, wait_for_master, world_size_on
 from gspo_megatron.process.ranks import world_size_of_rank
 
@@ -117,7 +117,7 @@ def test_ranks_on_each_machine(no_gpus: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_a_rank_on_the_second_machine_gets(monkeypatch: pytest.MonkeyPatch) -> None:
-    added = environment_on_node({}, 3, 16, Node(1, 2, 8, "first", 29500, "PET_NNODES"))
+    added = rank_environment({}, 3, 16, 0, Node(1, 2, 8, "first", 29500, "PET_NNODES"))
     threads = added.pop("OMP_NUM_THREADS")
     assert int(threads) >= 1
     assert added == {

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from gspo_megatron.rollout.vllm.process import (
 from gspo_megatron.rollout.vllm.server import Server
 from gspo_megatron.rollout.vllm.weight_check import WeightCheck
 from gspo_megatron.rollout.vllm.weights import Weights
-from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response, _Part, part_request
+from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import GroupPart, Response
 from tests.fleets import ScheduledFleet
 from tests.unit.rollout.double import FACTS, Started, fleet_settings
 
@@ -58,8 +58,8 @@ class Recorded:
         self.calls.append(("sums", folder))
         return [{"attention of layer 0": [4, 1.0, 1.0]}]
 
-    async def generate(self, *_: Any, model: str | None, **__: Any) -> Response:
-        self.calls.append(("generate", model))
+    async def generate(self, part: GroupPart, **_: Any) -> Response:
+        self.calls.append(("generate", part.model))
         return Response(np.array([3, 4], np.int32), np.full(2, -0.5, np.float32), False)
 
 
@@ -161,13 +161,14 @@ def test_options_of_servers_with_adapters() -> None:
 
 
 def test_a_part_of_a_group_names_its_model() -> None:
-    arguments: Any = ([1], {"temperature": 1.0}, ["a"], [[1]], FACTS)
+    part = GroupPart([1], {"temperature": 1.0}, FACTS, False, ["a"], [[1]])
     for model in (None, "policy-3"):
-        body = part_request(*arguments, routes=False, salt=None, model=model)
-        assert _Part.read(body).model == model
+        body = replace(part, model=model).body()
+        assert GroupPart.read(body).model == model
         # Without an adapter, the body must not have the field "model", which earlier versions of
         # the middleware do not know.
-        assert (b"policy-3" in _Part.read(body).request(0)) == (b'"model"' in body) == bool(model)
+        assert GroupPart.read(body).request(0).get("model") == model
+        assert (b'"model"' in body) == bool(model)
 
 
 def test_the_parts_of_a_loaded_adapter_are_those_that_layers_compute_with() -> None:

@@ -17,7 +17,7 @@ from gspo_megatron.rollout.vllm.client import (
     ServerRefused,
     connected_session,
 )
-from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts
+from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import GroupPart, ModelFacts
 
 FACTS = ModelFacts(10, 1, 0, 1, ())
 LOGPROBS = {"content": [{"logprob": -0.5}]}
@@ -42,7 +42,7 @@ def test_a_connection_that_the_server_closes_while_it_is_idle_costs_no_request()
         async with server, connected_session() as session:
             client, tokens = ServerClient(url, session), []
             for _ in range(3):
-                response = await client.generate([1, 2], {}, FACTS, seconds=10, routes=False)
+                response = await client.generate(GroupPart([1, 2], {}, FACTS, False), seconds=10)
                 tokens += response.token_ids.tolist()
             return tokens
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,7 @@ from gspo_megatron.rollout.vllm.server import FleetSettings, Server
 from gspo_megatron.rollout.vllm.service import Service, _stops
 from gspo_megatron.rollout.vllm.weight_check import WeightCheck
 from gspo_megatron.rollout.vllm.weights import Weights
-from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import Response
+from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import GroupPart, Response
 from tests.fleets import ScheduledFleet
 from tests.unit.rollout.double import fleet_settings
 from tests.unit.rollout.test_bank import a_group
@@ -61,14 +60,12 @@ class Recorded:
     salts: list[tuple[int, str | None]] = field(default_factory=list)
     figures_told: dict[str, float] = field(default_factory=dict)
 
-    async def generate(self, *_: Any, salt: str | None, **__: Any) -> Response:
-        self.salts.append((self.version, salt))
+    async def generate(self, part: GroupPart, **_: Any) -> Response:
+        self.salts.append((self.version, part.salt))
         return Response(np.array([3, 4], np.int32), np.full(2, -0.5, np.float32), False)
 
-    async def generate_part(
-        self, _: Any, __: Any, names: Sequence[str], *___: Any, salt: str | None, **____: Any
-    ) -> Any:
-        yield [(number, await self.generate(salt=salt)) for number, _ in enumerate(names)]
+    async def generate_part(self, part: GroupPart) -> Any:
+        yield [(number, await self.generate(part)) for number, _ in enumerate(part.names)]
 
     async def weight_version(self, **_: Any) -> str:
         return str(self.version)

@@ -286,20 +286,31 @@ def unpack(
 
 
 @dataclass(frozen=True)
-class _Part:
-    """A request for several responses to one prompt."""
+class GroupPart:
+    """A request for one or several responses to one prompt: a part of a group."""
 
-    token_ids: list[int]
-    sampling: dict[str, Any]  # vLLM's SamplingParams without the seeds
-    names: list[str]  # one for each response, for `take_back` and vLLM
-    seeds: list[list[int] | None]  # numbers for `seed_of`
-    salt: str | None
+    token_ids: Sequence[int]
+    sampling: Mapping[str, Any]  # vLLM's SamplingParams without the seeds
     facts: ModelFacts
     routes: bool
-    model: str | None = None  # an adapter's name
+    # One for each response: its name for `take_back` and vLLM, or "" for a response without a name,
+    # and the numbers for `seed_of`, or None without a seed.
+    names: Sequence[str] = ("",)
+    seeds: Sequence[Sequence[int] | None] = (None,)
+    salt: str | None = None  # vLLM's prefix cache reuses only prompts with the same salt
+    model: str | None = None  # an adapter's name; None: the model itself
+
+    def body(self) -> bytes:
+        """Return the client's request for all responses, which `read` reads."""
+        facts = {k: v for k, v in vars(self.facts).items() if k != "moe_layers"}
+        given = {**vars(self), "sampling": {"logprobs": 0, **self.sampling}}
+        given |= {"facts": facts, "moe_layers": self.facts.moe_layers}
+        if self.model is None:  # earlier versions of the middleware do not know this key
+            del given["model"]
+        return json.dumps(given).encode()
 
     @classmethod
-    def read(cls, body: bytes) -> _Part:
+    def read(cls, body: bytes) -> GroupPart:
         given = from_json(body)
         facts: dict[str, Any] = {**given.pop("facts"), "moe_layers": tuple(given.pop("moe_layers"))}
         part = cls(facts=ModelFacts(**facts), **given)
@@ -307,15 +318,14 @@ class _Part:
             raise ValueError(f"names {part.names} with {len(part.seeds)} seeds")
         return part
 
-    def request(self, number: int) -> bytes:
+    def request(self, number: int) -> dict[str, Any]:
         """Return the request to vLLM for one of the responses."""
-        sampling, seed = self.sampling, self.seeds[number]
+        sampling, seed = {"logprobs": 0, **self.sampling}, self.seeds[number]
         if seed is not None:
-            sampling = {**sampling, "seed": seed_of(seed)}
+            sampling["seed"] = seed_of(seed)
+        more = {"request_id": self.names[number], "cache_salt": self.salt, "model": self.model}
         given = {"token_ids": self.token_ids, "sampling_params": sampling}
-        given["request_id"] = self.names[number]
-        more = {"cache_salt": self.salt, "model": self.model}
-        return json.dumps(given | {k: v for k, v in more.items() if v is not None}).encode()
+        return given | {key: value for key, value in more.items() if value}
 
 
 @dataclass(eq=False)
@@ -324,33 +334,6 @@ class _Member:
 
     left: asyncio.Event = field(default_factory=asyncio.Event)  # set if nobody needs the response
     has_ended: bool = False
-
-
-def part_request(
-    prompt: Sequence[int],
-    sampling: Mapping[str, Any],
-    names: Sequence[str],
-    seeds: Sequence[Sequence[int] | None],
-    facts: ModelFacts,
-    *,
-    routes: bool,
-    salt: str | None,
-    model: str | None = None,
-) -> bytes:
-    """Return the client's request, which `_Part.read` reads."""
-    given = {
-        "token_ids": prompt,
-        "sampling": {"logprobs": 0, **sampling},
-        "names": names,
-        "seeds": seeds,
-        "salt": salt,
-        "facts": {k: v for k, v in vars(facts).items() if k != "moe_layers"},
-        "moe_layers": facts.moe_layers,
-        "routes": routes,
-    }
-    if model is not None:  # earlier versions of the middleware do not know this key
-        given["model"] = model
-    return json.dumps(given).encode()
 
 
 class Answers:
@@ -389,7 +372,7 @@ class Answers:
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            part = _Part.read(await _body(receive))
+            part = GroupPart.read(await _body(receive))
         except MALFORMED as error:
             await _tell(send, {"error": f"{type(error).__name__}: {error}"}, status=400)
             return
@@ -425,7 +408,7 @@ class Answers:
     async def _draw(
         self,
         scope: Scope,
-        part: _Part,
+        part: GroupPart,
         number: int,
         member: _Member,
         ended: asyncio.Queue[tuple[int, Response | AnswerFailure | None]],
@@ -436,7 +419,7 @@ class Answers:
         """
         outcome: Response | AnswerFailure | None
         try:
-            request = part.request(number)
+            request = json.dumps(part.request(number)).encode()
             status, body = await self._ask(scope, "POST", GENERATE, request, member.left)
             if status >= 400:
                 outcome = AnswerFailure(status, body.decode(errors="replace")[:_SHOWN])
