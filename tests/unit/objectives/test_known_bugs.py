@@ -26,8 +26,8 @@ Tests without a path are in this folder.
 11. A key that nothing reads: refused. test_oracle.py checks that each key changes the result.
 12. Context parallelism: a shard without tokens, a collective that adds a gradient, or sums over one
     shard only (test_oracle.py divides its batches over shards), and whitening on one rank (each
-    rank gets the rewards of all ranks: tests/parallel/test_redistribute.py). With real ranks: sequence_sums_not_reduced_over_cp in tests/parallel/test_mistakes.py, and
-    test_layout_matrix.py.
+    rank gets the rewards of all ranks: tests/parallel/test_redistribute.py). With real ranks:
+    sequence_sums_not_reduced_over_cp in tests/parallel/test_mistakes.py, and test_layout_matrix.py.
 13. A policy that is compared with itself, so that all ratios are 1: test_oracle.py.
 14. Gradients of the routers' losses that are 10^4 times too large under context parallelism,
     because a loss callback returns two values: aux_loss_scaled_by_tokens_of_the_shard in
