@@ -143,9 +143,7 @@ def test_greedy_responses_are_the_same(onednn: pytest.MonkeyPatch, is_packed: bo
 @needs_onednn
 @pytest.mark.parametrize("shape", [(7,), (1, 5), (3, 4)])
 @pytest.mark.parametrize("trained", ["both", "rows", "weight"])
-def test_a_linear_layer(
-    onednn: pytest.MonkeyPatch, shape: tuple[int, ...], trained: str
-) -> None:
+def test_a_linear_layer(onednn: pytest.MonkeyPatch, shape: tuple[int, ...], trained: str) -> None:
     rows, weight, bias = random(*shape, 37), random(19, 37), random(19).requires_grad_()
     factors = random(*shape, 19)
     rows.requires_grad_(trained != "weight")
