@@ -8,15 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.resuming import assert_same_run, records
-from tests.unit.rollout.model_server import Answer, gone, killed, slow
+from tests.unit.rollout.model_server import Answer
 
 STEPS, GOOD_STEPS = 4, 2  # all steps of the run; those before the failure
-# for each fault: the server's answer, and what the run says of it
-SILENT: dict[str, tuple[Answer, str]] = {
-    "slow": (slow, "TimeoutError"),
-    "ends": (gone, "says 503: shutting down"),
-    "killed": (killed, "ServerDisconnectedError"),
-}
 
 
 def assert_no_finished_step_is_lost(

@@ -136,21 +136,6 @@ def test_a_kill_while_a_run_goes_back_changes_nothing(
     assert record_of(run) == record_of(base.parent / "run")
 
 
-@pytest.mark.full
-def test_ranks_go_back_together(toy: Path, tmp_path: Path) -> None:
-    """Only rank 0 watches for a collapse."""
-    train(planted(toy, tmp_path, "rollback"), "parallel.layout=tp=2,pp=2,ep=2")
-    (told,) = record_of(tmp_path / "run")["rollbacks"]
-    assert LAST_GOOD < told["from_step"] <= LAST_GOOD + 5
-    found = all_records(tmp_path / "run")
-    assert [each["step"] for each in found] == [*range(1, STEPS + 1)]
-    assert min(each["reward/mean"] for each in found) > 0.5
-    # No prompts are repeated: after the rollback the run uses the next ones.
-    drawn = json.loads((tmp_path / f"run/checkpoints/{LAST}/run.json").read_text())["loader"]
-    steps = told["from_step"] + STEPS - told["to_step"]
-    assert drawn["epoch"] * 64 + drawn["position"] - len(drawn["deferred"]) == 4 * steps
-
-
 # Until the run has rolled back, the update of step 8 leaves a gradient norm that is not finite.
 LOST = """
 from pathlib import Path

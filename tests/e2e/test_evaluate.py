@@ -107,37 +107,6 @@ def test_one_rank_evaluates_a_run_and_its_checkpoint_as_two_did_in_training(
     assert len(responses(finished / "evaluation", "near", 0)) == 9
 
 
-def test_mistakes_in_suites_are_told_at_once(
-    finished: Path, gspo: Command, toy: Path, tmp_path: Path
-) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"q": "ab", "answer": "b", "date": "2025-01-31"}\n{"q": 5\n{"q": []}\n')
-    suites = {
-        "a": {"prompts": str(rows), "template": "{q}", "samples": 2, "temperature": 0.0},
-        "b": {"prompts": str(toy / "test.jsonl"), "reward": {"name": "exact", "scale": 2.0}},
-        "c": {
-            "prompts": str(rows),
-            "filter": {"last": "2024"},
-            "max_response_tokens": 10**6,
-            "failed": "wrong",
-        },
-    }
-    (tmp_path / "bad.yaml").write_text(yaml.safe_dump(suites))
-    told = gspo("evaluate", finished, "--suite", tmp_path / "bad.yaml", expect=2).stderr
-    for wanted in (
-        "evaluation.suites.a.temperature = 0.0: greedy responses are all the same",
-        f"{rows}:2: not JSON",
-        f"{rows}:3: field 'q' is an array; a string or a number is wanted",
-        "evaluation.suites.b.reward.scale = 2.0: rewards of an evaluation are not shaped",
-        "evaluation.suites.b: reward.name = exact: no such reward; allowed: ",
-        "evaluation.suites.c.failed = 'wrong': nothing reads it: ",
-        "evaluation.suites.c.filter.field = null: nothing tells which field has the date",
-        "evaluation.suites.c.max_response_tokens = 1000000: 1000000 leave no room for a prompt",
-    ):
-        assert wanted in told, told
-    assert not (finished / "evaluation.1").exists()
-
-
 def test_a_source_must_be_one(gspo: Command, tmp_path: Path) -> None:
     told = gspo("evaluate", tmp_path, expect=2).stderr
     assert told.startswith(f"{tmp_path}: neither a run folder, nor a checkpoint, nor")

@@ -90,22 +90,16 @@ def test_what_was_trained_is_a_model_of_transformers(tmp_path: Path, published: 
     megatron_to_hf(published.run, by_one)
     assert_same_bits(read_folder(by_two), read_folder(by_one))
     assert (by_two / "config.json").read_bytes() == (by_one / "config.json").read_bytes()
-    assert_trained(published, by_one, tokens=11)
-
-
-def assert_trained(published: Published, out: Path, tokens: int) -> None:
-    """Check that the run has trained every tensor. Check that transformers computes the same with
-    the converted weights in `out` as Megatron-Core with the checkpoint, on a text of `tokens`."""
-    found, began = read_folder(out), read_folder(published.source)
+    found, began = read_folder(by_one), read_folder(published.source)
     assert found.keys() == began.keys()
     still = [name for name, tensor in began.items() if torch.equal(tensor, found[name])]
     assert not still, f"not trained: {still}"
-    ids = torch.randint(VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(4))
+    ids = torch.randint(VOCABULARY, (1, 11), generator=torch.Generator().manual_seed(4))
     values = yaml.safe_load(published.config.read_text()) | {"parallel": {"layout": "tp=1"}}
-    alone = out.with_name("alone.yaml")
+    alone = tmp_path / "alone.yaml"
     alone.write_text(yaml.safe_dump(values))
     ours = logits_of_checkpoint(published.run / "checkpoints", alone, ids)
-    theirs = logits_by_transformers(out, ids)[0]
+    theirs = logits_by_transformers(by_one, ids)[0]
     torch.testing.assert_close(theirs, ours, rtol=TOLERANCE, atol=TOLERANCE)
 
 
@@ -119,15 +113,3 @@ def logits_of_checkpoint(
         policy = build_policy(config, resolve_parallel(config, 1), source.vocab_size)
         load_model(source.folder, policy)
         return logits_of(policy, tokens[0].tolist())
-
-
-@pytest.mark.full  # tests/e2e/test_families.py trains another family from its folder
-def test_gpt_oss_is_trained_from_its_folder(toy: Path, tmp_path: Path) -> None:
-    """gpt-oss has windows, sinks and biases. The run makes two RL steps, saves a checkpoint, and
-    exports a folder that transformers reads. Every tensor is trained."""
-    pytest.importorskip("transformers")
-    source = write_model(tmp_path / "source", "gpt_oss", seed=9, vocab_size=VOCABULARY)
-    config = rl_config(toy, tmp_path, {"hf_path": str(source)})
-    train(config)
-    megatron_to_hf(tmp_path / "run", tmp_path / "out")
-    assert_trained(Published(source, config), tmp_path / "out", tokens=21)

@@ -30,11 +30,9 @@ STEPS = 8
 LAST = f"rl_{STEPS:08d}"
 TWO = "parallel.layout=dp=2"
 _END_SECONDS = 300
-# In a mount namespace, another file system takes the place of /dev/shm: a folder of the test, or a
-# file system of 16 kB.
+# In a mount namespace, a folder of the test takes the place of /dev/shm.
 _IN_A_NAMESPACE = ("unshare", "--mount", "--propagation", "private", "sh", "-e", "-c")
 _OWN_MEMORY = 'mount --bind "$0" /dev/shm; exec "$@"'
-_FULL_MEMORY = 'mount -t tmpfs -o size=16k tmpfs /dev/shm; exec "$@"'
 # This module is loaded in every process of a run. Once the file `set_back` exists, the clock is an
 # hour behind.
 _CLOCK = """
@@ -170,16 +168,6 @@ def test_a_rank_that_stands_still_for_a_while_delays_the_run_only(
     time.sleep(10)
     assert process.poll() is None and runs.steps() < STEPS
     second.send_signal(signal.SIGCONT)
-    runs.end(process)
-    runs.assert_as_undisturbed()
-
-
-@needs_mounts
-def test_without_room_in_shared_memory_a_run_goes_its_way(runs: Runs) -> None:
-    """The ranks use sockets instead of shared memory. With two ranks a sum has two terms, so their
-    order does not matter."""
-    runs.to_the_end(TWO, run=runs.undisturbed)
-    process = runs.start(TWO, inside=[*_IN_A_NAMESPACE, _FULL_MEMORY, "sh"])
     runs.end(process)
     runs.assert_as_undisturbed()
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -408,15 +407,6 @@ def test_sigusr1_is_passed_on_and_harmless_before_a_rank_is_ready(start: Start) 
     launch.await_word("ready", 0, 1)
     launch.process.send_signal(signal.SIGUSR1)
     assert launch.end() == (0, "", "")
-
-
-def test_a_port_in_use_is_named(start: Start) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = str(listener.getsockname()[1])
-        code, out, err = start("say('started')", 2, MASTER_PORT=port).end()
-    assert (code, out) == (2, "")
-    assert f"MASTER_PORT = {port}" in err
-    assert "Traceback" not in err
 
 
 # The script of a rank that records the signal, and ends when the test allows it.

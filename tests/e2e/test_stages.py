@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -24,21 +22,16 @@ from tests.e2e.resuming import (
     records,
     write_corpus,
 )
-from tests.programs import ROOT, run_program, wait_until
+from tests.programs import ROOT, run_program
 
 STEPS = 6
 ENTRIES = {"sft": "sft_moe.py", "pretrain": "pretrain_moe.py", "rl": "train_gspo.py"}
 PHASES = ("sft", "pretrain")
 
 
-def command(phase: str, config: Path, *words: object) -> list[str]:
-    entry = ROOT / "pretrain_scripts" / ENTRIES[phase]
-    return [sys.executable, *map(str, (entry, config, *words))]
-
-
 def run(phase: str, config: Path, *words: object, expect: int = 0) -> str:
     """Run an entry file to its end and check its exit code. Returns its stderr."""
-    program = command(phase, config, *words)
+    program = (sys.executable, ROOT / "pretrain_scripts" / ENTRIES[phase], config, *words)
     return run_program(*program, expect=expect, environ=environment(config)).stderr
 
 
@@ -156,29 +149,6 @@ def test_pre_training_has_no_changed_values(base: Path) -> None:
     errors = run("pretrain", base / "pretrain.yaml", *words, expect=2)
     assert "set them back to resume it, or start a new run on its weights: " in errors
     assert "--change" not in errors
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_run_that_is_stopped_by_a_signal_is_saved(base: Path, tmp_path: Path, phase: str) -> None:
-    """The next start continues the run as if it had not been stopped."""
-    again = tmp_path / "run"
-    words = (f"logging.dir={again}", "export.hf_path=", "parallel.layout=dp=2")
-    process = subprocess.Popen(
-        command(phase, base / f"{phase}.yaml", *words),
-        env=environment(base / f"{phase}.yaml"),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    metrics = again / "metrics.jsonl"
-    assert wait_until(lambda: metrics.exists() and '"step": 1,' in metrics.read_text(), process)
-    process.send_signal(signal.SIGTERM)
-    # On a fast machine, the run may end before the signal comes.
-    assert process.wait(120) in (75, 0)
-    run(phase, base / f"{phase}.yaml", *words)
-    undisturbed = tmp_path / "undisturbed"
-    run(phase, base / f"{phase}.yaml", *words, f"logging.dir={undisturbed}")
-    assert_same_run(again, undisturbed, f"{phase}_{STEPS:08d}")
 
 
 # This program runs in a process without Megatron-Core and its CPU support.

@@ -14,9 +14,10 @@ import pytest
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.rollout.asking import PROBE
 from tests.e2e.conftest import write_config
-from tests.e2e.failing_server import SILENT, STEPS, assert_no_finished_step_is_lost
+from tests.e2e.failing_server import STEPS, assert_no_finished_step_is_lost
 from tests.e2e.resuming import make_small, train
 from tests.programs import run_program
+from tests.unit.rollout.model_server import killed
 from tests.unit.rollout.test_teacher import served
 
 pytestmark = pytest.mark.slow
@@ -34,25 +35,6 @@ def right(given: dict[str, Any]) -> dict[str, Any]:
         found.setdefault(token, -6.0)
         entries.append({str(each): {"logprob": value} for each, value in found.items()})
     return {"choices": [{"prompt_logprobs": [None, *entries[1:]]}]}
-
-
-def spoilt(change: Callable[[dict[str, Any], str], Any]) -> Callable[[dict[str, Any]], Any]:
-    """A server's answer that `change` makes wrong for the last token."""
-
-    def answer(given: dict[str, Any]) -> Any:
-        found = right(given)
-        change(found["choices"][0]["prompt_logprobs"][-1], str(given["prompt"][-1]))
-        return found
-
-    return answer
-
-
-FULL = pytest.mark.full  # tests/unit/rollout/test_teacher.py tests these faults in seconds
-FAULTS = {
-    "NaN": (spoilt(lambda entry, token: entry[token].update(logprob=float("nan"))), "of nan"),
-    "null": (spoilt(lambda entry, token: entry[token].update(logprob=None)), "TypeError"),
-    **SILENT,
-}
 
 
 def config_in(toy: Path, folder: Path) -> Path:
@@ -91,15 +73,12 @@ def undisturbed(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path.parent / "run"
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [pytest.param(name, marks=[] if name == "killed" else FULL) for name in FAULTS],
-)
 def test_a_teacher_that_fails_loses_no_finished_step(
-    toy: Path, tmp_path: Path, undisturbed: Path, fault: str
+    toy: Path, tmp_path: Path, undisturbed: Path
 ) -> None:
+    """tests/unit/rollout/test_teacher.py has the other faults of a server."""
     path = config_in(toy, tmp_path / "broken")
     failed = assert_no_finished_step_is_lost(
-        partial(train_with, toy), path, undisturbed, right, FAULTS[fault]
+        partial(train_with, toy), path, undisturbed, right, (killed, "ServerDisconnectedError")
     )
     assert failed.startswith("objective.distillation.url = http://127.0.0.1:")

@@ -11,12 +11,10 @@ from pathlib import Path
 import pytest
 
 from gspo_megatron.process.ranks import first_host
-from tests.e2e.resuming import records
 from tests.programs import ROOT
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import (
     CALLS_PER_STEP,
-    STEPS,
     Disturbance,
     Run,
     disturb,
@@ -186,16 +184,6 @@ def test_a_job_that_never_gets_further_gives_up(cluster: Cluster, tmp_path: Path
     log = cluster.ended(number, "FAILED 2:0")
     assert "restarted 1 times before its first checkpoint" in log
     assert cluster.restarts(number) == 1
-
-
-@pytest.mark.full  # test_servers has such nodes, and tests/e2e/test_two_hosts.py such hosts
-def test_nodes_that_share_no_loopback_with_two_tasks_each(
-    isolated_cluster: Cluster, tmp_path: Path
-) -> None:
-    run = make_run(tmp_path, ranks=4)
-    log = isolated_cluster.ended(run.submit(isolated_cluster), "COMPLETED 0:0")
-    assert "restart 0: 4 tasks on 2 nodes" in log
-    assert [record["step"] for record in records(run.out)] == list(range(1, STEPS + 1))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ that the configuration names."""
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -98,19 +97,3 @@ def test_a_hugging_face_folder_without_weights(config: Path, hf: Path, gspo: Com
     (line,) = refused(gspo, "check", config, given)
     assert line == f"{hf}: neither model.safetensors nor model.safetensors.index.json"
     assert gspo("check", config, given, "--no-files")[0] == 0
-
-
-def test_the_advice_on_a_refused_change_can_be_followed(
-    config: Path, hf: Path, gspo: Command
-) -> None:
-    """The advice also holds for a run that began with a Hugging Face folder: its checkpoint
-    contains the shape."""
-    (hf / "config.json").write_text(json.dumps(SMALL | {"vocab_size": VOCAB}))
-    words = [f"model.hf_path={hf}", "rollout.temperature=0.7"]
-    begun = load_any_config(config, words[:1])
-    path = add(begun, Position("rl", 2))
-    changed, advice = refused(gspo, "check", config, *words)
-    assert changed == "rollout.temperature = 0.7: was 1.0"
-    keys = re.findall(r"model\.\w+=\S+", advice)
-    assert weights(gspo, config, *words, *keys, "logging.dir=new") == str(path)
-    assert load_any_config(config, [*words, *keys]).resolved_model() == begun.resolved_model()

@@ -13,38 +13,24 @@ from gspo_megatron.config import PRESETS, ModelShape, check_config, parse_config
 from gspo_megatron.errors import ConfigError
 from gspo_megatron.families import FAMILIES, describe, family_of, family_of_shape
 from gspo_megatron.families.model_shape import shape_of, windows_in_layers
+from tests.unit.families.test_published_sizes import PUBLISHED
 from tests.unit.hf.published import CONFIGS, model_config
 
-# The config of Qwen/Qwen3-30B-A3B.
-QWEN3_30B_A3B: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
+# The config of Qwen/Qwen3-30B-A3B, with further keys of its config.json.
+QWEN3_30B_A3B: dict[str, Any] = PUBLISHED["Qwen3-30B-A3B"][0] | {
     "attention_bias": False,
     "attention_dropout": 0.0,
     "decoder_sparse_step": 1,
-    "head_dim": 128,
     "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "max_position_embeddings": 40960,
     "mlp_only_layers": [],
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
     "output_router_logits": False,
     "rms_norm_eps": 1e-06,
     "rope_scaling": None,
-    "rope_theta": 1000000.0,
     "router_aux_loss_coef": 0.001,
     "sliding_window": None,
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",  # one of the many keys that say nothing about the shape
     "use_sliding_window": False,
-    "vocab_size": 151936,
 }
 
 

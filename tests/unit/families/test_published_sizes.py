@@ -156,6 +156,10 @@ def heads(queries: int, keys: int, **more: Any) -> dict[str, Any]:
     return {"num_attention_heads": queries, "num_key_value_heads": keys, **more}
 
 
+def experts(count: int, k: int, width: int) -> dict[str, Any]:
+    return {"num_experts": count, "num_experts_per_tok": k, "moe_intermediate_size": width}
+
+
 def qwen3(layers: int, hidden: int, queries: int, keys: int, **more: Any) -> dict[str, Any]:
     kind = "Qwen3MoeForCausalLM" if "num_experts" in more else "Qwen3ForCausalLM"
     sizes = heads(queries, keys, head_dim=128, rope_theta=1e6, max_position_embeddings=40_960)
@@ -184,6 +188,12 @@ def mixtral_8x22b(vocabulary: int) -> dict[str, Any]:
         num_experts_per_tok=2,
     )
 
+
+GLM_4_5 = glm(
+    92, 5120, 160, 1536, intermediate_size=12_288, first_k_dense_replace=3, use_qk_norm=True
+)
+LARGE_DELTA = heads(32, 2, moe_intermediate_size=1024, shared_expert_intermediate_size=1024)
+LARGE_DELTA["linear_num_value_heads"] = 64
 
 # Parameters in units of 10^9, without the layers that predict further tokens. The layouts for 1,024
 # ranks are in tests/unit/cli/test_check_published.py.
@@ -241,22 +251,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
         ),
         16.0,
     ),
-    "GLM-4.5": (
-        glm(
-            92, 5120, 160, 1536, intermediate_size=12_288, first_k_dense_replace=3, use_qk_norm=True
-        ),
-        353.0,
-    ),
-    "GLM-4.6": (
-        glm(
-            *(92, 5120, 160, 1536),
-            intermediate_size=12_288,
-            first_k_dense_replace=3,
-            use_qk_norm=True,
-            max_position_embeddings=202_752,
-        ),
-        353.0,
-    ),
+    "GLM-4.5": (GLM_4_5, 353.0),
+    "GLM-4.6": (GLM_4_5 | {"max_position_embeddings": 202_752}, 353.0),
     "GLM-4.5-Air": (glm(46, 4096, 128, 1408, intermediate_size=10_944), 106.9),
     "GLM-4.7-Flash": (
         latent(
@@ -349,30 +345,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
     "Qwen3.5-0.8B": (dense_vision(24, 1024, 3584, 8, 2, 16, tied=True), 0.752),
     "Qwen3.5-9B": (dense_vision(32, 4096, 12_288, 16, 4, 32), 8.95),
     "Qwen3.5-27B": (dense_vision(64, 5120, 17_408, 24, 4, 48), 26.9),
-    "Qwen3.5-122B-A10B": (
-        vision(
-            delta(
-                *(48, 3072, 256, 8),
-                num_attention_heads=32,
-                moe_intermediate_size=1024,
-                shared_expert_intermediate_size=1024,
-                linear_num_value_heads=64,
-            )
-        ),
-        122.1,
-    ),
-    "Qwen3.5-397B-A17B": (
-        vision(
-            delta(
-                *(60, 4096, 512, 10),
-                num_attention_heads=32,
-                moe_intermediate_size=1024,
-                shared_expert_intermediate_size=1024,
-                linear_num_value_heads=64,
-            )
-        ),
-        396.0,
-    ),
+    "Qwen3.5-122B-A10B": (vision(delta(48, 3072, 256, 8, **LARGE_DELTA)), 122.1),
+    "Qwen3.5-397B-A17B": (vision(delta(60, 4096, 512, 10, **LARGE_DELTA)), 396.0),
     "gpt-oss-20b": (gpt_oss(layers=24, experts=32), 20.91),
     "gpt-oss-120b": (gpt_oss(layers=36, experts=128), 116.83),
     "Llama-3.1-8B": (llama3(8.0, 32, 4096, 32, intermediate_size=14_336), 8.03),
@@ -415,9 +389,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
             *("Qwen2MoeForCausalLM", 151_936, 24, 2048),
             **heads(16, 16, rope_theta=1e6),
             intermediate_size=5632,
-            num_experts=60,
-            num_experts_per_tok=4,
-            moe_intermediate_size=1408,
+            **experts(60, 4, 1408),
             shared_expert_intermediate_size=5632,
             norm_topk_prob=False,
         ),
@@ -428,9 +400,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
             *("Qwen2MoeForCausalLM", 151_936, 28, 3584),
             **heads(28, 4, rope_theta=1e6),
             intermediate_size=18_944,
-            num_experts=64,
-            num_experts_per_tok=8,
-            moe_intermediate_size=2560,
+            **experts(64, 8, 2560),
             shared_expert_intermediate_size=20_480,
             norm_topk_prob=False,
         ),
@@ -446,9 +416,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
         qwen3(
             *(48, 2048, 32, 4),
             intermediate_size=6144,
-            num_experts=128,
-            num_experts_per_tok=8,
-            moe_intermediate_size=768,
+            **experts(128, 8, 768),
             norm_topk_prob=True,
         ),
         30.5,
@@ -457,9 +425,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
         qwen3(
             *(94, 4096, 64, 4),
             intermediate_size=12_288,
-            num_experts=128,
-            num_experts_per_tok=8,
-            moe_intermediate_size=1536,
+            **experts(128, 8, 1536),
             norm_topk_prob=True,
         ),
         235.1,
@@ -468,9 +434,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
         qwen3(
             *(62, 6144, 96, 8),
             intermediate_size=8192,
-            num_experts=160,
-            num_experts_per_tok=8,
-            moe_intermediate_size=2560,
+            **experts(160, 8, 2560),
             norm_topk_prob=True,
             rope_theta=1e7,
             max_position_embeddings=262_144,
@@ -506,9 +470,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
             model_type="hy_v3",
             **heads(64, 8, head_dim=128),
             intermediate_size=13_312,
-            num_experts=192,
-            num_experts_per_tok=8,
-            moe_intermediate_size=1536,
+            **experts(192, 8, 1536),
             expert_hidden_dim=1536,
             num_shared_experts=1,
             first_k_dense_replace=1,

@@ -35,6 +35,7 @@ _COMMON: dict[str, Any] = {
     "initializer_range": 0.02,
     "use_cache": True,
 }
+_NO_HEAD_DIM = {key: value for key, value in _COMMON.items() if key != "head_dim"}
 _QWEN_MOE: dict[str, Any] = {
     "num_experts": 6,
     "num_experts_per_tok": 2,
@@ -86,7 +87,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "router_jitter_noise": 0.0,
         "sliding_window": None,
     },
-    "olmoe": {key: value for key, value in _COMMON.items() if key != "head_dim"}
+    "olmoe": _NO_HEAD_DIM
     | {
         "architectures": ["OlmoeForCausalLM"],
         "hidden_size": 60,  # equal to heads * head_dim, because the config has no head_dim
@@ -99,7 +100,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "pad_token_id": None,
         "eos_token_id": 1,
     },
-    "deepseek_v3": {key: value for key, value in _COMMON.items() if key != "head_dim"}
+    "deepseek_v3": _NO_HEAD_DIM
+    | _SIGMOID
     | {
         "architectures": ["DeepseekV3ForCausalLM"],
         "num_key_value_heads": 6,
@@ -108,23 +110,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 10,
         "qk_rope_head_dim": 6,
         "v_head_dim": 12,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 28,
-        "n_shared_experts": 2,
-        "first_k_dense_replace": 1,
         "n_group": 4,
         "topk_group": 2,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.75,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "rope_interleave": True,
         "attention_bias": False,
-        "num_nextn_predict_layers": 0,
         "pad_token_id": None,
     },
-    "qwen2": {key: value for key, value in _COMMON.items() if key != "head_dim"}
+    "qwen2": _NO_HEAD_DIM
     | {
         "architectures": ["Qwen2ForCausalLM"],
         "hidden_size": 60,
@@ -211,7 +205,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_router_enable_expert_bias": True,
         "num_nextn_predict_layers": 0,
     },
-    "ernie4_5_moe": {key: value for key, value in _COMMON.items() if key != "head_dim"}
+    "ernie4_5_moe": _NO_HEAD_DIM
     | {
         "architectures": ["Ernie4_5_MoeForCausalLM"],
         "hidden_size": 60,

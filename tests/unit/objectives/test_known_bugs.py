@@ -25,9 +25,9 @@ Tests without a path are in this folder.
     averages this entropy.
 11. A key that nothing reads: refused. test_oracle.py checks that each key changes the result.
 12. Context parallelism: a shard without tokens, a collective that adds a gradient, or sums over one
-    shard only (test_oracle.py divides its batches over shards), and whitening on one rank (below).
-    With real ranks: sequence_sums_not_reduced_over_cp in tests/parallel/test_mistakes.py, and
-    test_layout_matrix.py.
+    shard only (test_oracle.py divides its batches over shards), and whitening on one rank (each
+    rank gets the rewards of all ranks: tests/parallel/test_redistribute.py). With real ranks:
+    sequence_sums_not_reduced_over_cp in tests/parallel/test_mistakes.py, and test_layout_matrix.py.
 13. A policy that is compared with itself, so that all ratios are 1: test_oracle.py.
 14. Gradients of the routers' losses that are 10^4 times too large under context parallelism,
     because a loss callback returns two values: aux_loss_scaled_by_tokens_of_the_shard in
@@ -43,10 +43,8 @@ import dataclasses
 from unittest import mock
 
 import pytest
-import torch
 
 from gspo_megatron.objectives import parts
-from gspo_megatron.objectives.advantages import batch_std
 from tests.unit.objectives.batches import inputs_of, make_inputs, make_objective
 
 
@@ -69,9 +67,3 @@ def test_bug_08_token_weights_on_a_sequence_ratio(correction):
     """The configuration refuses these corrections. Without that check, the loss refuses them."""
     with pytest.raises(AssertionError, match="token weights of a sequence"):
         make_objective("gspo", correction=correction)(make_inputs(1))
-
-
-def test_bug_12_whitening_over_the_sequences_of_one_rank():
-    rewards, groups = torch.tensor([1.0, 0.0, 5.0, 1.0]), torch.tensor([0, 0, 1, 1])
-    by_rank = torch.cat([batch_std(rewards[rows], groups[rows]) for rows in ([0, 1], [2, 3])])
-    assert not torch.allclose(by_rank, batch_std(rewards, groups))

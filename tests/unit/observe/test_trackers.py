@@ -274,31 +274,6 @@ def test_a_tracker_that_failed_before_its_first_record_gets_all_at_the_next_star
     assert crashing.steps == [("loss", 1)]
 
 
-def test_a_resumed_run_goes_on_in_its_wandb_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened: list[str | None] = []
-
-    class WandbRun:
-        id = "abc123"
-
-        def define_metric(self, name: str, step_metric: str) -> None: ...
-
-        def log(self, metrics: dict[str, float]) -> None: ...
-
-        def finish(self, exit_code: int) -> None: ...
-
-    def init(**arguments: Any) -> WandbRun:
-        opened.append(arguments["id"])
-        return WandbRun()
-
-    fake_module(monkeypatch, "wandb", init=init)
-    MetricsWriter(tmp_path).close()
-    for _ in range(2):
-        open_trackers(["wandb"], tmp_path, {"model": {}}).close(RunEnd.FINISHED)
-    assert opened == [None, "abc123"]
-
-
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_an_id_that_a_full_disk_did_not_take_is_written_by_the_next_start(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -78,28 +78,6 @@ def gradients_of(policy: Policy, batch: MicroBatch) -> dict[str, Tensor]:
 
 
 @needs_onednn
-@pytest.mark.parametrize("shape", [(7,), (1, 5), (3, 4)])
-def test_a_linear_layer(onednn: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
-    rows, weight, bias = random(*shape, 37), random(19, 37), random(19)
-    with torch.inference_mode(), Operators() as operators:
-        plain, biased = products.linear(rows, weight), products.linear(rows, weight, bias)
-    assert operators.names.count(ONEDNN) == 2
-    assert_product(plain.flatten(0, -2), rows.flatten(0, -2), weight)
-    assert_product((biased - bias).flatten(0, -2), rows.flatten(0, -2), weight)
-
-
-@needs_onednn
-def test_experts_of_which_one_has_no_rows(onednn: pytest.MonkeyPatch) -> None:
-    counts = torch.tensor([3, 0, 8])
-    rows, weight = random(11, 16), random(3, 24, 16)
-    with torch.inference_mode(), Operators() as operators:
-        output = grouped_linear(rows, weight, counts, counts.cumsum(0).int())
-    assert operators.names.count(ONEDNN) == 2 and "_grouped_mm" not in operators.names
-    for part, run, matrix in zip(output.split(counts.tolist()), rows.split([3, 0, 8]), weight):
-        assert_product(part, run, matrix)
-
-
-@needs_onednn
 def test_packed_weights_give_the_same_bits(onednn: pytest.MonkeyPatch) -> None:
     onednn.setattr(products, "SMALLEST_PACKED", 1)
     rows, weight = random(5, 37), random(19, 37)
@@ -165,9 +143,7 @@ def test_greedy_responses_are_the_same(onednn: pytest.MonkeyPatch, is_packed: bo
 @needs_onednn
 @pytest.mark.parametrize("shape", [(7,), (1, 5), (3, 4)])
 @pytest.mark.parametrize("trained", ["both", "rows", "weight"])
-def test_gradients_of_a_linear_layer(
-    onednn: pytest.MonkeyPatch, shape: tuple[int, ...], trained: str
-) -> None:
+def test_a_linear_layer(onednn: pytest.MonkeyPatch, shape: tuple[int, ...], trained: str) -> None:
     rows, weight, bias = random(*shape, 37), random(19, 37), random(19).requires_grad_()
     factors = random(*shape, 19)
     rows.requires_grad_(trained != "weight")
@@ -196,7 +172,7 @@ def test_a_gradient_that_is_one_row_for_all(onednn: pytest.MonkeyPatch) -> None:
 
 
 @needs_onednn
-def test_gradients_of_experts_of_which_one_has_no_rows(onednn: pytest.MonkeyPatch) -> None:
+def test_experts_of_which_one_has_no_rows(onednn: pytest.MonkeyPatch) -> None:
     counts, factors = torch.tensor([3, 0, 8]), random(11, 24)
     rows, weight = random(11, 16).requires_grad_(), random(3, 24, 16).requires_grad_()
     with Operators() as operators:
@@ -204,8 +180,12 @@ def test_gradients_of_experts_of_which_one_has_no_rows(onednn: pytest.MonkeyPatc
         (output * factors).sum().backward()
     assert operators.names.count(ONEDNN) == 6 and "_grouped_mm" not in operators.names
     assert rows.grad is not None and weight.grad is not None
-    parts = [each.split([3, 0, 8]) for each in (rows.detach(), factors, rows.grad)]
-    for run, factor, run_grad, matrix, matrix_grad in zip(*parts, weight.detach(), weight.grad):
+    columns = (rows.detach(), output.detach(), factors, rows.grad)
+    parts = [each.split([3, 0, 8]) for each in columns]
+    for run, product, factor, run_grad, matrix, matrix_grad in zip(
+        *parts, weight.detach(), weight.grad
+    ):
+        assert_product(product, run, matrix)
         assert_product(run_grad, factor, matrix.t())
         assert_product(matrix_grad, factor.t(), run.t())
 

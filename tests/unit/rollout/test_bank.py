@@ -109,6 +109,16 @@ def test_a_full_disk_is_one_error_and_the_group_is_written_again(tmp_path: Path)
     assert_holds(path, 0)
 
 
+def assert_only_group_1_is_drawn_again(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert_holds(path, 0, 2)
+    file = RequestFile(path, REQUEST)
+    assert file.finished == {0, 2}
+    assert capsys.readouterr().out == f"{path}: damaged groups, which are drawn again: 1\n"
+    file.append(a_group(1))
+    file.close()
+    assert_holds(path, 0, 1, 2)
+
+
 def test_a_damaged_record_is_named_and_those_behind_it_are_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,13 +127,7 @@ def test_a_damaged_record_is_named_and_those_behind_it_are_kept(
     content = bytearray(path.read_bytes())
     content[first + 60] ^= 1
     path.write_bytes(content)
-    assert_holds(path, 0, 2)
-    file = RequestFile(path, REQUEST)
-    assert file.finished == {0, 2}
-    assert capsys.readouterr().out == f"{path}: damaged groups, which are drawn again: 1\n"
-    file.append(a_group(1))
-    file.close()
-    assert_holds(path, 0, 1, 2)
+    assert_only_group_1_is_drawn_again(path, capsys)
     RequestFile(path, REQUEST).close()
     assert capsys.readouterr().out == ""  # the file exists already and is undamaged
 
@@ -285,10 +289,4 @@ def test_a_record_with_a_right_checksum_that_holds_no_group_is_drawn_again(
         match="damaged since it was written: group(s \\[1\\] are missing| 1 (holds|lacks))",
     ):
         read_groups(path, {1, 2})
-    assert_holds(path, 0, 2)
-    file = RequestFile(path, REQUEST)
-    assert file.finished == {0, 2}
-    assert capsys.readouterr().out == f"{path}: damaged groups, which are drawn again: 1\n"
-    file.append(a_group(1))
-    file.close()
-    assert_holds(path, 0, 1, 2)
+    assert_only_group_1_is_drawn_again(path, capsys)

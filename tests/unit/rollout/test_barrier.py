@@ -6,23 +6,16 @@ import asyncio
 import resource
 import threading
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from gspo_megatron.environments.episode import (
-    Client,
-    EpisodeLimits,
-    EpisodeRunner,
-    Trajectory,
-    TurnRequest,
-)
-from gspo_megatron.rollout.engine import Requests, Sampling
+from gspo_megatron.environments.episode import EpisodeLimits, EpisodeRunner, TurnRequest
 from gspo_megatron.rollout.megatron.barrier import Barrier
 from gspo_megatron.rollout.megatron.rollouts import MegatronRollouts
-from gspo_megatron.types import Prompt, RolloutBatch
+from gspo_megatron.types import RolloutBatch
 from tests.unit.environments.characters import character_tokenizer
 
 
@@ -112,60 +105,16 @@ def test_all_responses_to_a_prompt_wait_together() -> None:
     assert found[0].token_ids.dtype == np.int32
 
 
-class Twice:
-    """An environment with two turns and a text between them."""
-
-    async def rollout(self, client: Client, task: Prompt) -> Trajectory:
-        await client.generate()
-        await client.generate(text="x")
-        return Trajectory(reward=1.0)
-
-
-class Engine:
-    """An engine that records the seeds of its calls. Each turn is one token."""
-
-    def __init__(self) -> None:
-        self.seeds: list[int] = []
-
-    def generate(self, requests: Requests, sampling: Sampling, seed: int) -> RolloutBatch:
-        self.seeds.append(seed)
-        count = len(requests.sample_indices())
-        prompts = [ids for ids in requests.prompts for _ in range(requests.responses_per_prompt)]
-        lengths = torch.ones(count, dtype=torch.long)
-        return RolloutBatch(
-            tokens=torch.tensor([n for ids in prompts for n in (*ids, 5)]),
-            prompt_lengths=torch.tensor([len(ids) for ids in prompts]),
-            response_lengths=lengths,
-            rollout_logprobs=torch.zeros(count),
-            truncated=torch.zeros(count, dtype=torch.bool),
-            sample_index=torch.tensor(requests.sample_indices()),
-            group_index=lengths * 0,
-        )
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_each_turn_of_an_episode_has_random_numbers_of_its_own(tmp_path: Path) -> None:
-    engine: Any = Engine()
-    tokenizer = character_tokenizer(tmp_path)
-    runner = EpisodeRunner(Twice(), tokenizer, EpisodeLimits(turns=3, response_tokens=9))
-    episodes = MegatronRollouts(engine, runner, torch.device("cpu"))
-    task = Prompt("a", None, "f:1", token_ids=(9,))
-    generated = episodes.generate({0: task}, 2, Sampling(9), seed=7)
-    assert generated.group is not None
-    # two turns of one token, and a token in between
-    assert generated.group.response_lengths.tolist() == [3, 3]
-    assert engine.seeds[0] == 7 and len(set(engine.seeds)) == 2
-
-
 @pytest.mark.usefixtures("one_rank")
 def test_many_episodes_may_have_open_files_and_wait_in_threads(tmp_path: Path) -> None:
     """Each program of an agent takes several files. By default, at most 32 threads would run."""
-    tokenizer = character_tokenizer(tmp_path)
-    runner = EpisodeRunner(Twice(), tokenizer, EpisodeLimits(turns=3, response_tokens=9))
+    nothing: Any = None  # no episode is played
+    limits = EpisodeLimits(turns=3, response_tokens=9)
+    runner = EpisodeRunner(nothing, character_tokenizer(tmp_path), limits)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 500), hard))
     try:
-        episodes = MegatronRollouts(cast(Any, Engine()), runner, torch.device("cpu"))
+        episodes = MegatronRollouts(nothing, runner, torch.device("cpu"))
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
