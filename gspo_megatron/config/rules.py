@@ -339,7 +339,9 @@ def routing_can_be_replayed(plan: Plan) -> Problems:
     if not routing.modes:
         wrong = "nothing reads it with replay = off and reference_replay = off"
         yield from unread(plan, "routing", ["store_on_host"], wrong)
-    if routing.reference_replay != "off" and plan.config.objective.kl == "none":
+    objective = plan.config.objective
+    has_reference = objective.kl != "none" or objective.import_path is not None
+    if routing.reference_replay != "off" and not has_reference:
         wrong = "there is no reference with objective.kl = none; allowed: off"
         yield "routing.reference_replay", wrong
 
