@@ -111,9 +111,13 @@ def test_what_is_nowhere_keeps_its_name(task: Path) -> None:
     [
         (r'"a\0b"', "data.examples = .*: a path cannot contain a NUL"),
         ("a/" + "é" * 150 + "/b", "data.examples = .*: a name in it has 300 bytes; allowed: 255"),
+        ("~/b", "data.examples = .~/b.: no shell expands ~ here; allowed: /home/me/b"),
     ],
 )
-def test_a_path_that_no_file_system_has_is_told(task: Path, value: str, told: str) -> None:
+def test_a_path_that_no_file_system_has_is_told(
+    task: Path, monkeypatch: pytest.MonkeyPatch, value: str, told: str
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
     (task / "sft.yaml").write_text(f"data: {{tokenizer: t, examples: {value}}}\n")
     with pytest.raises(ConfigError, match=told):
         load_any_config("task/sft.yaml")
