@@ -195,6 +195,7 @@ class RolloutSection(Section):
 
 
 SINGLE_TURN = "single_turn"  # a prompt and one response
+NEEDS_PYTHON = "environment.verifiers needs the interpreter that has the package verifiers"
 
 
 class EnvironmentSection(Section):

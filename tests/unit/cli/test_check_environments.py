@@ -35,6 +35,13 @@ def test_a_command_is_looked_for_on_this_machine_only(
     assert code == 2 and "no such program" not in err
 
 
+def test_a_taskset_without_an_interpreter_is_one_problem(
+    write_config: ConfigWriter, gspo: Command
+) -> None:
+    code, _, err = gspo("check", write_config(), "environment.verifiers=a", "--no-files")
+    assert (code, err.count("\n")) == (2, 1) and err.startswith("environment.python = null: ")
+
+
 SUITE = "evaluation.suites={a: {prompts: p.jsonl, reward: {%s}}}"
 UNREAD = "nothing reads it without reward.workers; allowed: "
 
