@@ -190,11 +190,9 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
     with gathered_in(problems):
         suites = suite_rewards(config.evaluation.suites)
     for name, of_suite in suites.items():
-        wrong_in_suite: list[str] = []
-        with gathered_in(wrong_in_suite):
+        with gathered_in(problems):
             suite = config.evaluation.suites[name]
-            check_section(of_suite, suite.reward, suite.samples)
-        problems += [f"{suite_key(name)}: {line}" for line in wrong_in_suite]
+            check_section(of_suite, suite.reward, suite.samples, f"{suite_key(name)}: ")
     with gathered_in(problems):
         section = config.reward
         is_read = config.data.prompts is not None or config.data.eval_prompts is not None

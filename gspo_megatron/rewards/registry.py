@@ -195,11 +195,16 @@ def _of_mode(reward: Reward, options: dict[str, Any]) -> Reward:
 
 
 def check_section(
-    reward: Reward, section: RewardSection, size: int, *, has_teachers: bool = False
+    reward: Reward,
+    section: RewardSection,
+    size: int,
+    place: str = "",
+    *,
+    has_teachers: bool = False,
 ) -> None:
     """Check the settings of a reward other than its options, and the number of responses to each
-    prompt. has_teachers: whether servers of teachers have the time limit of the section, too.
-    Raises RewardError with all problems."""
+    prompt. place: the beginning of each line of the error; has_teachers: whether teachers behind a
+    URL have the time limit of the section, too. Raises RewardError with all problems."""
     faults = [reward.section_fault(section), reward.size_fault(size, **reward.options)]
     workers = reward.workers if section.workers is None else section.workers
     if not (workers or has_teachers or section.model.is_on):
@@ -208,7 +213,7 @@ def check_section(
             problem(f"reward.{name}", getattr(section, name), wrong)
             for name, wrong in section.unread(("timeout_seconds", "memory_mb"), why)
         ]
-    if lines := [*filter(None, faults)]:
+    if lines := [f"{place}{fault}" for fault in faults if fault is not None]:
         raise RewardError("\n".join(lines))
 
 
