@@ -31,8 +31,8 @@ _INPUTS = (
     *_REWARD,
 )
 _OF_SUITE = ("prompts", *_REWARD)
-_OTHERS = ("logging.dir", "export.hf_path", "rollout.vllm.weights_dir")
-_OTHERS += ("evaluation.suites.*.prompts",)
+_OTHERS = ("logging.dir", "export.hf_path", "environment.python")
+_OTHERS += ("rollout.vllm.python", "rollout.vllm.weights_dir", "evaluation.suites.*.prompts")
 _ENDINGS = ("", ".idx")  # a corpus is named by the prefix of its files
 _LONGEST_NAME = 255  # bytes of a file's or folder's name
 
