@@ -19,12 +19,12 @@ Every key, by section. `python tools/make_configuration_doc.py` makes this page,
 it with the schema. `gspo-megatron check --keys [WORD]` prints the same.
 
 A configuration is a YAML file of sections; the command line replaces single keys, as in
-`rollout.group_size=16`. The column "resume" says whether the value of a key may change when a run
-is resumed. Fields of `model.megatron` may change if they only affect the speed.
-`gspo-megatron check` also checks the rules between several keys.
+`rollout.group_size=16`, whose value is YAML, too. The column "resume" says whether the value of a
+key may change when a run is resumed. Fields of `model.megatron` may change if they only affect the
+speed. `gspo-megatron check` also checks the rules between several keys.
 
 Relative paths start at the current folder. If an input is not there, it is looked for beside the
-configuration file, and the command says where it was found.
+configuration file, and the command says where it was found. `~` is not expanded.
 """
 _TITLES = {
     "rl": "RL",

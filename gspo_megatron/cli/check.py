@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
     vocab_size = check_tables.vocab_size_of(checked)
     if dry and vocab_size is None:
         raise ConfigError(
-            ["model.vocab_size = None: the tokenizer decides it, and was not read; give a number"]
+            ["model.vocab_size = null: the tokenizer decides it, and was not read; give a number"]
         )
     if not problems:
         check_tables.print_lines(check_tables.summary(checked, world_size), 11)

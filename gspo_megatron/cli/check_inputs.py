@@ -192,7 +192,7 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
     for name, of_suite in suites.items():
         with gathered_in(problems):
             suite = config.evaluation.suites[name]
-            check_section(of_suite, suite.reward, suite.samples)
+            check_section(of_suite, suite.reward, suite.samples, f"{suite_key(name)}: ")
     with gathered_in(problems):
         section = config.reward
         is_read = config.data.prompts is not None or config.data.eval_prompts is not None
@@ -214,7 +214,9 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
                     "each of these prompts gets only one; allowed: null; evaluation.suites have "
                     "rewards of their own"
                 )
-            check_section(reward, section, config.rollout.group_size if trains else 1)
+            size = config.rollout.group_size if trains else 1
+            has_teachers = bool(config.objective.distillation.urls)
+            check_section(reward, section, size, has_teachers=has_teachers)
     with gathered_in(problems):
         own = config.objective
         # The user's own functions are written with torch; nothing else here needs torch.

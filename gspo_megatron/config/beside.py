@@ -31,7 +31,8 @@ _INPUTS = (
     *_REWARD,
 )
 _OF_SUITE = ("prompts", *_REWARD)
-_OTHERS = ("logging.dir", "export.hf_path", "evaluation.suites.*.prompts")
+_OTHERS = ("logging.dir", "export.hf_path", "environment.python")
+_OTHERS += ("rollout.vllm.python", "rollout.vllm.weights_dir", "evaluation.suites.*.prompts")
 _ENDINGS = ("", ".idx")  # a corpus is named by the prefix of its files
 _LONGEST_NAME = 255  # bytes of a file's or folder's name
 
@@ -103,8 +104,8 @@ def suites_beside(suites: Mapping[Any, Any], file: Path, above: str = "") -> dic
 
 
 def path_problems(values: Mapping[str, Any]) -> list[str]:
-    """Return a line for each path that no file system can have. The system's own error would not
-    name the key."""
+    """Return a line for each path that no file system can have, or that a shell would have to
+    expand. Otherwise the system's error would not name the key, and a run would make a folder ~."""
     problems = []
     for key, holder, at in places(values, (*_INPUTS, *_OTHERS)):
         names = holder[at].encode(errors="surrogatepass").split(b"/")
@@ -113,6 +114,9 @@ def path_problems(values: Mapping[str, Any]) -> list[str]:
             problems.append(problem(key, holder[at], "a path cannot contain a NUL character"))
         elif longest > _LONGEST_NAME:
             wrong = f"a name in it has {longest} bytes; allowed: {_LONGEST_NAME} at most"
+            problems.append(problem(key, holder[at], wrong))
+        elif holder[at].startswith("~/"):
+            wrong = f"no shell expands ~ here; allowed: {os.path.expanduser(holder[at])}"
             problems.append(problem(key, holder[at], wrong))
     return problems
 

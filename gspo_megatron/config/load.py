@@ -30,7 +30,7 @@ from gspo_megatron.config.stages import (
     StageConfig,
 )
 from gspo_megatron.config.suite_rules import suite_problems
-from gspo_megatron.config.yaml12 import dump_yaml, parse_yaml
+from gspo_megatron.config.yaml12 import dump_yaml, has_comment, parse_yaml
 from gspo_megatron.errors import ConfigError, did_you_mean, nearest, problem, suggest
 
 C = TypeVar("C", bound=RunConfig)  # the kind of configuration
@@ -207,6 +207,11 @@ def apply_overrides(
             value = parse_yaml(text, f"override {override!r}")
         except ConfigError as error:
             problems += error.problems
+            continue
+        if has_comment(text):
+            quoted = json.dumps(text.strip(), ensure_ascii=False)
+            wrong = f'" #" begins a comment in YAML; with quotes it is text: {dotted}={quoted}'
+            problems.append(f"override {override!r}: {wrong}")
             continue
         node, key = result, parts.pop()
         for depth, part in enumerate(parts, start=1):

@@ -95,6 +95,9 @@ def tensor_parallel_fits(plan: Plan) -> Problems:
         yield sequence_key, f"{wrong}; allowed: null or true"
     if groups % tp and tp % groups:
         yield key, f"neither divides num_query_groups = {groups} nor is a multiple of it"
+    elif groups % tp and shape.joint_qk_norm:
+        wrong = f"keys are normalised over all {groups} heads of keys together"
+        yield key, f"{wrong}; allowed: a divisor of that number"
     if shape.num_attention_heads % groups:
         wrong = _must_divide("num_attention_heads", shape.num_attention_heads)
         yield "model.megatron.num_query_groups", wrong
@@ -393,10 +396,9 @@ def adapters_fit(plan: Plan) -> Problems:
     model, lora = plan.config.model, plan.config.model.lora
     key = "model.lora.rank"
     if not lora.rank:
-        if lora.checkpoint is not None:
-            wrong = "there are no adapters with model.lora.rank = 0"
-            allowed = "null, or set model.lora.rank to the rank of these adapters"
-            yield "model.lora.checkpoint", f"{wrong}; allowed: {allowed}"
+        wrong = "there are no adapters with model.lora.rank = 0"
+        for name, told in unread(plan, "model.lora", type(lora).model_fields, wrong):
+            yield name, f"{told}, or set model.lora.rank"
         return
     if getattr(plan.config, "phase", None) == "pretrain":
         yield key, "pre-training trains all weights; allowed: 0"

@@ -160,7 +160,7 @@ def phase_problems(config: Any) -> Iterator[str]:
         key, is_last = f"training.phases[{i}].until_step", i == len(phases) - 1
         end = phase.until_step
         if end is None and not is_last:
-            yield f"{key} = None: another phase follows; allowed: the last step of this phase"
+            yield f"{key} = null: another phase follows; allowed: the last step of this phase"
         elif end is not None and end <= before:
             yield f"{key} = {end}: not after step {before}, where the phase before it ends"
         elif end is not None and is_last and end != steps:

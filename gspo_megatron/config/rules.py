@@ -30,7 +30,7 @@ from gspo_megatron.config.objectives import (
     resolve_objective,
 )
 from gspo_megatron.config.precision import tokens_multiple
-from gspo_megatron.config.schema import SINGLE_TURN, STEP_BITS, Config
+from gspo_megatron.config.schema import NEEDS_PYTHON, SINGLE_TURN, STEP_BITS, Config
 from gspo_megatron.config.scorer import reward_model_divides, reward_model_fits
 from gspo_megatron.config.server_rules import (
     adapters_are_served,
@@ -273,7 +273,7 @@ def environment_is_one(plan: Plan) -> Problems:
         if section.python is not None:
             yield key, "nothing reads it without environment.verifiers; allowed: null"
     elif section.python is None:
-        yield key, "environment.verifiers needs the interpreter that has the package verifiers"
+        yield key, NEEDS_PYTHON
     elif plan.here and shutil.which(section.python) is None:
         yield key, "no such program; allowed: the interpreter of an environment that has verifiers"
 
@@ -339,7 +339,9 @@ def routing_can_be_replayed(plan: Plan) -> Problems:
     if not routing.modes:
         wrong = "nothing reads it with replay = off and reference_replay = off"
         yield from unread(plan, "routing", ["store_on_host"], wrong)
-    if routing.reference_replay != "off" and plan.config.objective.kl == "none":
+    objective = plan.config.objective
+    has_reference = objective.kl != "none" or objective.import_path is not None
+    if routing.reference_replay != "off" and not has_reference:
         wrong = "there is no reference with objective.kl = none; allowed: off"
         yield "routing.reference_replay", wrong
 

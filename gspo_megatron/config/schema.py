@@ -196,6 +196,7 @@ class RolloutSection(Section):
 
 
 SINGLE_TURN = "single_turn"  # a prompt and one response
+NEEDS_PYTHON = "environment.verifiers needs the interpreter that has the package verifiers"
 
 
 class EnvironmentSection(Section):
@@ -233,7 +234,11 @@ class RewardSection(Section):
         "number of processes, of each rank or of the rollout service, that call the reward; 0: the "
         "rank or service calls it itself; null: 4 for code, 1 for math, else 0",
     )
-    timeout_seconds: float = harmless(60.0, "time limit of a call in a worker", gt=0)
+    timeout_seconds: float = harmless(
+        60.0,
+        "time limit of a call in a worker, and of a request to a teacher or a reward model",
+        gt=0,
+    )
     memory_mb: Positive = harmless(8192, "memory limit of a worker, in MiB of data")
     retries: NotNegative = harmless(
         2, "how often a call is repeated if it raises an error or ends its worker"

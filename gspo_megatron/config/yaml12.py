@@ -34,7 +34,10 @@ class _Loader(yaml.SafeLoader):
         super().__init__(text)
         self.duplicates: list[tuple[yaml.Mark, str, yaml.Mark]] = []
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        # Here, and not when the mapping is constructed: a merge key of another mapping may have
+        # written merged keys into this one by then.
+        node = super().compose_mapping_node(anchor)
         first_seen: dict[str, yaml.Mark] = {}
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode) or key_node.value == "<<":
@@ -42,7 +45,7 @@ class _Loader(yaml.SafeLoader):
             first = first_seen.setdefault(key_node.value, key_node.start_mark)
             if first is not key_node.start_mark:
                 self.duplicates.append((key_node.start_mark, key_node.value, first))
-        return super().construct_mapping(node, deep=deep)
+        return node
 
     def compose_document(self) -> yaml.Node:
         node = super().compose_document()
@@ -129,6 +132,16 @@ def parse_yaml(text: str, source: str) -> Any:
     if twice:
         raise ConfigError(twice)
     return value
+
+
+def has_comment(text: str) -> bool:
+    """Whether a text that `parse_yaml` reads has a comment."""
+    end = 0
+    for token in yaml.scan(text, Loader=_Loader):
+        if "#" in text[end : token.start_mark.index]:
+            return True
+        end = token.end_mark.index
+    return False
 
 
 def dump_yaml(value: Any) -> str:

@@ -10,10 +10,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gspo_megatron.config import Config
-from gspo_megatron.config.schema import SINGLE_TURN
+from gspo_megatron.config.schema import NEEDS_PYTHON, SINGLE_TURN
 from gspo_megatron.environments.episode import Environment, EpisodeLimits, EpisodeRunner
 from gspo_megatron.environments.verifiers import Verifiers
-from gspo_megatron.errors import EpisodeError
+from gspo_megatron.errors import EpisodeError, problem
 from gspo_megatron.plugins import load_function, option_problems, origin, own_copy
 from gspo_megatron.types import Prompt
 
@@ -173,6 +173,8 @@ def environment_of(config: Config) -> Environment | None:
     """Make the environment of a run; None if the run has none. See `get_environment`."""
     section = config.environment
     if section.verifiers is not None:
+        if section.python is None:
+            raise EpisodeError(problem("environment.python", None, NEEDS_PYTHON))
         make = partial(Verifiers, section.verifiers, section.python)
         return _made(section.verifiers, make, section.options)
     return get_environment(section.name, section.import_path, section.options)

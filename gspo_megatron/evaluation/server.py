@@ -67,7 +67,8 @@ class ServerEvaluation:
         for name, suite in self.section.suites.items():
             with gathered_in(problems):
                 if name in self.rewards:
-                    check_section(self.rewards[name], suite.reward, suite.samples)
+                    place = f"{suite_key(name)}: "
+                    check_section(self.rewards[name], suite.reward, suite.samples, place)
             with gathered_in(problems):
                 self.prompts[name] = _load(name, suite)
                 if name in self.rewards:

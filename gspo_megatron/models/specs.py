@@ -111,7 +111,7 @@ def block_spec(
     experts: for each layer of the model, whether it is MoE; joint_qk_norm: queries and keys are
     normalised over all heads together. Raises UserError if the layout does not fit the attention.
     """
-    _check_attention(config, joint_qk_norm, backend)
+    _check_attention(config, backend)
     delta_nets = delta_net_pattern(config.linear_attention_freq, config.num_layers)
     layout = config.pipeline_model_parallel_layout
     numbers: Sequence[int]
@@ -150,13 +150,8 @@ def block_spec(
     )
 
 
-def _check_attention(config: TransformerConfig, joint_qk_norm: bool, backend: str) -> None:
+def _check_attention(config: TransformerConfig, backend: str) -> None:
     tp = config.tensor_model_parallel_size
-    if joint_qk_norm and config.num_query_groups % tp:
-        raise UserError(
-            f"parallel.tensor_model_parallel_size = {tp}: keys are normalised over all "
-            f"{config.num_query_groups} heads of keys together; allowed: a divisor of that number"
-        )
     if config.multi_latent_attention and tp > 1 and not config.sequence_parallel:
         raise UserError(
             "parallel.sequence_parallel = false: latent attention with "

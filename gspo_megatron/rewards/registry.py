@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gspo_megatron.config.schema import RewardSection, SuiteSection, suite_key
-from gspo_megatron.errors import ConfigError, RewardError, gathered_in
+from gspo_megatron.errors import ConfigError, RewardError, gathered_in, problem
 from gspo_megatron.plugins import load_function, option_problems, origin, own_copy, own_record
 from gspo_megatron.rewards.values import is_free_name, shorten
 from gspo_megatron.types import Prompt, Sample
@@ -194,13 +194,27 @@ def _of_mode(reward: Reward, options: dict[str, Any]) -> Reward:
     return reward.modes[mode]
 
 
-def check_section(reward: Reward, section: RewardSection, size: int) -> None:
+def check_section(
+    reward: Reward,
+    section: RewardSection,
+    size: int,
+    place: str = "",
+    *,
+    has_teachers: bool = False,
+) -> None:
     """Check the settings of a reward other than its options, and the number of responses to each
-    prompt. Raises RewardError."""
-    if (fault := reward.section_fault(section)) is not None:
-        raise RewardError(fault)
-    if (fault := reward.size_fault(size, **reward.options)) is not None:
-        raise RewardError(fault)
+    prompt. place: the beginning of each line of the error; has_teachers: whether teachers behind a
+    URL have the time limit of the section, too. Raises RewardError with all problems."""
+    faults = [reward.section_fault(section), reward.size_fault(size, **reward.options)]
+    workers = reward.workers if section.workers is None else section.workers
+    if not (workers or has_teachers or section.model.is_on):
+        why = "nothing reads it without reward.workers"
+        faults += [
+            problem(f"reward.{name}", getattr(section, name), wrong)
+            for name, wrong in section.unread(("timeout_seconds", "memory_mb"), why)
+        ]
+    if lines := [f"{place}{fault}" for fault in faults if fault is not None]:
+        raise RewardError("\n".join(lines))
 
 
 def suite_rewards(suites: Mapping[str, SuiteSection]) -> dict[str, Reward]:

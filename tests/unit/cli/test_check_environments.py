@@ -35,10 +35,35 @@ def test_a_command_is_looked_for_on_this_machine_only(
     assert code == 2 and "no such program" not in err
 
 
-def test_tests_that_take_longer_than_their_call_are_refused(
-    write_config: ConfigWriter, gspo: Command, monkeypatch: pytest.MonkeyPatch
+def test_a_taskset_without_an_interpreter_is_one_problem(
+    write_config: ConfigWriter, gspo: Command
+) -> None:
+    code, _, err = gspo("check", write_config(), "environment.verifiers=a", "--no-files")
+    assert (code, err.count("\n")) == (2, 1) and err.startswith("environment.python = null: ")
+
+
+SUITE = "evaluation.suites={a: {prompts: p.jsonl, reward: {%s}}}"
+UNREAD = "nothing reads it without reward.workers; allowed: "
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["reward.name=code", "reward.timeout_seconds=30.0"], "reward.options.total_seconds = 45:"),
+        ([SUITE % "name: code, timeout_seconds: 9.0"], "evaluation.suites.a: reward.options.total"),
+        (["reward.timeout_seconds=5.0"], f"reward.timeout_seconds = 5.0: {UNREAD}60.0"),
+        ([SUITE % "memory_mb: 9"], f"evaluation.suites.a: reward.memory_mb = 9: {UNREAD}8192"),
+        (["reward.timeout_seconds=5.0", "reward.workers=1"], ""),
+        (["reward.timeout_seconds=5.0", "objective.distillation.url=http://a/v1"], ""),
+    ],
+)
+def test_limits_of_a_call_that_are_too_small_or_not_read_are_refused(
+    write_config: ConfigWriter,
+    gspo: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    told: str,
 ) -> None:
     monkeypatch.setattr("gspo_megatron.process.sandbox.fault", lambda: None)
-    words = ("reward.name=code", "reward.timeout_seconds=30.0", "--no-files")
-    code, _, err = gspo("check", write_config(), *words)
-    assert code == 2 and "reward.options.total_seconds = 45: " in err
+    code, _, err = gspo("check", write_config(), *words, "--no-files")
+    assert (code, err.count("\n")) == ((2, 1) if told else (0, 0)) and err.startswith(told)

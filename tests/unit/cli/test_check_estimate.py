@@ -177,7 +177,7 @@ def test_files_on_another_machine_do_not_matter_where_they_are_left_alone(
     far, size = ("--no-files",), ("--no-files", "model.vocab_size=80")
     for words, code, told in (
         ((), 2, "/far/away"),
-        (far, 2, "model.vocab_size = None"),
+        (far, 2, "model.vocab_size = null"),
         (size, 0, ""),
         ((*size, "model.hf_path=/far/weights"), 2, "name its shape"),
         ((*size, "model.hf_path=/far/weights", "model.preset=tiny"), 0, ""),

@@ -106,6 +106,9 @@ def test_anchors_and_merge_keys_work_and_are_no_duplicates(tmp_path: Path) -> No
         "a": {"k": 1, "l": 2},
         "b": {"k": 3, "l": 2},
     }
+    # `d`, which is read before the deeper `c`, writes merged keys into `c`
+    values = parse_yaml("a: &a {k: 1, l: 3}\nb: {c: &c {<<: *a, k: 2}}\nd: {<<: *c}\n", "x")
+    assert values["d"] == values["b"]["c"] == {"k": 2, "l": 3}
 
 
 def _laughs(first: str, each: str, levels: int) -> str:
@@ -194,6 +197,17 @@ def test_overrides_of_another_form_and_below_a_scalar_are_refused(tmp_path: Path
         *(f"override {override!r}: not of the form section.key=value" for override in wrong),
         "override 'training.steps.more=1': training.steps is 5, which has no keys below it",
     ]
+
+
+@pytest.mark.parametrize("text", ["Solve #1: {a}", "# Task", "[a] # b", '"a" # é', "\n#"])
+def test_an_override_that_a_comment_would_cut_off_is_refused(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path, MINIMAL)
+    [line] = problems_of(path, f"data.template={text}")
+    start, told, quoted = line.partition('" #" begins a comment in YAML; with quotes it is text: ')
+    assert start == f"override {f'data.template={text}'!r}: " and told
+    assert load_config(path, [quoted]).data.template == text.strip()
+    assert load_config(path, ["data.template='a #b' "]).data.template == "a #b"
+    assert load_config(path, ["data.template=a#b"]).data.template == "a#b"
 
 
 def test_all_schema_and_override_problems_are_reported_at_once(tmp_path: Path) -> None:
@@ -414,7 +428,6 @@ def test_one_chunk_a_stage_is_no_interleaving() -> None:
 
 
 # --- The stage that a file belongs to
-# --------------------------------------------------------------
 TOKENIZER = {"tokenizer": "t"}
 
 

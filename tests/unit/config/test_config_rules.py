@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from gspo_megatron.errors import ConfigError
 from gspo_megatron.evaluation.scores import ProblemResponses, suite_figures
 from tests.programs import ROOT
 from tests.unit.config.configs import config_with, problems_of
+from tests.unit.hf.published import write_model
 from tests.unit.supervised.synthetic_preferences import preference_config
 
 BIASED_SOFTMAX = ["model.megatron.moe_router_enable_expert_bias=true"]
@@ -46,6 +48,8 @@ def test_defaults_pass_on_any_world_size(world_size: int) -> None:
         (1, ["training.evaluation_interval=5", "data.eval_prompts=e.jsonl"]),
         (1, ["reward.overlong_buffer=31", "reward.overlong_penalty=0.5"]),
         (1, ["reward.scale=2", "reward.clip=3"]),
+        # a custom objective may need a reference
+        (1, ["objective.import_path=mine:loss", "routing.reference_replay=r3"]),
         (1, ["objective.distillation.url=http://a/v1"]),
         (1, ["rollout.temperature=0.7", "objective.distillation.teacher=t"]),
         (1, ["reward.repetition_penalty=0.5", "reward.repetition_words=4"]),
@@ -306,6 +310,14 @@ def test_each_rule_refuses_with_key_value_and_what_is_legal(
     (line,) = problems_of(world_size, *overrides)
     assert line.startswith(f"{start}: ")
     assert wrong in line
+
+
+def test_keys_that_are_normalised_together_are_on_one_rank_each(tmp_path: Path) -> None:
+    heads = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = f"model.hf_path={write_model(tmp_path / 'm', 'minimax_m2', seed=1, **heads)}"
+    [line] = problems_of(4, model, "parallel.layout=tp=4")
+    assert line.startswith("parallel.tensor_model_parallel_size = 4: keys are normalised over all ")
+    assert problems_of(2, model, "parallel.layout=tp=2") == []
 
 
 def test_collapses_can_be_answered_where_checkpoints_are() -> None:

@@ -19,6 +19,14 @@ KL = ("objective.kl=k3", "objective.kl_coefficient=0.1")
     ("overrides", "told"),
     [
         (["model.lora.checkpoint=somewhere"], "there are no adapters with model.lora.rank = 0"),
+        *(
+            ([f"model.lora.{word}"], "= 0; allowed: " + allowed + ", or set model.lora.rank")
+            for word, allowed in (
+                ("alpha=8.0", "null"),
+                ("targets=attention", "['all']"),
+                ("use_rslora=true", "false"),
+            )
+        ),
         (["model.lora.rank=4", "model.lora.targets=q_porj"], "no such matrices"),
         (["model.lora.rank=4", "model.lora.targets=[]"], "targets = []: no matrix has an adapter"),
         (

@@ -9,7 +9,7 @@ import pytest
 
 from gspo_megatron.checkpoint.run_state import fingerprints
 from gspo_megatron.cli.main import main
-from gspo_megatron.config import load_config
+from gspo_megatron.config import load_config, parse_config
 from gspo_megatron.config.load import load_any_config, suites_of_file
 from gspo_megatron.data.toy import write_toy_dataset
 from gspo_megatron.errors import ConfigError, RewardError
@@ -117,6 +117,16 @@ def test_a_path_that_no_file_system_has_is_told(task: Path, value: str, told: st
     (task / "sft.yaml").write_text(f"data: {{tokenizer: t, examples: {value}}}\n")
     with pytest.raises(ConfigError, match=told):
         load_any_config("task/sft.yaml")
+
+
+def test_a_path_that_a_shell_would_expand_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise logging.dir = ~/b would make a folder named ~ in the current folder."""
+    monkeypatch.setenv("HOME", "/me")
+    keys = ["data.prompts", "environment.python", "logging.dir", "rollout.vllm.weights_dir"]
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"data": {"tokenizer": "t"}}, [f"{key}=~/b" for key in keys])
+    wrong = "no shell expands ~ here; allowed: /me/b"
+    assert sorted(caught.value.problems) == [f"{key} = '~/b': {wrong}" for key in keys]
 
 
 def test_prefixes_of_corpora_and_weights_are_found(task: Path) -> None:

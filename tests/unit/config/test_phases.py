@@ -84,7 +84,7 @@ def test_the_reference_is_that_of_the_last_phase_that_renewed_it() -> None:
 @pytest.mark.parametrize(
     ("phases", "line"),
     [
-        ([{}, {}], "training.phases[0].until_step = None: another phase follows"),
+        ([{}, {}], "training.phases[0].until_step = null: another phase follows"),
         ([{"until_step": 5}, {"until_step": 5}], "phases[1].until_step = 5: not after step 5"),
         ([{"until_step": 5}, {"until_step": 3}], "phases[1].until_step = 3: not after step 5"),
         ([{"until_step": 5}, {"until_step": 9}], "the run ends at training.steps = 10"),

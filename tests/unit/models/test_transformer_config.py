@@ -235,11 +235,6 @@ def test_decoding_is_in_bf16_and_leaves_fp8_as_it_was(monkeypatch: pytest.Monkey
 NATIVE, ENGINE = "torch_native", "transformer_engine"
 LATENT = {"multi_latent_attention": True}
 REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
-    "norms need whole heads": (
-        NATIVE,
-        {"joint_qk_norm": True, "tensor_model_parallel_size": 4},
-        ("parallel.tensor_model_parallel_size = 4: ", " 2 heads"),
-    ),
     "latent attention": (
         NATIVE,
         {**LATENT, "tensor_model_parallel_size": 2, "sequence_parallel": False},
@@ -282,9 +277,7 @@ def test_attention_that_cannot_be_built_is_refused_by_name(name: str) -> None:
         "bf16": True,
         "softmax_type": "vanilla",
         "window_size": None,
-        "joint_qk_norm": False,
     } | changes
-    joint = values.pop("joint_qk_norm")
     with pytest.raises(UserError) as error:
-        block_spec(SimpleNamespace(**values), backend, [False], None, joint_qk_norm=joint)
+        block_spec(SimpleNamespace(**values), backend, [False], None)
     assert str(error.value).startswith(parts[0]) and all(part in str(error.value) for part in parts)
