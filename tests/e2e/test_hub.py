@@ -4,6 +4,8 @@ client and files."""
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from gspo_megatron.data.character_tokenizer import CHATML_SYMBOLS, write_charact
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.hub import folder_of
 from tests.hub import TOKEN, SmallHub, files_of, small_hub, use_hub
-from tests.programs import ROOT, run_program
+from tests.programs import ROOT, command_environment, run_program
 from tests.unit.hf.published import assert_same_bits, read_folder, write_model
 
 BASE, ROWS, TRAINED = "org/base", "org/rows", "lab/trained"
@@ -118,6 +120,36 @@ def test_a_branch_that_moved_does_not_change_a_resumed_run(finished: Finished) -
     assert json.loads(lines[-1])["step"] == 3
     config = yaml.safe_load((finished.run / "config.resolved.yaml").read_text())
     assert config["model"]["hf_path"] == f"{BASE}@{finished.model}"
+
+
+@pytest.mark.full
+def test_ranks_of_two_nodes_take_the_same_commits(finished: Finished) -> None:
+    """The two ranks are started without our launcher. Each has a cache of its own."""
+    hub, folder = finished.hub, finished.folder
+    hub.requests.clear()
+    words = ["train", "my/config.yaml", *NAMES, *SMALL, "training.steps=1", "logging.plots=false"]
+    words += ["logging.dir=nodes", "data.eval_prompts=null", "training.evaluation_interval=0"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": "0"}
+    ranks = []
+    for rank in ("1", "0"):  # rank 1 starts first and waits
+        given = hub.environ(folder / f"node_{rank}", **shared, RANK=rank)
+        program = [*PROGRAM, *words]
+        environ = command_environment() | given | {"PYTHONPATH": str(ROOT)}
+        ranks.append(
+            subprocess.Popen(program, env=environ, cwd=folder, stderr=subprocess.PIPE, text=True)
+        )
+    said = [rank.communicate(timeout=240)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    commits = json.loads((folder / "nodes/hub.json").read_text())
+    assert commits[f"models/{BASE}@main"] == finished.model
+    # one of the three requests is for `main`
+    assert sum(f"/api/models/{BASE}" in line for line in hub.requests) == 3
+    for rank in ("0", "1"):
+        held = folder / f"node_{rank}/hub/models--org--base/snapshots/{finished.model}"
+        assert len(list(held.glob("*.safetensors"))) == 3
 
 
 @pytest.mark.full
