@@ -17,12 +17,7 @@ from gspo_megatron.config.stages import FineTuningConfig
 from gspo_megatron.data.chat import Rendered
 from gspo_megatron.data.formats import FORMATS, FieldMap, last_box
 from gspo_megatron.data.inputs import read_fine_tuning, read_inputs
-from gspo_megatron.data.prompts import (
-    OddTexts,
-    encode_prompts,
-    encode_text,
-    load_prompts,
-)
+from gspo_megatron.data.prompts import OddTexts, encode_prompts, encode_text, load_prompts
 from gspo_megatron.data.tokenizers import Encoded, load_tokenizer, train_sentencepiece
 from gspo_megatron.errors import ConfigError
 from gspo_megatron.types import Prompt
