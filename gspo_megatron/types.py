@@ -173,5 +173,5 @@ class LossOutputs:
 
     loss: Tensor  # scalar
     means: dict[str, Tensor]  # name -> [2]: numerator, denominator
-    # "ratio/sequence" [sequences with tokens that count], "ratio/token" [tokens that count]
+    # "ratio/sequence" [num_sequences], NaN: no tokens count; "ratio/token" [tokens that count]
     values: dict[str, Tensor]

@@ -60,6 +60,8 @@ def find_changes(
     then, now = dict(_leaves(before)), dict(_leaves(config.model_dump()))
     keys, changes = keys_of(type(config)), Changes()
     for key in sorted({*then, *now, *same_contents}):
+        if key.startswith(_GONE):
+            continue
         top = key_above(key, keys)
         if top is None:
             changes.refused.append(f"{key}: was {format_value(then.get(key))} and is no key now")
@@ -69,7 +71,8 @@ def find_changes(
         old, new = then.get(key, fallback), now.get(key, fallback)
         resume = _class_of(key, keys[top], (old, new), config)
         same = same_contents.get(key)
-        if old != new or (same is False and resume in ("contents", "shown", "code")):
+        changed = old != new and (key, old, new) != _RENAMED_PRESET
+        if changed or (same is False and resume in ("contents", "shown", "code")):
             decay = config.optimizer.decay
             where, line = _compare(key, resume, old, new, same, decay)
             if where == "refused" and change and may_change(key):
@@ -112,8 +115,12 @@ def decides_rollouts(config: Config) -> dict[str, Any]:
     return values
 
 
+# Keys of earlier versions that had an effect only before the first RL step.
+_GONE = ("training.warm_start.",)
 # The address of a teacher or a reward model. It may change, but not from or to null.
 _ADDRESS = re.compile(r"(objective\.distillation\.(teachers\.[^.]+\.)?|reward\.model\.)url")
+# Earlier versions wrote the default preset even if the weights define the shape.
+_RENAMED_PRESET = ("model.preset", "tiny", None)
 
 
 def _class_of(key: str, info: FieldInfo, values: tuple[Any, Any], config: AnyConfig) -> str:

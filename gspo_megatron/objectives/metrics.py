@@ -8,6 +8,7 @@ own tokens.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -56,12 +57,15 @@ def ratio_values(
     """The ratios of sequences and of tokens. Both are returned, even if the objective uses only one
     of them.
 
-    "ratio/sequence" is the geometric mean of a sequence's token ratios, [sequences with tokens in
-    the mask] on the primary shard and empty elsewhere; "ratio/token" is [tokens of this shard in
-    the mask].
+    "ratio/sequence" is the geometric mean of a sequence's token ratios, [num_sequences] on the
+    primary shard and empty elsewhere, and NaN for a sequence without tokens in the mask. Choosing
+    the others here would let the host wait for the device. "ratio/token" is [tokens of this shard
+    in the mask].
     """
+    sequence = exponentiate(sequence_log_ratio.detach())
+    sequence = sequence.masked_fill(inputs.sequence_lengths <= 0, math.nan)
     return {
-        "ratio/sequence": exponentiate(sequence_log_ratio.detach())[_present(inputs)],
+        "ratio/sequence": sequence if inputs.is_primary_shard else sequence[:0],
         "ratio/token": exponentiate(log_ratio.detach())[inputs.mask > 0],
     }
 

@@ -61,7 +61,8 @@ class StepMetrics:
 
     def add_values(self, values: Mapping[str, Tensor]) -> None:
         """Add one-dimensional values. Their metrics are quantiles. Values of `.../sequence` are
-        stored one by one; all others (one value per token) are counted in a sketch."""
+        stored one by one, without those that are NaN; all others (one value per token) are counted
+        in a sketch."""
         for name, value in values.items():
             if name.endswith("/sequence"):
                 self._sequence_values.setdefault(name, []).append(value)
@@ -111,10 +112,11 @@ class StepMetrics:
             metrics[name] = float(largest["maximum", name])
         for name in sorted(self._sequence_values):
             local = torch.cat(self._sequence_values[name]).double()
-            values = torch.cat(all_gather_columns(local, group))
+            values = torch.cat(all_gather_columns(local, group)).cpu()
+            values = values[~values.isnan()]
             if values.numel():
                 points = torch.tensor(list(QUANTILES.values()), dtype=values.dtype)
-                for label, value in zip(QUANTILES, values.cpu().quantile(points), strict=True):
+                for label, value in zip(QUANTILES, values.quantile(points), strict=True):
                     metrics[f"{name}/{label}"] = float(value)
         for name in sorted(self._token_sketches):
             quantiles = _token_quantiles(sums["sketch", name], largest["extremes", name])

@@ -71,7 +71,8 @@ def test_the_largest_is_kept() -> None:
 @pytest.mark.parametrize("count", [1, 2, 101, 3000])
 def test_quantiles_of_sequences_are_exact(count: int) -> None:
     values = (0.01 * normal(count)).exp().float()
-    metrics = reduced(values=[{"ratio/sequence": part} for part in values.split(7)])
+    nothing = torch.full((2,), math.nan)  # responses that do not count
+    metrics = reduced(values=[{"ratio/sequence": part} for part in (nothing, *values.split(7))])
     shares = torch.tensor([0.0, 0.01, 0.5, 0.99, 1.0], dtype=torch.float64)
     expected = pytest.approx(values.double().quantile(shares).tolist(), rel=1e-12)
     assert [metrics[f"ratio/sequence/{label}"] for label in QUANTILES] == expected
