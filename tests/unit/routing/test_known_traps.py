@@ -151,6 +151,17 @@ def test_trap_a_rollout_engine_leaves_zeros_where_it_has_no_routes() -> None:
             updater.build_micro_batches(step.plans, step.sequences, step.index)
 
 
+def test_the_last_token_of_a_sequence_follows_no_route() -> None:
+    """The rollout engine never computes it. With one expert for each token, its row of zeros would
+    look like a route."""
+    updater, step = updater_for(moe_policy(), {"replay": "r3"}), a_step(routes=True)
+    for batches in updater.build_micro_batches(step.plans, step.sequences, step.index):
+        for batch in batches:  # each has one sequence, without padding
+            known = batch.recorded_routes.tables["r3"].known
+            assert known is not None
+            assert known.tolist() == [True] * (len(known) - 1) + [False]
+
+
 @pytest.mark.parametrize("mode", ["r2", "r3"])
 @pytest.mark.parametrize(
     ("mistake", "said"),
