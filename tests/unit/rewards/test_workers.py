@@ -198,6 +198,24 @@ def test_groups_are_scored_at_the_same_time(scorer: Callable[..., Scorer]) -> No
     assert [failed for _, failed in asyncio.run(both())] == [FailedCalls()] * 2
 
 
+def test_a_call_that_is_given_up_does_not_delay_the_next_one(
+    scorer: Callable[..., Scorer], tmp_path: Path
+) -> None:
+    found, child = scorer(timeout_seconds=600), tmp_path / "child"
+
+    async def run() -> Any:
+        try:
+            given_up = asyncio.create_task(found.score_async(samples("hang")))
+            while not child.exists():
+                await asyncio.sleep(0.01)
+            given_up.cancel()
+            return await asyncio.wait_for(found.score_async(samples("x")), 60)
+        finally:
+            await found.workers.close()
+
+    assert asyncio.run(run())[1] == FailedCalls()
+
+
 def test_math_is_called_by_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time limits of `math` are signals, which only main threads can use."""
     pytest.importorskip("math_verify")

@@ -490,9 +490,17 @@ def test_the_group_of_a_failed_call_is_left_out_and_counted() -> None:
     assert experience.num_tokens == 13
 
 
-def test_dynamic_sampling_replaces_groups_of_failed_calls() -> None:
-    draw = Prompts(2)
-    experience = collected(draw, failing_for(1), rollout=DYNAMIC, reward=DROPPING)
+@pytest.mark.parametrize("objective", [{}, TOKENS])
+def test_dynamic_sampling_replaces_groups_of_failed_calls(objective: dict[str, Any]) -> None:
+    """The other response of group 1 has turns with a spread, if the objective is one of tokens."""
+    fails, draw = failing_for(1, since=3), Prompts(2)
+
+    def of_turns(sample: Sample) -> TurnRewards:
+        value, size = fails(sample), sample.num_tokens
+        return TurnRewards([value], [size]) if size < 3 else TurnRewards([0.0, value], [1, size])
+
+    options = {"objective": objective, "rollout": DYNAMIC, "reward": DROPPING}
+    experience = collected(draw, of_turns if objective else fails, **options)
     assert draw.drawn == 2 * PROMPTS
     assert experience.batch.group_index.tolist() == [0, 0, 3, 3, 4, 4]
     assert experience.metrics["reward/failed_groups"] == 1

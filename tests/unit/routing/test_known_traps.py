@@ -151,6 +151,20 @@ def test_trap_a_rollout_engine_leaves_zeros_where_it_has_no_routes() -> None:
             updater.build_micro_batches(step.plans, step.sequences, step.index)
 
 
+def test_tokens_that_follow_no_route() -> None:
+    """The rollout engine never computes the last token of a sequence. With one expert for each
+    token, its row of zeros would look like a route. A server may leave out other tokens."""
+    updater, step = updater_for(moe_policy(), {"replay": "r3"}), a_step(routes=True)
+    assert step.sequences.routes is not None
+    for routes in step.sequences.routes.values():
+        routes[0] = 0
+    for batches in updater.build_micro_batches(step.plans, step.sequences, step.index):
+        for batch in batches:  # each has one sequence, without padding
+            known = batch.recorded_routes.tables["r3"].known
+            assert known is not None
+            assert known.tolist() == [False] + [True] * (len(known) - 2) + [False]
+
+
 @pytest.mark.parametrize("mode", ["r2", "r3"])
 @pytest.mark.parametrize(
     ("mistake", "said"),

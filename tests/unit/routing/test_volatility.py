@@ -16,6 +16,7 @@ from gspo_megatron.routing.volatility import RoutingMetrics
 from tests.unit.routing.steps import (
     EXPERTS,
     LAYERS,
+    LENGTHS,
     TOP_K,
     Seen,
     moe_policy,
@@ -194,9 +195,10 @@ def test_a_steps_volatility_compares_natural_choices(
     recording = [one for one in seen if isinstance(one.routes, Recording)]
     old = experts_of([one for one in recording if one.routes.scores])
     new = experts_of([one for one in seen if isinstance(one.routes, Observing)])
-    changed = [False] * len(old[1])
+    changed = [False] * sum(map(sum, LENGTHS[2:]))  # the first mini-batch has two sequences
     for layer in (1, 2):
         lost = 0.0
+        assert len(old[layer]) == len(changed)
         for token, (before, after) in enumerate(zip(old[layer], new[layer], strict=True)):
             lost += 1 - len({*before} & {*after}) / TOP_K
             changed[token] |= before != after
