@@ -39,8 +39,13 @@ def known_part(
         place = tuple(error["loc"])
         if error["type"] == "extra_forbidden" and place[:2] != _PHASES:
             _remove(pruned, place)
-            meant = _meant(place, schema, keys)
-            unknown.update(each for each in meant if value_below(pruned, each) in (None, {}, []))
+            given = value_below(raw, place)
+            for meant in _meant(place, schema, keys):
+                if value_below(pruned, meant) in (None, {}, []):
+                    # a section under a wrong name hides only the values that it has
+                    is_section = isinstance(given, dict) and ".".join(meant) not in keys
+                    names = given if is_section else ()
+                    unknown.update([(*meant, str(name)) for name in names] or [meant])
         elif place[3:] == ("[key]",):
             _remove(pruned, place[:3])
         else:

@@ -228,6 +228,8 @@ def test_illegal_values_hide_no_other_mistake(write_config: ConfigWriter, gspo: 
         (("data.tokenizer=5", "data.eval_prompts=none.jsonl"), 2),
         (("data.prompts=[]", "data.prompt=a.jsonl"), 1),
         (("trainnig.evaluation_interval=5", "checkpoint.interval=5", "checkpoint.keep_best=1"), 1),
+        (("trainnig.seed=5", "data.eval_prompts=none.jsonl", "model.lora.alpha=3"), 3),
+        (("model.megatrn.num_layers=3", "parallel.layout=pp=3"), 1),
         (("model.megatron.num_layer=3", "parallel.layout=pp=3"), 1),
         (("model.hf_path=5", "model.vocab_size=3"), 1),
         (("reward.name=5", "data.answer_field=null"), 1),
