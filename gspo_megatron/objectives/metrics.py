@@ -58,9 +58,9 @@ def ratio_values(
     of them.
 
     "ratio/sequence" is the geometric mean of a sequence's token ratios, [num_sequences] on the
-    primary shard and empty elsewhere, and NaN for a sequence without tokens in the mask. Choosing
-    the others here would let the host wait for the device. "ratio/token" is [tokens of this shard
-    in the mask].
+    primary shard and empty elsewhere, and NaN for a sequence without tokens in the mask. Selecting
+    the other sequences here would make the host wait for the device. "ratio/token" is [tokens of
+    this shard in the mask].
     """
     sequence = exponentiate(sequence_log_ratio.detach())
     sequence = sequence.masked_fill(inputs.sequence_lengths <= 0, math.nan)

@@ -104,7 +104,9 @@ class Node:
     def exchange(self) -> None:
         """Read the agent's file and write the service's. Raises DataError."""
         self.report.read()
-        self.wanted.write(self.servers, self.address)  # copies `servers` in one step: no lock
+        # No lock: `write` copies `servers` in one step. One coroutine starts and kills a server, so
+        # both never happen to the same entry at the same time.
+        self.wanted.write(self.servers, self.address)
 
 
 async def exchange_files(nodes: Sequence[Node]) -> None:
