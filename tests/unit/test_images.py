@@ -34,6 +34,12 @@ def test_the_image_of_nvidia_keeps_its_own_torch() -> None:
     assert {"megatron-core", "transformers", "pydantic", "setuptools"} <= kept
 
 
+def test_the_constraints_of_nvidias_image_are_off_before_pip_runs() -> None:
+    """The image sets PIP_CONSTRAINT to a file with its own version of every package."""
+    cuda = DOCKERFILE.partition(" AS cuda\n")[2]
+    assert "pip install" not in cuda.partition("\nENV PIP_CONSTRAINT=\n")[0]
+
+
 def test_both_targets_are_named_in_the_documentation() -> None:
     targets = set(re.findall(r"^FROM \S+ AS (\w+)$", DOCKERFILE, re.MULTILINE))
     assert targets == {"cpu", "cuda"}
