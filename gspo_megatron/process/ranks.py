@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 LAUNCHER_PID = "GSPO_PARENT_PID"
 FAILURE_DESCRIPTOR = "GSPO_FAILURE_FD"
 
+# torchrun sets this variable for its ranks: torch's store is held by torchrun. A vLLM server with
+# this variable would wait for such a store for ever, instead of making its own.
+_OF_TORCHRUN = "TORCHELASTIC_USE_AGENT_STORE"
+
 # If a layout needs more ranks than this, and more than the machine has cores, the ranks are started
 # on one machine only if --nproc is given. Without --nproc, the user may have started a cluster's
 # layout on a login node by mistake.
@@ -58,7 +62,8 @@ def set_for_this_process(name: str, value: str) -> None:
 
 def environment_of_children() -> dict[str, str]:
     """Return the environment without the variables that are for this process alone."""
-    return {name: text for name, text in os.environ.items() if name not in _own_variables}
+    left_out = {*_own_variables, _OF_TORCHRUN}
+    return {name: text for name, text in os.environ.items() if name not in left_out}
 
 
 def failure_descriptor() -> int | None:

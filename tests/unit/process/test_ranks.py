@@ -10,7 +10,12 @@ import pytest
 
 from gspo_megatron.errors import UserError
 from gspo_megatron.process.launcher import rank_environment, store_socket
-from gspo_megatron.process.ranks import first_host, ranks_on_node, world_size_of_rank
+from gspo_megatron.process.ranks import (
+    environment_of_children,
+    first_host,
+    ranks_on_node,
+    world_size_of_rank,
+)
 
 # The variables that srun sets for the third task of `--nodes=2 --ntasks-per-node=2` (Slurm 22.05).
 SLURM_TASK = {
@@ -77,6 +82,14 @@ def test_a_task_of_srun_gets_the_variables_of_torchrun() -> None:
         "MASTER_ADDR": "node07",
         "MASTER_PORT": "29123",  # 20000 + 45123 % 12000
     }
+
+
+def test_children_of_torchruns_ranks_make_their_own_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With this variable torch.distributed, in a vLLM server too, only connects to a store."""
+    for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "True")
+    kept = environment_of_children()
+    assert [name for name in kept if name.startswith("TORCHELASTIC")] == ["TORCHELASTIC_RUN_ID"]
 
 
 def test_an_address_that_is_set_stays() -> None:
