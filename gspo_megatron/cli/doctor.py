@@ -27,8 +27,11 @@ _NAME, _TEXT = 22, 66  # columns of a row's name, and of what was found
 _IMPORT_SECONDS = 60.0  # to import Transformer Engine from a shared file system
 _IMPORT_FAILED = 3
 _NO_VLLM = "not in this Python; servers may have their own (rollout.vllm.python)"
+# torch comes first, as in a run: it loads CUDA's libraries from its own packages, where Transformer
+# Engine does not find all of them.
 _IMPORT_ENGINE = f"""
 try:
+    import torch
     import transformer_engine.pytorch
 except BaseException as error:
     print()

@@ -91,6 +91,7 @@ def to_be_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("source", "trouble"),
     [
         ("", None),
+        ("import sys; assert 'torch' in sys.modules", None),
         ("raise OSError('libcudart.so.12: not found\\nand more')", "OSError: libcudart.so.12: not"),
         ("print('hello'); import no_such_library", "ModuleNotFoundError: No module named"),
         ("import os; os.kill(os.getpid(), 11)", "the process ends with -11"),
