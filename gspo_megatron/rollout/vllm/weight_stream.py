@@ -20,7 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gspo_megatron.addresses import listen
-from gspo_megatron.rollout.vllm.worker.gspo_vllm_group import Group, broadcast, make_group
+from gspo_megatron.rollout.vllm.worker.gspo_vllm_group import (
+    Group,
+    broadcast,
+    make_group,
+    nccl_version,
+)
 
 BUCKET_BYTES = 64 << 20
 _ALIGNMENT = 16  # alignment of a tensor in its bucket, in bytes
@@ -61,6 +66,7 @@ class WeightStream:
             "host": self.host,
             "port": self.port,
             "backend": self.backend,
+            "nccl": nccl_version(self.backend),
             "seconds": self.seconds,
             "buckets": bucket_layout(specs, BUCKET_BYTES),
         }

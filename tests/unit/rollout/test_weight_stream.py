@@ -210,6 +210,19 @@ def test_a_server_that_dies_or_gives_up_takes_no_other_with_it(
         assert_same(worker.received(), sent)
 
 
+def test_a_server_with_another_nccl_refuses_before_it_connects(
+    stream: WeightStream, start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """NCCL gives such a group an error, or none of its members returns."""
+    [worker], sent = start("server", 1), model(0)
+    plan, rest = stream.plan(specs(sent)) | {"nccl": [2, 29, 7]}, iter(sent.items())
+    worker.begin(plan)
+    stream.send(plan, {"server": 1}, rest, lambda: ["server"][: worker.process.poll() is None])
+    assert worker.process.wait(30) == 1 and not stream._groups
+    assert "NCCL None, and rank 0 of the run has [2, 29, 7]" in capfd.readouterr().err
+    assert next(rest, None) is None
+
+
 def test_a_server_that_hangs_is_dropped_when_the_service_gives_it_up(
     stream: WeightStream, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

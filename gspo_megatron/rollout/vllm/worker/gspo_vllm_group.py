@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.cuda import nccl
 
 _ON_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -21,6 +22,12 @@ class Group(Protocol):
     """A process group of gloo or NCCL. torch's annotations lack the methods of these groups."""
 
     def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions, /) -> dist.Work: ...
+
+
+def nccl_version(backend: str) -> list[int | str] | None:
+    """Return the version of this process's NCCL; None for gloo. All members need the same version:
+    NCCL refuses others, and members of distant versions may wait for each other for ever."""
+    return list(nccl.version()) if backend == "nccl" else None
 
 
 def make_group(

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from gspo_vllm_answers import PROOF, TOKEN_VARIABLE, Answers, proof_of
 from gspo_vllm_end import STARTER_VARIABLE, has_ended, kill_group, remove_folder
-from gspo_vllm_group import Group, broadcast, make_group
+from gspo_vllm_group import Group, broadcast, make_group, nccl_version
 from safetensors import safe_open
 
 PATIENCE_SECONDS = 10.0  # a server has this time to end by itself
@@ -161,6 +161,9 @@ class GspoWorker:
 
     def _join(self, plan: Mapping[str, Any], key: str, world_size: int) -> Group:
         """Join the process group with rank 0 of a run; it is separate from the groups of vLLM."""
+        own, wanted = nccl_version(plan["backend"]), plan.get("nccl")
+        if own != wanted:  # rank 0 does not begin to connect before all workers have come
+            raise RuntimeError(f"this server has NCCL {own}, and rank 0 of the run has {wanted}")
         seconds = timedelta(seconds=plan["seconds"])
         store = dist.TCPStore(
             plan["host"], plan["port"], is_master=False, wait_for_workers=False, timeout=seconds
@@ -168,9 +171,9 @@ class GspoWorker:
         rank = self.rank + 1
         store.set(f"{key}/{rank}", "here")
         # The address of the host's name is not used, because rank 0 may not be able to reach it.
-        own = _own_address(plan["host"], plan["port"])
+        address = _own_address(plan["host"], plan["port"])
         shared = dist.PrefixStore(key, store)
-        return make_group(plan["backend"], shared, rank, world_size, seconds, own, self.device)
+        return make_group(plan["backend"], shared, rank, world_size, seconds, address, self.device)
 
     def _received(
         self, group: Group, buckets: Sequence[Mapping[str, Any]]
