@@ -126,6 +126,14 @@ def test_visit_and_hour_have_one_list(steps: ModuleType, tmp_path: Path) -> None
     assert "gpu_visit/run.py" in hour and "--hour" in hour
 
 
+def test_an_hour_on_several_gpus_compares_layouts(steps: ModuleType, tmp_path: Path) -> None:
+    """`verify` without layouts takes those of each kind of parallelism."""
+    for gpus, wanted in ((2, steps.GSPO), (1, steps._say("two GPUs are needed"))):
+        machine = steps.Machine(tmp_path, gpus, gpus, False, None)
+        [step] = [step for step in steps.all_steps(machine) if step.name == "layouts"]
+        assert step.command[: len(wanted)] == wanted and step.seconds is None
+
+
 def test_a_rehearsal_says_what_it_cannot_do(steps: ModuleType, tmp_path: Path) -> None:
     listed = steps.all_steps(steps.Machine(tmp_path, 1, 0, True, None))
     engine = next(step for step in listed if step.name == "fp8")

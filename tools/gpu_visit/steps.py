@@ -129,7 +129,16 @@ def _hour_alone(machine: Machine) -> list[Step]:
     """Return the checks that are too long for a visit."""
     out = machine.out
     told = (*GSPO, "report", f"{out}/bf16", f"{out}/engine", "-o", f"{out}/compare")
+    # fp32: torch's layers, and errors of NCCL are larger than rounding
+    parallel = (*GSPO, "verify", str(machine.config))
     return [
+        Step(
+            "layouts",
+            "equal=1; two ranks of each kind of parallelism agree with one rank",
+            parallel if machine.gpus > 1 else _say("two GPUs are needed"),
+            None,
+            15,
+        ),
         Step(
             "sync",
             "sync/version 1 to 2, sync/bytes above 0; or what is missing for it",
