@@ -260,6 +260,9 @@ def test_how_to_go_on_with_a_finished_run(config: Config) -> None:
     said = finished_text(config, state)
     assert "9 of 9 steps" in said and "raise training.steps" in said
     assert f"model.checkpoint_path={path}" in said
+    command = ["gspo-megatron", "train", "a.yaml", "training.steps=9", "training.seed=2"]
+    advice = "gspo-megatron train a.yaml training.seed=2 training.steps=18"
+    assert f"raise training.steps: {advice}\n" in finished_text(config, state, command)
     decaying = changed(config, "optimizer.decay=linear")
     assert "raise training.steps" not in finished_text(decaying, state)
 
