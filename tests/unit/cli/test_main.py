@@ -32,6 +32,8 @@ def test_overrides_may_stand_before_and_after_options_and_keep_their_order() -> 
     assert arguments.overrides == ["training.steps=1", "training.steps=2", "x.y=-1"]
     assert arguments.nproc == 2
     assert parse(["train", "--nproc", "3", "a.yaml"]).overrides == []
+    pasted = "check a.yaml b.c=#1 # all mistakes, --before anything"  # as zsh passes it
+    assert parse(pasted.split()).overrides == ["b.c=#1"]
 
 
 def test_runs_of_a_report_may_follow_its_output() -> None:
