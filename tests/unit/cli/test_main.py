@@ -50,7 +50,7 @@ def test_runs_of_a_report_may_follow_its_output() -> None:
         (["train"], "required: CONFIG.yaml\n"),
         (["train", "a.yaml", "--only-make"], "--only-make: only with --from-step"),
         (["doctor", "now"], "unrecognized arguments: now"),
-        (["report", "run"], "--output"),
+        (["report", "run", "other"], "a comparison of several runs needs -o/--output"),
         (["convert", "a.yaml"], "convert"),
         ([], "COMMAND"),
     ],
@@ -108,6 +108,7 @@ def test_report_prints_the_path_of_what_it_wrote(
     for name in ("print_results", "print_comparison"):
         monkeypatch.setattr(writer, name, lambda runs: None)
     assert gspo("report", "one", "two", "-o", "out") == (0, "out/one-two\n", "")
+    assert gspo("report", "one") == (0, "one/one\n", "")  # where training writes it, too
 
 
 def test_without_docstrings_and_asserts_commands_and_checks_of_files_are_the_same(
