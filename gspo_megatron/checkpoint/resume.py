@@ -344,7 +344,7 @@ def _changes(
         has_option = not isinstance(config, PretrainingConfig)
         if has_option and all(":" not in key and may_change(key) for key in keys):
             words = _words([*command, "--change"], {})
-            advice = f"go on with the new values from step {state.step + 1}: {words}; or {advice}"
+            advice = f"go on with the new values from step {state.step + 1}: {words}\nor {advice}"
         raise ConfigError(
             [
                 *changes.refused,

@@ -181,6 +181,11 @@ def test_a_change_begins_the_step_of_saved_responses_again(config: Config) -> No
     state = preview(config, fresh=False).state
     assert state is not None and state.rollouts is not None and state.loader == after["loader"]
     other = changed(config, "optimizer.learning_rate=0.5")
+    with pytest.raises(ConfigError) as refused:
+        preview(other, fresh=False, command=["gspo-megatron", "train", "a.yaml"])
+    _, go_on, begin = str(refused.value).splitlines()  # one command in a line, to be copied
+    assert go_on.endswith("from step 3: gspo-megatron train a.yaml --change")
+    assert begin.startswith("or start a new run on its weights: gspo-megatron train a.yaml ")
     start = preview(other, fresh=False, change=True)
     assert start.checkpoint == path and start.begins_phase and start.next_step == 3
     assert start.state is not None and start.state.rollouts is None
