@@ -178,8 +178,11 @@ def finished_text(config: AnyConfig, state: RunState, command: Sequence[str] = (
 
 
 def _words(command: Sequence[str], overrides: Mapping[str, Any]) -> str:
-    """Return a command that the user can copy. overrides: values by key."""
-    return shlex.join([*command, *(override(key, value) for key, value in overrides.items())])
+    """Return a command that the user can copy. overrides: values by key, which replace those of
+    the command."""
+    replaced = tuple(f"{key}=" for key in overrides)
+    kept = [word for word in command if not word.startswith(replaced)]
+    return shlex.join([*kept, *(override(key, value) for key, value in overrides.items())])
 
 
 def _new_run(config: AnyConfig, checkpoint: Path | None) -> dict[str, Any]:
@@ -341,7 +344,7 @@ def _changes(
         has_option = not isinstance(config, PretrainingConfig)
         if has_option and all(":" not in key and may_change(key) for key in keys):
             words = _words([*command, "--change"], {})
-            advice = f"go on with the new values from step {state.step + 1}: {words}; or {advice}"
+            advice = f"go on with the new values from step {state.step + 1}: {words}\nor {advice}"
         raise ConfigError(
             [
                 *changes.refused,

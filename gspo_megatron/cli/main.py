@@ -87,7 +87,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add_parser(commands)
-    arguments, extra = parser.parse_known_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if "#" in words:  # a pasted line with its comment: an interactive zsh passes the comment on
+        words = words[: words.index("#")]
+    arguments, extra = parser.parse_known_args(words)
     # argparse fills a list of positionals only once. In `train a.yaml --nproc 2 training.steps=5`
     # argparse does not take the last word, although this word is an override like any other.
     unknown = [text for text in extra if text.startswith("-") or arguments.list_name is None]

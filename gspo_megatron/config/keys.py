@@ -50,7 +50,7 @@ def _list_section(section: str, described: Mapping[str, Any], inner: Any) -> Ite
             nested = inner[node["$ref"].rpartition("/")[2]]
             yield from _list_section(f"{section}.{name}", nested, inner)
             continue
-        default = dump_yaml(node["default"]) if "default" in node else "required"
+        default = dump_yaml(node["default"], flow=None) if "default" in node else "required"
         yield Key(
             f"{section}.{name}",
             _type(node),

@@ -356,6 +356,8 @@ def _read_mapping(path: Path, overrides: Sequence[str], what: str) -> dict[str, 
         problems = error.problems
     except FileNotFoundError:
         problems = [f"{path}: no such {what}"]
+    except IsADirectoryError:
+        problems = [f"{path}: is a folder; name the {what} in it"]
     except UnicodeDecodeError as error:
         problems = [f"{path}: not a text file: {error}"]
     except (OSError, ValueError) as error:  # ValueError: a NUL in the file's name

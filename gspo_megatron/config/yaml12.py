@@ -144,9 +144,11 @@ def has_comment(text: str) -> bool:
     return False
 
 
-def dump_yaml(value: Any) -> str:
-    """Return text that `parse_yaml` turns back into `value`; keys keep their order."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+def dump_yaml(value: Any, *, flow: bool | None = False) -> str:
+    """Return text that `parse_yaml` turns back into `value`; keys keep their order. With None as
+    `flow`, an innermost list or mapping is written in brackets."""
+    style: Any = {"sort_keys": False, "allow_unicode": True, "width": 100}
+    return yaml.dump(value, Dumper=_Dumper, default_flow_style=flow, **style)
 
 
 def _place(source: str, mark: yaml.Mark | None) -> str:

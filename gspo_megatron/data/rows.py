@@ -19,6 +19,7 @@ from gspo_megatron.files import parse_json
 
 PARQUET_MAGIC = b"PAR1"
 _COMPRESSED = (b"\x1f\x8b", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"BZh")  # gzip, xz, zstd, bzip2
+_TABLES = (".csv", ".tsv", ".xls", ".xlsx", ".ods")
 SHOWN_ROWS = 5  # few, because a file of the wrong kind has a problem on every line
 
 Row = tuple[str, dict[str, Any]]  # "path:line" (Parquet: row), counted from 1, and the fields
@@ -111,6 +112,11 @@ def is_parquet(path: Path, what: str) -> bool:
         raise DataError(
             f"{path}: a JSON array; JSON Lines are wanted, one object a line. jq -c '.[]' {path} "
             "writes them"
+        )
+    if path.suffix.lower() in _TABLES:
+        raise DataError(
+            f"{path}: a table; JSON Lines are wanted, one object a line. Save it as CSV; "
+            "docs/data.md has a command that converts CSV"
         )
     return path.suffix == ".parquet" or start.startswith(PARQUET_MAGIC)
 

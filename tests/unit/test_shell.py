@@ -54,6 +54,13 @@ def test_batch_files_find_the_library_in_the_same_way() -> None:
     assert len(starts) == 1
 
 
+@pytest.mark.parametrize("path", BATCH_FILES, ids=lambda path: path.name)
+def test_a_batch_file_outside_of_a_job_says_only_how_to_run_it(path: Path, tmp_path: Path) -> None:
+    outside = ("env", "-u", "SLURM_JOB_ID", "-u", "GSPO_HOME")
+    done = run_program(*outside, "bash", path, "a.yaml", cwd=tmp_path, expect=1)
+    assert done.stderr.endswith("submit this file with sbatch\n") and done.stderr.count("\n") == 1
+
+
 def test_batch_files_for_training_ask_for_the_signal_and_to_be_requeued() -> None:
     for path in BATCH_FILES:
         text = path.read_text(encoding="utf-8")

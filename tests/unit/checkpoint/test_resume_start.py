@@ -181,6 +181,11 @@ def test_a_change_begins_the_step_of_saved_responses_again(config: Config) -> No
     state = preview(config, fresh=False).state
     assert state is not None and state.rollouts is not None and state.loader == after["loader"]
     other = changed(config, "optimizer.learning_rate=0.5")
+    with pytest.raises(ConfigError) as refused:
+        preview(other, fresh=False, command=["gspo-megatron", "train", "a.yaml"])
+    _, go_on, begin = str(refused.value).splitlines()  # one command in a line, to be copied
+    assert go_on.endswith("from step 3: gspo-megatron train a.yaml --change")
+    assert begin.startswith("or start a new run on its weights: gspo-megatron train a.yaml ")
     start = preview(other, fresh=False, change=True)
     assert start.checkpoint == path and start.begins_phase and start.next_step == 3
     assert start.state is not None and start.state.rollouts is None
@@ -260,6 +265,9 @@ def test_how_to_go_on_with_a_finished_run(config: Config) -> None:
     said = finished_text(config, state)
     assert "9 of 9 steps" in said and "raise training.steps" in said
     assert f"model.checkpoint_path={path}" in said
+    command = ["gspo-megatron", "train", "a.yaml", "training.steps=9", "training.seed=2"]
+    advice = "gspo-megatron train a.yaml training.seed=2 training.steps=18"
+    assert f"raise training.steps: {advice}\n" in finished_text(config, state, command)
     decaying = changed(config, "optimizer.decay=linear")
     assert "raise training.steps" not in finished_text(decaying, state)
 

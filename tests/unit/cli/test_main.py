@@ -32,6 +32,8 @@ def test_overrides_may_stand_before_and_after_options_and_keep_their_order() -> 
     assert arguments.overrides == ["training.steps=1", "training.steps=2", "x.y=-1"]
     assert arguments.nproc == 2
     assert parse(["train", "--nproc", "3", "a.yaml"]).overrides == []
+    pasted = "check a.yaml b.c=#1 # all mistakes, --before anything"  # as zsh passes it
+    assert parse(pasted.split()).overrides == ["b.c=#1"]
 
 
 def test_runs_of_a_report_may_follow_its_output() -> None:
@@ -48,7 +50,7 @@ def test_runs_of_a_report_may_follow_its_output() -> None:
         (["train"], "required: CONFIG.yaml\n"),
         (["train", "a.yaml", "--only-make"], "--only-make: only with --from-step"),
         (["doctor", "now"], "unrecognized arguments: now"),
-        (["report", "run"], "--output"),
+        (["report", "run", "other"], "a comparison of several runs needs -o/--output"),
         (["convert", "a.yaml"], "convert"),
         ([], "COMMAND"),
     ],
@@ -106,6 +108,7 @@ def test_report_prints_the_path_of_what_it_wrote(
     for name in ("print_results", "print_comparison"):
         monkeypatch.setattr(writer, name, lambda runs: None)
     assert gspo("report", "one", "two", "-o", "out") == (0, "out/one-two\n", "")
+    assert gspo("report", "one") == (0, "one/one\n", "")  # where training writes it, too
 
 
 def test_without_docstrings_and_asserts_commands_and_checks_of_files_are_the_same(

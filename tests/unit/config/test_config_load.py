@@ -85,7 +85,7 @@ def test_unusable_files_are_refused_with_their_place(tmp_path: Path, text: str, 
 
 def test_missing_file_folder_and_binary_file_are_refused(tmp_path: Path) -> None:
     assert "no such configuration file" in problems_of(tmp_path / "absent.yaml")[0]
-    assert "cannot be read" in problems_of(tmp_path)[0]
+    assert "is a folder; name the configuration file in it" in problems_of(tmp_path)[0]
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\xd0")
     assert "not a text file" in problems_of(tmp_path / "binary")[0]
     # Problems of overrides are reported together with the missing file.

@@ -27,6 +27,7 @@ def test_every_key_is_listed_with_its_meaning(stage: str) -> None:
     assert listed["logging.trackers"].type == "list of texts"
     assert listed["training.recompute"].legal == "none, full, selective"
     assert listed["data.tokenizer"].default == "required"
+    assert listed["model.lora.targets"].default == "[all]"
 
 
 def test_keys_are_found_by_a_word_without_a_configuration(capsys: Capture) -> None:

@@ -48,6 +48,13 @@ def test_an_array_of_rows_is_told_as_such(tmp_path: Path, start: bytes) -> None:
     assert refusal(load_prompts, path) == [f"{path}: {wanted}{path} writes them"]
 
 
+@pytest.mark.parametrize("name", ["p.csv", "p.XLSX"])
+def test_a_table_of_a_spreadsheet_is_told_as_such(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"prompt,answer\n1 + 1,2\n")
+    (line,) = refusal(load_prompts, tmp_path / name)
+    assert line.startswith(f"{tmp_path / name}: a table; JSON Lines are wanted, ")
+
+
 @pytest.mark.parametrize("others", [("a.jsonl",), ()])
 @pytest.mark.parametrize("packed", ["b.jsonl.gz", "b.jsonl.zst"])
 def test_a_compressed_file_in_a_folder_is_not_left_out_without_a_word(
