@@ -189,6 +189,8 @@ DELTA_NETS = [
         (1, ["rollout.max_response_tokens=128"], "rollout.max_response_tokens = 128",
          "leaves no room for a prompt in max_sequence_length = 128; allowed: at most 127"),
         (1, ["data.max_prompt_tokens=97"], "data.max_prompt_tokens = 97", "allowed: at most 96"),
+        *((1, [f"logging.dir={place}"], f"logging.dir = '{place}'", "a folder of the system")
+          for place in ("/", "//", "/tmp/..", "/proc/self")),
         (1, ["rollout.group_size=1"], "rollout.group_size = 1", "allowed: from 2"),
         (1, ["rollout.max_staleness=1"], "rollout.max_staleness = 1",
          "draws the responses itself; allowed: 0, or engine = vllm"),
