@@ -66,9 +66,13 @@ def _run(argv: Sequence[str] | None) -> int:
                 ) from error
             # of os.getcwd
             raise UserError("the current folder was removed; change to another one") from error
-        if error.errno != errno.ENAMETOOLONG:
+        if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
             raise
         raise UserError(f"{error.filename}: {error.strerror}") from error
+    except RuntimeError as error:
+        if not str(error).startswith("Symlink loop from"):  # of Path.resolve, before Python 3.13
+            raise
+        raise UserError(f"{error}; name another path") from error
 
 
 class _Parser(argparse.ArgumentParser):

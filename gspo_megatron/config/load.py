@@ -411,6 +411,8 @@ def _describe(error: Any, schema: type[BaseModel]) -> str:
         if len(location) == 1:
             return f"{key}: unknown section; {suggest(key, list(schema.model_fields))}"
         section, name = ".".join(places[:-1]), location[-1]
+        if places[:2] == ["training", "phases"] and name in schema.model_fields:
+            return f"{key}: stays the same for a whole run; set {name}"
         elsewhere = [known for known in keys if known.endswith(f".{name}")]
         siblings = [k.removeprefix(f"{section}.") for k in keys if k.startswith(f"{section}.")]
         inner = {k.split(".")[0] for k in siblings if "." in k}

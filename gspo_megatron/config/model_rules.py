@@ -93,6 +93,8 @@ def tensor_parallel_fits(plan: Plan) -> Problems:
     if section.sequence_parallel is False and tp > 1 and shape.num_moe_experts is not None:
         wrong = f"experts with tp = {tp} need it, or every token is routed tp times"
         yield sequence_key, f"{wrong}; allowed: null or true"
+    elif section.sequence_parallel is False and tp > 1 and shape.has_latent_attention:
+        yield sequence_key, f"latent attention with tp = {tp} needs it; allowed: null or true"
     if groups % tp and tp % groups:
         yield key, f"neither divides num_query_groups = {groups} nor is a multiple of it"
     elif groups % tp and shape.joint_qk_norm:
@@ -503,11 +505,21 @@ _NOT_DELAYED = {
 }
 
 
-def latent_attention_is_possible(plan: Plan) -> Problems:
-    if plan.shape.has_latent_attention and plan.shape.megatron.get("apply_rope_fusion"):
+def attention_is_possible(plan: Plan) -> Problems:
+    megatron = plan.shape.megatron
+    softmax = megatron.get("softmax_type") or "vanilla"
+    if softmax not in ("vanilla", "learnable"):
+        yield "model.megatron.softmax_type", "not supported; allowed: vanilla or learnable"
+    if not plan.shape.has_latent_attention:
+        return
+    if megatron.get("apply_rope_fusion"):
         # models/latent_attention.py takes the angles at positions of its own
         wrong = "latent attention does not support the fused kernel; allowed: false"
         yield "model.megatron.apply_rope_fusion", wrong
+    if megatron.get("window_size") is not None or softmax != "vanilla":
+        wrong = "latent attention has neither a window nor sinks"
+        allowed = "allowed: without window_size and softmax_type"
+        yield "model.megatron.multi_latent_attention", f"{wrong}; {allowed}"
 
 
 MODEL_RULES: tuple[Rule, ...] = (
@@ -517,7 +529,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     experts_divide,
     delta_nets_fit,
     windows_are_possible,
-    latent_attention_is_possible,
+    attention_is_possible,
     patterns_have_all_layers,
     experts_have_biases,
     router_is_sound,

@@ -119,7 +119,8 @@ def decides_rollouts(config: Config) -> dict[str, Any]:
 _GONE = ("training.warm_start.",)
 # The address of a teacher or a reward model. It may change, but not from or to null.
 _ADDRESS = re.compile(r"(objective\.distillation\.(teachers\.[^.]+\.)?|reward\.model\.)url")
-# Earlier versions wrote the default preset even if the weights define the shape.
+# The default preset gives way to weights that are named when a run resumes. The key of the weights
+# has a line of its own. (Earlier versions wrote the preset beside named weights, too.)
 _RENAMED_PRESET = ("model.preset", "tiny", None)
 
 

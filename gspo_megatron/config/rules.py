@@ -191,9 +191,12 @@ def _best_metric_is_measured(plan: Plan) -> Problems:
 
 def run_folder_is_apart(plan: Plan) -> Problems:
     """Check that the run folder is not inside a folder of weights, because a run cleans its folder,
-    and not inside the folder of its export, which must be empty."""
+    and not inside the folder of its export, which must be empty. Also check that it is no folder of
+    the system."""
     model, folder = plan.config.model, str(plan.config.logging.dir)
     place = Path(os.path.realpath(folder))
+    if place == Path("/") or any(map(place.is_relative_to, ("/proc", "/sys"))):
+        yield "logging.dir", "a folder of the system; allowed: a folder for this run alone"
     for key, given in (("hf_path", model.hf_path), ("checkpoint_path", model.checkpoint_path)):
         if given is None or (key == "checkpoint_path" and not Path(given, MODEL_FILE).is_file()):
             continue  # a run folder may contain another run

@@ -50,10 +50,10 @@ class FieldMap:
             return [self.prompt]
         return list(dict.fromkeys(name for name in FIELD.findall(self.template) if name))
 
-    def fill(self, values: Mapping[str, object]) -> str:
-        """Fill the values of the fields into the template."""
+    def fill(self, texts: Mapping[str, str]) -> str:
+        """Fill the texts of the fields into the template."""
         assert self.template is not None
-        return FIELD.sub(lambda m: str(values[m[1]]) if m[1] else m[0][1:], self.template)
+        return FIELD.sub(lambda m: texts[m[1]] if m[1] else m[0][1:], self.template)
 
 
 # Matches two things: {name}, which is a field, and "{{" before a name, which is an escaped brace.

@@ -152,16 +152,20 @@ def _read_prompt(fields: FieldMap, row_values: Mapping[str, Any]) -> tuple[Any, 
     if fault is None and fields.template is None:
         value = row_values[fields.prompt][0]
         return value, _prompt_fault(fields.prompt, value)
+    texts = {}
     for name in names if fault is None else ():
         value = row_values[name][0]
-        is_number = type(value) in (int, float)
-        fault = json_fault(value) if is_number else text_fault(value)  # a number may be NaN
-        if fault is not None:
-            wrong = fault.replace("a string is", "a string or a number is")
-            return None, f"field {name!r} {wrong}"
+        for line in value if isinstance(value, list) else [value]:
+            is_number = type(line) in (int, float)
+            fault = json_fault(line) if is_number else text_fault(line)  # a number may be NaN
+            if fault is not None:
+                wrong = fault.replace("a string is", "a string, a number or a list of these is")
+                inside = "holds a value that " if line is not value else ""
+                return None, f"field {name!r} {inside}{wrong}"
+        texts[name] = "\n".join(map(str, value)) if isinstance(value, list) else str(value)
     if fault is not None:
         return None, fault
-    text = fields.fill({name: row_values[name][0] for name in names})
+    text = fields.fill(texts)
     empty = f"{fields.section}.template gives an empty prompt; a prompt needs some text"
     return text, None if text.strip() else empty
 

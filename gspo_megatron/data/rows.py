@@ -191,13 +191,13 @@ def _read_parquet(path: Path, columns: Sequence[Choice], problems: Problems) -> 
                 problems.add(f"{path}", what)
             if absent:
                 return  # one problem for each column is enough, not one for each row
-            # Parquet gives all rows the keys of any row, also inside of tool calls and tools.
-            nested = {"tools", *(_top(name) for _, name in columns)} & {*present}
+            # Parquet gives all rows the keys of any row, also inside of a column, such as tool
+            # calls or IFEval's `kwargs`. Rows of JSON lack these keys.
             for batch in file.iter_batches():
                 for row in batch.to_pylist():
                     number += 1
-                    plain = {key: _without_nulls(row[key]) for key in nested}
-                    yield f"{path}:{number}", row | plain
+                    plain = {key: _without_nulls(value) for key, value in row.items()}
+                    yield f"{path}:{number}", plain
     except UnicodeDecodeError:
         problems.add(f"{path}:{number + 1}", "not valid UTF-8 in this row or shortly after")
     except (pyarrow.ArrowException, OSError, OverflowError) as error:  # a date that Python lacks

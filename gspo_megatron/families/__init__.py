@@ -103,9 +103,11 @@ _OUTER_KEYS = ("tie_word_embeddings", "id2label", "label2id", "problem_type")
 
 
 def family_of_shape(shape: ModelShape) -> Family:
-    """Return the first family that has models of this shape. If no family has such models, raises
-    ConfigError, which says for each family what does not fit."""
-    for family in FAMILIES.values():
+    """Return the first family that has models of this shape, for a dense model preferably a family
+    without experts. If no family has such models, raises ConfigError, which says for each family
+    what does not fit."""
+    is_dense = shape.num_moe_experts is None
+    for family in sorted(FAMILIES.values(), key=lambda each: is_dense and bool(each.read_pattern)):
         if family.config(shape, 1) is not None:
             return family
     lines = [f"{name}: {', '.join(_misfits(each, shape))}" for name, each in FAMILIES.items()]

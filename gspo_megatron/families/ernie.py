@@ -36,7 +36,7 @@ def _read_pattern(hf: Mapping[str, Any]) -> list[bool]:
 def _write_pattern(experts: list[bool]) -> dict[str, Any] | None:
     numbers = [layer for layer, has_experts in enumerate(experts) if has_experts]
     if not numbers:
-        return None
+        return {"moe_layer_start_index": len(experts)}
     interval = numbers[1] - numbers[0] if len(numbers) > 1 else 1
     keys = dict(zip(_RANGE, (numbers[0], numbers[-1], interval)))
     return keys if _read_pattern(keys | {"num_hidden_layers": len(experts)}) == experts else None

@@ -230,6 +230,8 @@ class Family:
         hf |= self.score_keys() if shape.scores else {}
         for entry in self.fields:
             value = shape.megatron.get(entry.ours)
+            if shape.num_moe_experts is None and entry.ours in _EXPERT_SIZES:
+                value = 0
             if value is not None:
                 hf[entry.hf] = not value if entry.negated else value
         hf |= {key: allowed[0] for key, allowed in self.only.items()}
@@ -266,6 +268,8 @@ def is_score_model(hf: Mapping[str, Any]) -> bool:
 def _with_experts_in(layers: list[bool], megatron: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of TransformerConfig, changed so that only the flagged layers have
     experts."""
+    if not megatron.get("num_moe_experts"):
+        layers = [False]
     if all(layers):
         return megatron
     if any(layers):
@@ -342,6 +346,10 @@ def sizes(epsilon: float) -> tuple[Field, ...]:
 
 
 SIZES = sizes(1e-6)
+# The sizes that are 0 in the config.json of a model whose layers are all dense.
+_EXPERT_SIZES = ("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size") + (
+    "moe_shared_expert_intermediate_size",
+)
 
 
 def key_value_heads(default: int | None) -> Field:

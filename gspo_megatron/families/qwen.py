@@ -13,10 +13,8 @@ def read_pattern(hf: Mapping[str, Any]) -> list[bool]:
     """A layer has experts unless `mlp_only_layers` names it or `decoder_sparse_step` skips it."""
     dense = set(hf.get("mlp_only_layers") or ())
     step = hf.get("decoder_sparse_step", 1)
-    some = (hf.get("num_experts") or 0) > 0
     return [
-        some and layer not in dense and (layer + 1) % step == 0
-        for layer in range(hf["num_hidden_layers"])
+        layer not in dense and (layer + 1) % step == 0 for layer in range(hf["num_hidden_layers"])
     ]
 
 

@@ -151,24 +151,10 @@ def block_spec(
 
 
 def _check_attention(config: TransformerConfig, backend: str) -> None:
-    tp = config.tensor_model_parallel_size
-    if config.multi_latent_attention and tp > 1 and not config.sequence_parallel:
-        raise UserError(
-            "parallel.sequence_parallel = false: latent attention with "
-            f"tensor_model_parallel_size = {tp} needs it; allowed: null or true"
-        )
+    """Raise UserError if the layers of this backend cannot compute the attention. What no backend
+    can is refused by config/model_rules.py."""
     cp, is_engine = config.context_parallel_size, backend == "transformer_engine"
     has_sinks = config.softmax_type == "learnable"
-    if config.softmax_type not in ("vanilla", "learnable"):
-        raise UserError(
-            f"model.megatron.softmax_type = {config.softmax_type}: not supported; allowed: vanilla "
-            "or learnable"
-        )
-    if config.multi_latent_attention and (has_sinks or config.window_size is not None):
-        raise UserError(
-            "model.megatron.multi_latent_attention = true: latent attention has neither a window "
-            "nor sinks; leave out window_size and softmax_type"
-        )
     if is_engine and cp > 1 and (has_sinks or config.window_size is not None):
         raise UserError(
             f"parallel.context_parallel_size = {cp}: attention of Transformer Engine with a window "

@@ -62,6 +62,19 @@ def test_malformed_command_lines_exit_with_2_and_say_why(
     assert code == 2 and told in err
 
 
+@pytest.mark.parametrize(
+    "words", [["report", "-o", "out"], ["new", "out", "--model"], ["train", "--from-step=1"]]
+)
+def test_a_link_to_itself_is_told_in_one_line(
+    tmp_path: Path, words: list[str], gspo: Command
+) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    code, _, err = gspo(*words, str(loop))
+    (line,) = err.splitlines()
+    assert code == 2 and str(loop) in line
+
+
 @pytest.mark.parametrize("module", ["gspo_megatron.cli.main", "gspo_megatron.process.launcher"])
 def test_parsing_and_launching_import_nothing_heavy(module: str) -> None:
     heavy = "{'torch', 'megatron', 'pydantic', 'rich', 'numpy', 'transformers'}"
@@ -79,6 +92,7 @@ def test_parsing_and_launching_import_nothing_heavy(module: str) -> None:
         (RuntimeError("on fire"), 1, "Traceback (most recent call last):", "RuntimeError: on fire"),
         (KeyboardInterrupt(), 130, "", ""),
         (OSError(errno.ENAMETOOLONG, "too long", "zz"), 2, "zz: too long", "zz: too long"),
+        (OSError(errno.ELOOP, "links", "zz"), 2, "zz: links", "zz: links"),
         (OSError(errno.ENOENT, "of os.getcwd"), 2, GONE, GONE),
         (OSError(errno.ENOENT, NO_PLACE), 2, NO_ROOM, NO_ROOM),
     ],

@@ -34,6 +34,8 @@ def test_all_that_shapes_a_run_is_refused_at_once() -> None:
         "training.seed = 2: was 1",
     ]
     assert found.allowed == ["training.recompute: 'none' -> 'full'"]
+    # named weights also end the default preset, which needs no line of its own
+    assert changes("model.hf_path=x").refused == ["model.hf_path = 'x': was null"]
 
 
 def test_where_and_how_fast_it_runs_is_harmless() -> None:

@@ -120,6 +120,14 @@ DELTA_NETS = [
          "training.share_prompts = true", "needs micro-batches of one length"),
         (1, ["model.megatron.multi_latent_attention=true", "model.megatron.apply_rope_fusion=true"],
          "model.megatron.apply_rope_fusion = true", "does not support the fused kernel"),
+        (2, ["parallel.layout=tp=2", "parallel.sequence_parallel=false",
+             "model.megatron={multi_latent_attention: true, num_moe_experts: null}"],
+         "parallel.sequence_parallel = false", "latent attention with tp = 2 needs it"),
+        *((1, ["model.megatron.multi_latent_attention=true", f"model.megatron.{no_latent}"],
+           "model.megatron.multi_latent_attention = true", "allowed: without window_size")
+          for no_latent in ("window_size=[7, 0]", "softmax_type=learnable")),
+        (1, ["model.megatron.softmax_type=off-by-one"],
+         "model.megatron.softmax_type = 'off-by-one'", "allowed: vanilla or learnable"),
         (1, ["model.megatron.linear_attention_freq=2"],
          "model.megatron.experimental_attention_variant = null", "allowed: gated_delta_net"),
         (2, ["parallel.layout=tp=2", "model.megatron.moe_shared_expert_intermediate_size=33"],
@@ -181,6 +189,8 @@ DELTA_NETS = [
         (1, ["rollout.max_response_tokens=128"], "rollout.max_response_tokens = 128",
          "leaves no room for a prompt in max_sequence_length = 128; allowed: at most 127"),
         (1, ["data.max_prompt_tokens=97"], "data.max_prompt_tokens = 97", "allowed: at most 96"),
+        *((1, [f"logging.dir={place}"], f"logging.dir = '{place}'", "a folder of the system")
+          for place in ("/", "//", "/tmp/..", "/proc/self")),
         (1, ["rollout.group_size=1"], "rollout.group_size = 1", "allowed: from 2"),
         (1, ["rollout.max_staleness=1"], "rollout.max_staleness = 1",
          "draws the responses itself; allowed: 0, or engine = vllm"),

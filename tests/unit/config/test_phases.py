@@ -95,8 +95,11 @@ def test_the_reference_is_that_of_the_last_phase_that_renewed_it() -> None:
         ([{"reference": "renew"}], "training.phases[0].reference = 'renew': the first phase"),
         ([{"reference": "new"}], "training.phases[0].reference = 'new'"),
         ([{"model": {"preset": "tiny"}}], "training.phases[0].model"),
-        ([{"parallel": {"layout": "tp=2"}}], "training.phases[0].parallel"),
-        ([{"training": {"seed": 2}}], "training.phases[0].training"),
+        (
+            [{"routing": {"reference_replay": "r2"}}],
+            "training.phases[0].routing: stays the same for a whole run; set routing",
+        ),
+        ([{"training": {"seed": 2}}], "training.phases[0].training: stays the same for a whole"),
         ([{"rollout": 8}], "training.phases[0].rollout = 8: must be a mapping"),
         ([{"rollout": {"engine": "vllm"}}], "phases[0].rollout.engine: stays the same for a whole"),
         (

@@ -13,7 +13,7 @@ import pytest
 from gspo_megatron.data.formats import FieldMap
 from gspo_megatron.data.prompts import load_prompts
 from gspo_megatron.errors import DataError
-from tests.unit.data.corpora import refusal, write_rows
+from tests.unit.data.corpora import refusal, write_parquet, write_rows
 
 ROW = b'{"prompt": "a", "answer": "b"}\n'
 
@@ -80,3 +80,29 @@ def test_what_a_template_cannot_take_is_named(tmp_path: Path, chat_template: boo
         f"{path}:2: field 'b' is nan; a JSON value is wanted",
         f"{path}:3: data.template gives an empty prompt; a prompt needs some text",
     ]
+
+
+def test_a_list_in_a_template_becomes_lines(tmp_path: Path) -> None:
+    """MBPP names its functions only in `test_list`."""
+    fields = FieldMap(template="{text}\n{test_list}", answer=None)
+    rows = [{"text": "Add.", "test_list": ["assert f(1) == 2", "assert f(2) == 3"]}]
+    (prompt,) = load_prompts(write_rows(tmp_path / "p.jsonl", rows), fields)
+    assert prompt.text == "Add.\nassert f(1) == 2\nassert f(2) == 3"
+    assert prompt.fields == rows[0]
+    path = write_rows(tmp_path / "p.jsonl", [{"text": ["a", None], "test_list": {}}])
+    assert refusal(load_prompts, path, fields) == [
+        f"{path}:1: field 'text' holds a value that is null; a string, a number or a list of these "
+        "is wanted"
+    ]
+
+
+def test_a_reward_sees_the_same_row_from_parquet(tmp_path: Path) -> None:
+    """IFEval has the options of each instruction in `kwargs`. In Parquet all of them have all keys,
+    with nulls."""
+    kwargs = [[{"words": 7, "relation": "less than"}, {}], [{"language": "de"}]]
+    columns = {"prompt": ["a", "b"], "kwargs": kwargs, "note": ["c", None]}
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    paths = write_rows(tmp_path / "p.jsonl", rows), write_parquet(tmp_path / "p.parquet", columns)
+    plain, found = (load_prompts(path, FieldMap(answer=None)) for path in paths)
+    assert [prompt.fields for prompt in found] == [prompt.fields for prompt in plain]
+    assert found[0].fields["kwargs"] == kwargs[0]

@@ -99,6 +99,12 @@ def test_no_layer_with_experts_is_a_dense_model() -> None:
     found = shape(QWEN3_30B_A3B | {"num_hidden_layers": 2, "mlp_only_layers": [0, 1]})
     assert found.num_moe_experts is None
     assert not [name for name in found.megatron if name.startswith("moe_")]
+    assert family_of_shape(found).model_type == "qwen3"
+
+
+@pytest.mark.parametrize("family", ["hy_v3", "bailing_moe_v2"])
+def test_no_experts_in_a_family_with_dense_layers_first(family: str) -> None:
+    assert shape(model_config(family, num_experts=0)).num_moe_experts is None
 
 
 def test_both_spellings_of_the_rotary_base() -> None:

@@ -46,6 +46,10 @@ VARIANTS: list[Variant] = [
     *((family, {}) for family in CONFIGS),
     ("qwen3_moe", {"tie_word_embeddings": True, "norm_topk_prob": False}),
     ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
+    # families of experts, but all layers are dense
+    ("qwen3_moe", {"mlp_only_layers": [0, 1, 2, 3]}),
+    ("deepseek_v3", {"first_k_dense_replace": 4}),
+    ("ernie4_5_moe", {"moe_layer_start_index": 4}),
     ("qwen3", {"tie_word_embeddings": True}),
     ("qwen2_moe", {"norm_topk_prob": True, "mlp_only_layers": []}),
     ("olmoe", {"num_key_value_heads": 6, "norm_topk_prob": True}),

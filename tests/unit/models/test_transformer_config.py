@@ -232,28 +232,13 @@ def test_decoding_is_in_bf16_and_leaves_fp8_as_it_was(monkeypatch: pytest.Monkey
     assert policy.config.fp8 == "hybrid" and policy.config.moe_router_padding_for_quantization
 
 
-NATIVE, ENGINE = "torch_native", "transformer_engine"
+ENGINE = "transformer_engine"
 LATENT = {"multi_latent_attention": True}
 REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
-    "latent attention": (
-        NATIVE,
-        {**LATENT, "tensor_model_parallel_size": 2, "sequence_parallel": False},
-        ("parallel.sequence_parallel = false: ",),
-    ),
     "one epsilon of fused norms": (
         ENGINE,
         {**LATENT, "layernorm_epsilon": 1e-5},
         ("model.backend = transformer_engine: ", "1e-05"),
-    ),
-    "another softmax": (
-        NATIVE,
-        {"softmax_type": "off-by-one"},
-        ("model.megatron.softmax_type = off-by-one: ", "vanilla or learnable"),
-    ),
-    "a window in latent attention": (
-        NATIVE,
-        {**LATENT, "window_size": (7, 0)},
-        ("model.megatron.multi_latent_attention = true: ", "leave out window_size"),
     ),
     "sinks on parts of a sequence": (
         ENGINE,
