@@ -98,8 +98,9 @@ def find_damage(
     lines.
 
     share: (rank, size): check only every size-th file, so that ranks share the work; contents:
-    compare checksums, not only sizes; only: a function that says whether to check the file of a
-    given name.
+    compare the checksums of all files, and not only of the small ones at the top, which are read
+    to decide how the run goes on; only: a function that says whether to check the file of a given
+    name.
     """
     rank, size = share
     try:
@@ -108,7 +109,7 @@ def find_damage(
         return [str(error)] if rank == 0 else []
     damage = []
     for name in sorted(filter(only, files))[rank::size]:
-        wrong = _damage_of(folder / name, files[name], contents=contents)
+        wrong = _damage_of(folder / name, files[name], contents=contents or "/" not in name)
         damage += [] if wrong is None else [f"{name}: {wrong}"]
     if rank == 0:
         foreign = [name for name in files_below(folder) if name not in files and only(name)]

@@ -149,8 +149,9 @@ def conclude(
 def preview(
     config: AnyConfig, *, fresh: bool, change: bool = False, command: Sequence[str] = ()
 ) -> Start:
-    """Return the start that the ranks will find. Only the sizes of files are compared. Raises the
-    errors of `candidates` and `conclude`, and UserError if the run folder cannot be written."""
+    """Return the start that the ranks will find. Of files with tensors only the sizes are compared.
+    Raises the errors of `candidates` and `conclude`, and UserError if the run folder cannot be
+    written."""
     checkpoints = candidates(config, fresh=fresh)
     chosen, damage = first_whole(checkpoints, lambda path: find_damage(path, contents=False))
     start = conclude(config, chosen, damage, command, change=change)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from gspo_megatron.cli.arguments import Commands, add_nproc, config_parser, loading, not_negative
 from gspo_megatron.errors import UserError
+from gspo_megatron.observe.metrics_files import METRICS_FILE
 from gspo_megatron.process import ranks
 from gspo_megatron.process.cores import usable_cores
 from gspo_megatron.process.failures import INTERRUPTED, STOPPED
@@ -210,7 +211,8 @@ def command_of(name: str, arguments: argparse.Namespace) -> list[str]:
 
 def _is_finished(checked: Checked, command: Sequence[str]) -> bool:
     """Return whether the run in the run folder is finished and exported. If so, print this, and
-    write the report if it is missing."""
+    write the report if it is missing, or older than the metrics: the last start was then killed
+    between its last checkpoint and the report."""
     from gspo_megatron.checkpoint.resume import finished_text, run_folder
     from gspo_megatron.config import Config
 
@@ -218,16 +220,23 @@ def _is_finished(checked: Checked, command: Sequence[str]) -> bool:
     start = checked.start
     if start is None or start.state is None or not start.is_finished:
         return False
-    if isinstance(config, Config):
-        folder = run_folder(config)
-        if config.logging.plots and not (folder / "report.html").exists():
-            from gspo_megatron.observe.report import finish_run
-
-            finish_run(folder)
-    elif config.export.hf_path and not (Path(config.export.hf_path) / "config.json").exists():
+    exported = None if isinstance(config, Config) else config.export.hf_path
+    if exported and not (Path(exported) / "config.json").exists():
         return False
+    folder = run_folder(config)
+    if config.logging.plots and _last_written(folder / METRICS_FILE) > _last_written(
+        folder / "report.html"
+    ):
+        from gspo_megatron.observe.report import finish_run
+
+        finish_run(folder)
     print(finished_text(config, start.state, command), flush=True)
     return True
+
+
+def _last_written(path: Path) -> int:
+    """Return a file's time of change; 0 without the file."""
+    return path.stat().st_mtime_ns if path.exists() else 0
 
 
 def _advice(config: Config, config_path: str) -> str:

@@ -228,12 +228,13 @@ class JsonLinesWriter(AbstractContextManager):
         with self._refusals():
             os.fsync(self._file.fileno())
 
-    def truncate_after(self, step: int, phase: str = RL) -> None:
+    def truncate_after(self, step: int, phase: str = RL) -> list[Record]:
         """Drop all records after `step` of `phase`, so that the run can continue from there.
 
-        Keeps earlier phases and drops later ones. Replaces the file atomically: after a crash,
-        either the old file or the new one is there. Raises DataError and changes nothing if the
-        file has a damaged line (file:line), or a record of an unknown phase.
+        Keeps earlier phases and drops later ones. Returns the records that are left. Replaces the
+        file atomically: after a crash, either the old file or the new one is there. Raises
+        DataError and changes nothing if the file has a damaged line (file:line), or a record of an
+        unknown phase.
         """
         position = position_of({"phase": phase, "step": step})
         records = read_json_lines(self.path)
@@ -246,6 +247,7 @@ class JsonLinesWriter(AbstractContextManager):
             if len(kept) < len(records):
                 write_durably(self.path, b"".join(map(_encode, kept)))
             self._open()
+        return kept
 
     def close(self) -> None:
         with self._refusals():

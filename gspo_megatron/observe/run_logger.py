@@ -11,7 +11,7 @@ from gspo_megatron.config import to_shown_yaml
 from gspo_megatron.config.phases import phases_of
 from gspo_megatron.config.stages import AnyConfig
 from gspo_megatron.errors import tell
-from gspo_megatron.files import make_folder, os_errors, write_atomically
+from gspo_megatron.files import make_folder, os_errors, sync, write_atomically, write_durably
 from gspo_megatron.observe.environment import write_environment
 from gspo_megatron.observe.metrics_files import (
     CHANGES_FILE,
@@ -22,6 +22,7 @@ from gspo_megatron.observe.metrics_files import (
     SAMPLES_FILE,
     JsonLinesWriter,
     MetricsWriter,
+    Record,
     changed_config,
     changed_configs,
     read_changes,
@@ -88,7 +89,10 @@ class RunLogger:
             for file in self._files:
                 # An earlier start may have been killed after it wrote the metrics of this step.
                 is_late = is_unlogged and file in (self._metrics, self._evaluation)
-                file.truncate_after(step - 1 if is_late else step, phase)
+                last = step - 1 if is_late else step
+                kept = file.truncate_after(last, phase)
+                if file is self._metrics:
+                    self._tell_missing(kept, last)
             # a change that was taken back is still in the file
             undone = [] if phases_of(config) else read_changes(self.folder)
             if has_changed or any(each["step"] >= step for each in undone):
@@ -99,6 +103,16 @@ class RunLogger:
         has_servers = rollout is not None and rollout.engine == "vllm"
         write_environment(self.folder, rollout.vllm.python if has_servers else None)
         self.write_config(config)
+
+    def _tell_missing(self, records: Sequence[Record], last: int) -> None:
+        """Warn if the records do not reach the step `last`, for example because the file is older
+        than the checkpoint. Nothing but reports and trackers reads them."""
+        step = records[-1]["step"] if records else 0
+        if step < last:
+            tell(
+                f"warning: {self.folder / METRICS_FILE}: ends at step {step}, and the run resumes "
+                f"after step {last}; the metrics of the steps between them are lost"
+            )
 
     def write_config(self, config: AnyConfig, unread: Mapping[str, str] | None = None) -> None:
         """Write config.resolved.yaml. `unread`: keys without effect in this run, with reasons."""
@@ -129,6 +143,7 @@ class RunLogger:
             file.truncate_after(last_kept, stage)
             if changed:
                 file.append({"phase": stage, "step": step, "changed": list(changed)})
+                file.sync()  # the checkpoints of later steps must not be newer
         recorded = changed_configs(self.folder)
         for first in [first for first in recorded if first > last_kept + 1]:
             recorded.pop(first).unlink()
@@ -138,7 +153,9 @@ class RunLogger:
             if has_phases:  # whose first ones would change these values again
                 training = phase.training.model_copy(update={"phases": []})
                 phase = phase.model_copy(update={"training": training})
-            write_atomically(recorded[max(recorded)], to_shown_yaml(phase, {}).encode())
+            path = recorded[max(recorded)]
+            with os_errors(path, "cannot be written"):
+                write_durably(path, to_shown_yaml(phase, {}).encode())
 
     def progress(self, total: int, title: str, done: int = 0) -> Progress:
         """Return a progress display of one phase; `done` of its steps were finished earlier."""
@@ -168,6 +185,7 @@ class RunLogger:
         if self.is_main:
             self._trackers.forget_after(RL, step)
             shutil.copyfile(self.folder / METRICS_FILE, self.folder / name)
+            sync(self.folder / name)  # the later steps are then dropped from metrics.jsonl
 
     def write(self, phase: str, step: int, metrics: Mapping[str, Any]) -> None:
         """Write one step's metrics. Raises UserError as `sync` does."""

@@ -35,7 +35,7 @@ from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Schedule, build_trainer
 from gspo_megatron.objectives import Objective
 from gspo_megatron.observe.collapse import Alarm
-from gspo_megatron.observe.metrics_files import RL, read_draws
+from gspo_megatron.observe.metrics_files import DRAWS_FILE, RL, read_draws
 from gspo_megatron.observe.progress import Progress
 from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.collectives import on_main
@@ -424,8 +424,24 @@ def order_of_prompts(run: RunComponents, step: int) -> PromptLoader | PromptSele
         seed,
         step=step,
         staleness=config.rollout.staleness,
-        records=on_main(lambda: read_draws(run.logger.folder)),
+        records=on_main(lambda: _records_before(run)),
     )
+
+
+def _records_before(run: RunComponents) -> list[dict[str, Any]]:
+    """Return the records of draws.jsonl. Called on the main rank. Raises DataError if the last
+    ones are missing: the run would choose other prompts, without a word."""
+    folder, state = run.logger.folder, run.checkpoints.start.state
+    records = read_draws(folder)
+    last = max((record["step"] for record in records), default=0)
+    # a checkpoint of a run without data.selection has no "draw"
+    if state is not None and "draw" in state.loader and last < state.step:
+        raise DataError(
+            f"{folder / DRAWS_FILE}: ends at step {last}, and the checkpoint is of step "
+            f"{state.step}; data.selection needs the records of all steps: put the whole file of "
+            "this run here"
+        )
+    return records
 
 
 def collect(collector: Collector, rows: Iterator[list[int]], of_step: RolloutRequest) -> Experience:

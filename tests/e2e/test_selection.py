@@ -127,6 +127,17 @@ def test_a_killed_run_draws_the_same(undisturbed: Path, tmp_path: Path) -> None:
     assert_same_draws(run, undisturbed)
 
 
+def test_a_run_without_its_last_records_is_refused(undisturbed: Path, tmp_path: Path) -> None:
+    """The folder was copied while the run wrote it, so the records are older than the
+    checkpoint."""
+    config = copied(undisturbed, tmp_path, with_run=True)
+    file = config.parent / "run" / "draws.jsonl"
+    lines = [line for line in file.open() if json.loads(line)["step"] < STEPS]
+    file.write_text("".join(lines))
+    told = train(config, f"training.steps={STEPS + 1}", expect=2).stderr
+    assert f"{file}: ends at step {STEPS - 1}, and the checkpoint is of step {STEPS}; " in told
+
+
 def test_other_layouts_draw_the_same(undisturbed: Path, tmp_path: Path) -> None:
     config = copied(undisturbed, tmp_path)
     train(config, "parallel.layout=tp=2,ep=2,dp=2", "training.steps=5")

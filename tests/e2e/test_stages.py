@@ -224,3 +224,7 @@ def test_the_summary_is_of_the_stage(base: Path) -> None:
     text = (base / "sft" / "report.html").read_text()
     last = json.loads((base / "sft" / "metrics.jsonl").read_text().splitlines()[-1])
     assert "held-out loss" in text and f"{last['evaluation/loss']:.2f}" in text
+    # as if the run had been killed after its last checkpoint
+    (base / "sft" / "report.html").unlink()
+    run("sft", base / "sft.yaml")
+    assert (base / "sft" / "report.html").read_text() == text

@@ -204,6 +204,19 @@ def test_many_damaged_files_do_not_fill_the_screen(config: Config) -> None:
     assert notes[-1] == f"resuming from {whole}, the newest undamaged checkpoint, at step 2 of 9"
 
 
+@pytest.mark.parametrize("name", [STATE_FILE, CONFIG_FILE, MODEL_FILE])
+def test_an_altered_small_file_is_damage_and_no_other_run(config: Config, name: str) -> None:
+    """The contents of these files decide how the run goes on. So an altered one must not be taken
+    for the record of a run with other inputs or of another version."""
+    used, damaged = (add(config, Position("rl", step)) for step in (3, 6))
+    content = bytearray((damaged / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (damaged / name).write_bytes(content)
+    start = preview(config, fresh=False)
+    assert start.checkpoint == used
+    assert start.notes[0].startswith(f"checkpoint rl_00000006 is damaged and not used: {name}: alt")
+
+
 def test_without_an_undamaged_checkpoint_nothing_begins_anew_unasked(config: Config) -> None:
     for step in (1, 2):
         (add(config, Position("rl", step)) / MANIFEST).unlink()

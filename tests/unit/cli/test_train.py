@@ -110,6 +110,27 @@ def test_a_change_that_a_phase_replaces_is_told(
     assert [what for what, *_ in calls] == ["train", "train"]
 
 
+def test_a_finished_run_gets_the_report_that_a_kill_prevented(
+    write_config: ConfigWriter, gspo: Command, tmp_path: Path
+) -> None:
+    """A run was killed after its last checkpoint. The report is missing or, if the run had been
+    continued with more steps, it is the report of the earlier end."""
+    words = ["training.steps=3", "checkpoint.interval=1", f"logging.dir={tmp_path}/run"]
+    path, report = write_config(), tmp_path / "run" / "report.html"
+    add(load_config(path, words), Position("rl", 3))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.write_text('{"step": 3, "reward/mean": 0.5}\n')
+    assert gspo("train", path, *words)[0] == 0
+    text = report.read_text()
+    report.write_text("the earlier end")
+    os.utime(report, ns=(0, metrics.stat().st_mtime_ns - 1))
+    assert gspo("train", path, *words)[0] == 0
+    assert report.read_text() == text
+    before = report.stat()
+    assert gspo("train", path, *words)[0] == 0
+    assert report.stat() == before
+
+
 def test_a_pod_launches_the_ranks_of_its_machine(
     write_config: ConfigWriter, gspo: Command, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -110,6 +111,29 @@ def test_a_phase_is_written_without_the_list_of_phases(tmp_path: Path) -> None:
     assert changes(tmp_path) == [] and temperatures(tmp_path) == {1: 1.0}
 
 
+def test_changes_and_kept_metrics_are_on_the_disk_before_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a loss of power, a later checkpoint without the record of the change would hide it, and
+    a rollback would lose the metrics that it takes back."""
+    on_disk: dict[int, int] = {}  # sizes by the numbers of inodes
+    fsync = os.fsync
+
+    def noted(file: int) -> None:
+        on_disk[os.fstat(file).st_ino] = os.fstat(file).st_size
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    start(tmp_path, 3, COLDER, changed=[LINE])
+    config = parse_config({"data": {"tokenizer": "t.model"}, "logging": {"dir": str(tmp_path)}})
+    with RunLogger(config, True, ("rl", 3)) as logger:
+        logger.write("rl", 4, {"loss": 0.5})
+        logger.go_back(3, "kept.jsonl")
+    for name in ("changes.jsonl", "config.from_step_00000004.yaml", "kept.jsonl"):
+        found = (tmp_path / name).stat()
+        assert on_disk.get(found.st_ino) == found.st_size > 0, name
+
+
 def test_a_change_of_fine_tuning_is_recorded_with_its_stage(tmp_path: Path) -> None:
     values = {"data": {"tokenizer": "t.model"}, "logging": {"dir": str(tmp_path)}}
     line = "optimizer.learning_rate: 0.0001 -> 0.5"
@@ -157,3 +181,21 @@ def test_a_step_whose_evaluation_is_repeated_has_its_metrics_once(
     for name, steps in names.items():
         records = read_json_lines(tmp_path / f"{name}.jsonl")
         assert [record["step"] for record in records] == steps, name
+
+
+@pytest.mark.parametrize("is_unlogged", [False, True])
+def test_lost_metrics_are_told(
+    tmp_path: Path, is_unlogged: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file is older than the checkpoint, for example because the folder was copied while the
+    run went on."""
+    config = parse_config({"data": {"tokenizer": "t.model"}, "logging": {"dir": str(tmp_path)}})
+    with RunLogger(config, True) as logger:
+        for step in (0, 1, 2):
+            logger.write("rl", step, {"loss": 0.5})
+    for step in (2 + is_unlogged, 5):
+        RunLogger(config, True, ("rl", step), is_unlogged=is_unlogged).close()
+    last = 4 if is_unlogged else 5
+    lost = f"ends at step 2, and the run resumes after step {last}; "
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: {tmp_path}/metrics.jsonl: {lost}")
