@@ -51,7 +51,9 @@ class VllmSection(Section):
         "null: /dev/shm for servers beside rank 0, else the run folder",
     )
     restarts: NotNegative = harmless(
-        3, "largest number of restarts of each server, and of the rollout service"
+        3,
+        "largest number of restarts of each server, and of the rollout service; of a server of "
+        "urls: largest number of attempts to use it again between two updates of its weights",
     )
     weight_update_timeout_seconds: Positive = harmless(
         600,

@@ -247,9 +247,15 @@ def text_of(content: Any) -> str | None:
 
 
 def tools_of(row: Mapping[str, Any], template: str | None) -> tuple[list[Any], str | None]:
+    """Return what `tools_in` returns, without the tools if the chat template does not read them."""
+    tools, fault = tools_in(row)
+    return (tools if template is not None and "tools" in _read_by(template) else []), fault
+
+
+def tools_in(row: Mapping[str, Any]) -> tuple[list[Any], str | None]:
     """Return the descriptions of tools in a row's field `tools`, a list of objects or such a list
-    as JSON text, if the chat template reads them, and what is wrong with them, or None. Other
-    values belong to a field of another meaning."""
+    as JSON text, and what is wrong with them, or None. Other values belong to a field of another
+    meaning."""
     tools = row.get("tools")
     if isinstance(tools, str):
         try:
@@ -260,7 +266,7 @@ def tools_of(row: Mapping[str, Any], template: str | None) -> tuple[list[Any], s
         return [], None  # no tools, or a field of another meaning
     if fault := _fault_of_texts(tools):
         return [], f"field 'tools' {fault}"
-    return (tools if template is not None and "tools" in _read_by(template) else []), None
+    return tools, None
 
 
 def tools_of_prompt(

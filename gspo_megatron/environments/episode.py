@@ -28,6 +28,7 @@ from gspo_megatron.environments.conversation import Conversation
 from gspo_megatron.environments.transcript import Transcript, Written
 from gspo_megatron.errors import EpisodeError, RolloutError, UnplayableError
 from gspo_megatron.plugins import origin, own_copy, own_record
+from gspo_megatron.process.coroutines import outcome_of
 from gspo_megatron.rewards.values import NoRewardError, checked
 from gspo_megatron.types import Message, Prompt, TurnRewards
 
@@ -334,31 +335,20 @@ class EpisodeRunner:
     async def _play(self, client: Client) -> Trajectory | None:
         """Return the environment's result; None if a limit ended the episode and the reward
         function will score it."""
-        work = asyncio.ensure_future(self._rollout(client))
-        try:
-            await asyncio.wait([work])
-        except asyncio.CancelledError:  # the caller no longer needs the episode
-            work.cancel()
-            await asyncio.wait([work])
-            raise
-        if work.cancelled():
-            raise EpisodeError("rollout cancelled itself")
-        try:
-            return work.result()
-        except LimitReached as reached:
+        given, error = await outcome_of(lambda: self.environment.rollout(client, client.task))
+        if isinstance(error, LimitReached):
             if gives_rewards(self.environment):
                 raise EpisodeError(
                     f"gives_rewards is true, and no reward was given when a limit ended the "
-                    f"episode ({reached}: environment.max_turns, rollout.max_response_tokens); "
+                    f"episode ({error}: environment.max_turns, rollout.max_response_tokens); "
                     "rollout has to catch LimitReached and to return the reward of the turns so far"
-                ) from reached
+                ) from error
             return None
-
-    async def _rollout(self, client: Client) -> Trajectory | None:
-        try:
-            return await self.environment.rollout(client, client.task)
-        except SystemExit as end:  # it would end the event loop, and so all other episodes
-            raise EpisodeError(f"rollout ended with {end!r}") from end
+        if isinstance(error, Exception):
+            raise error
+        if error is not None:
+            raise EpisodeError(f"rollout ended with {error!r}") from error
+        return given
 
 
 def check_seconds(seconds: float) -> None:

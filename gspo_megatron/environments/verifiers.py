@@ -8,7 +8,6 @@ for an episode call the policy through the gateway, which records the policy's t
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
 import os
@@ -17,18 +16,13 @@ import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gspo_megatron.environments.episode import Client, Trajectory, check_seconds, within
-from gspo_megatron.environments.gateway import (
-    EpisodeSession,
-    Gateway,
-    new_key,
-    reaching_loopback,
-)
+from gspo_megatron.environments.gateway import Gateway, new_key, reaching_loopback
 from gspo_megatron.errors import EpisodeError, UnplayableError
 from gspo_megatron.files import WRONG_VALUES
 from gspo_megatron.process.keeper import command_under_keeper
@@ -47,6 +41,9 @@ class _VerifiersProcess:
     writer: asyncio.StreamWriter
     end: weakref.finalize
     answers: dict[int, asyncio.Future[dict[str, Any]]] = field(default_factory=dict)
+    # Keys that no episode uses, and keys of aborted episodes whose programs may still run.
+    free_keys: list[str] = field(default_factory=list)
+    aborted: dict[int, str] = field(default_factory=dict)
     reading: asyncio.Task[None] | None = None
 
     def has_ended(self) -> bool:
@@ -62,6 +59,8 @@ class _VerifiersProcess:
             while line := await reader.readline():
                 answer = json.loads(line)
                 waiting = self.answers.get(answer["id"])
+                if answer["id"] in self.aborted:
+                    self.free_keys.append(self.aborted.pop(answer["id"]))
                 if waiting is not None and not waiting.done():
                     waiting.set_result(answer)
         except ConnectionError:
@@ -93,7 +92,6 @@ class Verifiers:
         self._settings = {"taskset": taskset_id, "options": options}
         self._gateway = Gateway()
         self._process: _VerifiersProcess | None = None
-        self._free_keys: list[str] = []
         self._numbers, self._starting = itertools.count(), asyncio.Lock()
 
     async def rollout(self, client: Client, task: Prompt) -> Trajectory | None:
@@ -104,8 +102,10 @@ class Verifiers:
         async with self._starting:
             if self._process is None or self._process.has_ended():
                 self._process = await self._start(client.limits.turns)
-        with self._session(client) as (key, session):
-            answer = await self._play(self._process, client, task.fields[TASK_FIELD], key)
+        process = self._process
+        key = process.free_keys.pop() if process.free_keys else new_key()
+        with self._gateway.session(client, key) as session:
+            answer = await self._play(process, client, task.fields[TASK_FIELD], key)
         session.check()
         if "error" in answer:
             raise EpisodeError(answer["error"])
@@ -124,15 +124,6 @@ class Verifiers:
         if process.returncode:
             raise EpisodeError("verifiers gives no tasks; what it printed above says why")
 
-    @contextlib.contextmanager
-    def _session(self, client: Client) -> Generator[tuple[str, EpisodeSession]]:
-        """Open a session. The key of an aborted episode is not reused, because its program may
-        still use it."""
-        key = self._free_keys.pop() if self._free_keys else new_key()
-        with self._gateway.session(client, key) as session:
-            yield key, session
-        self._free_keys.append(key)
-
     async def _play(
         self, process: _VerifiersProcess, client: Client, task: Any, key: str
     ) -> dict[str, Any]:
@@ -147,9 +138,14 @@ class Verifiers:
                 f"it took longer than environment.options.seconds = {self._seconds:g}"
             ) from None
         finally:
+            # The key is used again when the task has ended. Otherwise verifiers would hold another
+            # client for each aborted episode.
             del process.answers[number]
             if answer.cancelled():
+                process.aborted[number] = key
                 process.tell({"cancel": number})
+            else:
+                process.free_keys.append(key)
 
     async def _start(self, max_turns: int) -> _VerifiersProcess:
         """Start the process. Raises UnplayableError if verifiers refuses the settings."""

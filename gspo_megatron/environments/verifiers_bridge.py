@@ -9,7 +9,8 @@ The socket carries one JSON object on each line. The first input line is SETTING
 "options": the fields of verifiers' environment, "url": the policy's URL, "max_turns": n}. Then come
 {"id": n, "key": the episode's API key, "task": the row's task} and {"cancel": n}. The answer to the
 settings is {"problem": ...} or {}. The answer to a task is {"id": n, "reward": x,
-"truncated": bool} or {"id": n, "error": ...}.
+"truncated": bool} or {"id": n, "error": ...}. It also comes for a cancelled task, when the task has
+ended.
 """
 
 from __future__ import annotations
@@ -126,13 +127,14 @@ class Bridge:
                 else:
                     task = asyncio.create_task(self._answer(order, writer))
                     self.playing[order["id"]] = task
+                    await asyncio.sleep(0)  # if cancelled before it begins, it would never answer
             for task in self.playing.values():
                 task.cancel()
 
     async def _answer(self, order: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         try:
             answer = await self._play(order["task"], order["key"])
-        except (Exception, SystemExit) as error:  # noqa: BLE001 (any code of the taskset)
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 (any code)
             answer = {"error": _described(error)}
         finally:
             del self.playing[order["id"]]

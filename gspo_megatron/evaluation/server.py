@@ -15,6 +15,7 @@ import aiohttp
 from gspo_megatron.addresses import keyed_session, read_answer, wait_as_told
 from gspo_megatron.config.load import dump_yaml, parse_suites
 from gspo_megatron.config.schema import SuiteSection, suite_key
+from gspo_megatron.data.chat import tools_in
 from gspo_megatron.data.formats import field_map
 from gspo_megatron.data.prompts import load_prompts
 from gspo_megatron.errors import ConfigError, DataError, RolloutError, gathered_in
@@ -176,6 +177,9 @@ class ServerEvaluation:
             request["max_tokens"] = suite.max_response_tokens
         if suite.top_k:  # OpenAI's own API does not have this parameter
             request["top_k"] = suite.top_k
+        if prompt.tools:
+            # "none": the server describes the tools, and does not take calls out of the text.
+            request |= {"tools": list(prompt.tools), "tool_choice": "none"}
         answer = await _call(session, f"{self.url}/v1/chat/completions", request)
         try:
             choice = answer["choices"][0]
@@ -246,7 +250,8 @@ def _record(sample: Sample, score: Score | None, least: float) -> dict[str, Any]
 
 
 def _load(name: str, suite: SuiteSection) -> list[Prompt]:
-    """Load a suite's problems as messages. The server applies its chat template, if it has one.
+    """Load a suite's problems as messages, with the tools of their rows. The server applies its
+    chat template, if it has one.
 
     Raises DataError with the faults of all files."""
     prompts: list[Prompt] = []
@@ -256,7 +261,14 @@ def _load(name: str, suite: SuiteSection) -> list[Prompt]:
             prompts += load_prompts(path, field_map(suite, suite_key(name)), chat_template=True)
     if problems:
         raise DataError("\n".join(problems))
-    return prompts[: suite.limit]
+    return [replace(each, tools=_tools(each)) for each in prompts[: suite.limit]]
+
+
+def _tools(prompt: Prompt) -> tuple[dict[str, Any], ...]:
+    tools, fault = tools_in(prompt.fields)
+    if fault is not None:
+        raise DataError(f"{prompt.source}: {fault}")
+    return tuple(tools)
 
 
 def _text(content: Any) -> str:

@@ -1,8 +1,9 @@
 """Ends runs early. A signal, or a Slurm job whose time runs out, requests a checkpoint and an
 orderly end. A hang ends the run at once.
 
-A scheduler sends SIGTERM or SIGUSR1 some time before it ends a job. The ranks notice the signal at
-different moments, so they agree on when to stop: at the end of a step, or after its rollouts.
+A scheduler sends SIGTERM or SIGUSR1 some time before it ends a job, and a terminal that is closed
+sends SIGHUP. The ranks notice the signal at different moments, so they agree on when to stop: at
+the end of a step, or after its rollouts.
 """
 
 from __future__ import annotations
@@ -27,9 +28,8 @@ from gspo_megatron.observe.environment import output_of
 from gspo_megatron.platform.collectives import on_main
 from gspo_megatron.platform.groups import Ranks
 from gspo_megatron.process.heartbeat import Heartbeat
-from gspo_megatron.process.signals import saved_at_interrupt
+from gspo_megatron.process.signals import end_signals, saved_at_interrupt
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _LONGEST_WAIT = 60.0  # seconds between two checks of the time left
 _SQUEUE_TIMEOUT_SECONDS = 30
 _TIME = re.compile(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)")  # days-hours:minutes:seconds
@@ -125,7 +125,8 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if self._enabled:
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+            numbers = (*end_signals(), signal.SIGUSR1)
+            self._before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
-from collections.abc import Coroutine, Generator, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -34,6 +34,29 @@ async def run_together(coroutines: Iterable[Coroutine[Any, Any, _T]]) -> list[_T
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+async def outcome_of(call: Callable[[], Awaitable[_T]]) -> tuple[_T | None, BaseException | None]:
+    """Call the user's code. Returns its result and None, or None and its error. Only a
+    KeyboardInterrupt is raised: a SystemExit would end the event loop, and a CancelledError would
+    look as if the caller had been cancelled."""
+
+    async def run() -> tuple[_T | None, BaseException | None]:
+        try:
+            return await call(), None
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 (the user's code may raise anything)
+            return None, error
+
+    task = asyncio.ensure_future(run())
+    try:
+        await asyncio.wait([task])
+    except asyncio.CancelledError:  # the caller no longer needs the result
+        task.cancel()
+        await asyncio.wait([task])
+        raise
+    return task.result()
 
 
 class OwnLoop:

@@ -39,7 +39,7 @@ _TAIL_LINES = 200  # the number of last lines of a rank's output that the launch
 _LONGEST_LINE = 8192  # in bytes, because a rank may write no line breaks
 _DRAIN_SECONDS = 1.0
 _POLL_SECONDS = 0.02
-_SAVING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SAVING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def launch(
@@ -62,9 +62,10 @@ def launch(
 
     `grace_seconds`: the time from the request to end until SIGKILL. `settle_seconds`: after a
     failure, the launcher waits this long for failures of other ranks, because the first rank that
-    dies may not be the cause. `saves_on_signals`: after SIGTERM and SIGINT the ranks save the run,
-    without a time limit. A second signal ends the ranks at once. If a rank cannot save yet, the
-    first signal ends this rank, and then the launcher ends all other ranks.
+    dies may not be the cause. `saves_on_signals`: after SIGTERM, SIGINT and SIGHUP the ranks save
+    the run, without a time limit. A second signal other than SIGHUP ends the ranks at once. If a
+    rank cannot save yet, the first signal ends this rank, and then the launcher ends all other
+    ranks.
     """
     # Linux ends a rank when the thread that started it ends. Signals arrive in the main thread.
     assert threading.current_thread() is threading.main_thread(), "launched off the main thread"
@@ -298,11 +299,13 @@ class _Job:
     def on_signal(self, signum: signal.Signals) -> None:
         if signum == signal.SIGUSR1:
             self.send(signum)
+        elif signum == signal.SIGHUP and self.saving_by is not None:
+            pass  # a terminal that closes sends it more than once, also after SIGTERM
         elif self.is_stopping:
             self.end_by(signal.SIGKILL)  # the second request
         elif signum in _SAVING_SIGNALS and self.saves_on_signals and self.saving_by is None:
             self.saving_by = signum
-            if signum == signal.SIGTERM:  # at Ctrl-C rank 0 tells whether the run is saved
+            if signum != signal.SIGINT:  # at Ctrl-C rank 0 tells whether the run is saved
                 _tell("told to end: saving the run; a second signal ends it now")
             self.send(signum)
         else:

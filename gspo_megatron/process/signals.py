@@ -55,8 +55,8 @@ def saved_at_interrupt(request: Callable[[], None], *, tells: bool) -> Generator
 
 
 def end_signals() -> list[signal.Signals]:
-    """Return the signals that ask a server to end: SIGTERM, and SIGHUP of a closed terminal, unless
-    it is ignored, as under nohup."""
+    """Return the signals that ask a server or a run to end: SIGTERM, and SIGHUP of a closed
+    terminal, unless it is ignored, as under nohup."""
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGTERM, *([] if is_ignored else [signal.SIGHUP])]
 

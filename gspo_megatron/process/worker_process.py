@@ -18,6 +18,7 @@ from typing import Any
 
 from gspo_megatron.errors import UserError
 from gspo_megatron.plugins import origin
+from gspo_megatron.process.coroutines import outcome_of
 
 _LENGTH = struct.Struct("<Q")
 VALUE, ERROR, REFUSED, TIMEOUT = "value", "error", "refused", "timeout"
@@ -79,7 +80,7 @@ def main(descriptor: int) -> None:
         number, argument = request
         try:
             value = function.call(argument)
-        except Exception as error:  # noqa: BLE001 (the user's code may raise anything)
+        except BaseException as error:  # noqa: BLE001 (the user's code may raise anything)
             _write(stream, (number, *_failure(error)))
         else:
             stream.write(_answer(number, value, function))
@@ -99,7 +100,7 @@ def _write(stream: BufferedRWPair, content: Any) -> None:
     stream.flush()
 
 
-def _failure(error: Exception) -> tuple[str, tuple[str, ...]]:
+def _failure(error: BaseException) -> tuple[str, tuple[str, ...]]:
     if isinstance(error, UserError):
         return REFUSED, (type(error).__name__, str(error))
     return ERROR, (type(error).__name__, str(error), origin(error))
@@ -117,20 +118,16 @@ async def _serve_coroutines(connection: socket.socket, function: Function, timeo
     running: set[asyncio.Task[None]] = set()
 
     async def serve(number: int, argument: Any) -> None:
-        call = asyncio.ensure_future(function.call(argument))
+        call = asyncio.create_task(outcome_of(lambda: function.call(argument)))
         # asyncio.wait_for is not used, because after the timeout it would still wait for a call
         # that ignores its cancellation.
         if not (await asyncio.wait({call}, timeout=timeout))[0]:
             call.cancel()
             writer.write(frame((number, TIMEOUT, None)))
             return
-        error = call.exception()
-        if error is None:
-            writer.write(_answer(number, call.result(), function))
-        elif isinstance(error, Exception):
-            writer.write(frame((number, *_failure(error))))
-        else:
-            raise error
+        value, error = call.result()
+        failed = None if error is None else frame((number, *_failure(error)))
+        writer.write(failed or _answer(number, value, function))
 
     while True:
         try:

@@ -20,7 +20,7 @@ from gspo_megatron.config.reward_model import PART, REWARD_MODEL
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.errors import RewardError, UserError, printable, tell
 from gspo_megatron.plugins import origin
-from gspo_megatron.process.coroutines import BusySeconds, OwnLoop, run_together
+from gspo_megatron.process.coroutines import BusySeconds, OwnLoop, outcome_of, run_together
 from gspo_megatron.process.heartbeat import heartbeat
 from gspo_megatron.process.workers import WorkerError
 from gspo_megatron.rewards.registry import Reward
@@ -246,7 +246,9 @@ class Scorer:
                 value = self.reward(given)
                 self._done += 1
                 return value
-            except (Exception, SystemExit) as error:  # noqa: BLE001 (of the user's code)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # noqa: BLE001 (of the user's code)
                 tries += 1
                 wait = self._wait_after(error, tries, given, failures)
             finally:
@@ -258,17 +260,15 @@ class Scorer:
     async def _call_async(
         self, given: Any, slots: asyncio.Semaphore, failures: list[BaseException]
     ) -> Any:
-        tries = 0
+        tries, limit = 0, slots if self.workers is None else contextlib.nullcontext()
+        function = self.reward if self.workers is None else self.workers.call
         while True:
             try:
-                if self.workers is not None:
-                    value = await self.workers.call(given)
-                else:
-                    async with slots:
-                        value = await self.reward(given)
-                self._done += 1
-                return value
-            except (Exception, SystemExit) as error:  # noqa: BLE001 (of the user's code)
+                async with limit:
+                    value, error = await outcome_of(lambda: function(given))
+                if error is None:
+                    self._done += 1
+                    return value
                 tries += 1
                 wait = self._wait_after(error, tries, given, failures)
             finally:

@@ -1,11 +1,14 @@
-"""Ctrl-C in a terminal. The first Ctrl-C saves the run, and the second one ends it immediately."""
+"""A run in a terminal. The first Ctrl-C saves the run, and the second one ends it immediately. The
+end of the terminal saves the run, too."""
 
 from __future__ import annotations
 
 import os
 import pty
 import re
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -59,16 +62,23 @@ class Terminal:
         assert can_fork(words, environ)
         self.process = start(words, environ, None, [screen] * 3)
         os.close(screen)
-        self.output = b""
+        self.output, self._is_closed = b"", False
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
         try:
-            while part := os.read(self._keys, 4096):
+            while not self._is_closed and (part := os.read(self._keys, 4096)):
                 self.output += part
         except OSError:  # the last program has closed the terminal
             pass
+
+    def close(self) -> None:
+        """Close the terminal, as the end of a connection by ssh does."""
+        self._is_closed = True
+        os.write(self._keys, b" ")  # its echo wakes the reader
+        self._reader.join(timeout=60)
+        os.close(self._keys)
 
     def press_ctrl_c(self) -> None:
         os.write(self._keys, b"\x03")
@@ -150,6 +160,20 @@ def test_the_first_saves_the_run(
     lines = terminal.end(75)
     assert lines.count(SAVING) == 1
     assert lines[-1].startswith("stopped as asked") and "the same command resumes" in lines[-1]
+    assert "rl_00000001_rollouts" in checkpoint_names(config.parent / "run")
+
+
+@pytest.mark.parametrize("words", [ONE, TWO])
+def test_the_end_of_the_terminal_saves_the_run(
+    config: Path, held: Callable[..., Terminal], words: tuple[str, ...]
+) -> None:
+    terminal = held(*words)
+    terminal.close()
+    time.sleep(0.5)
+    terminal.process.send_signal(signal.SIGHUP)  # as a shell does for its jobs
+    time.sleep(0.5)
+    (config.parent / "hold").unlink()
+    terminal.end(75)
     assert "rl_00000001_rollouts" in checkpoint_names(config.parent / "run")
 
 

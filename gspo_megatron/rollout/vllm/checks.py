@@ -68,7 +68,9 @@ class Abilities:
     is_extended: bool = False  # whether it has our worker extension
     workers: int = 0  # number of processes that hold its weights; 0: it has more than one engine
     counts_tokens: bool = False  # whether it reports the number of tokens of responses in progress
-    sequences: int = 0  # number of sequences that it works on at a time; 0: not reported
+    engines: int = 1  # number of engines among which it divides its requests
+    # number of sequences that each engine works on at a time; 0: not reported
+    sequences: int = 0
     gives_parts: bool = False  # whether it has our middleware, for requests for several responses
 
     @property
@@ -96,6 +98,7 @@ async def check_server(
         abilities = Abilities(
             layout.get("worker_extension_cls") == WORKER,
             layout["world_size"] if layout["data_parallel_size"] == 1 else 0,
+            engines=_engines(layout),
             sequences=found.get("scheduler_config", {}).get("max_num_seqs", 0),
             gives_parts=await client.gives_parts(seconds=seconds),
         )
@@ -126,6 +129,13 @@ async def check_server(
     if lacks:
         raise RolloutError("; ".join(lacks))
     return abilities
+
+
+def _engines(layout: Mapping[str, Any]) -> int:
+    """Return the number of engines behind a server. If something else divides the requests among
+    several servers with data parallelism, each server has only its own engines."""
+    is_part = layout.get("data_parallel_external_lb") or layout.get("data_parallel_hybrid_lb")
+    return layout["data_parallel_size_local" if is_part else "data_parallel_size"]
 
 
 def _lacks(found: Mapping[str, Any], needs: Needs) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 A server that dies, hangs or fails the check of its weights gets no more requests. Its current
 requests go to other servers (`scheduler`). A server that this run started is restarted with the
-newest weights.
+newest weights. Any other server is tried again after a while, and gets the newest weights.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ from gspo_megatron.rollout.vllm.weights import (
 )
 
 _LOOK_SECONDS = 1.0  # time between two checks of a server's health
+# A server that this run has not started is tried again after this time; each further time is five
+# times as long, up to _LONGEST_PAUSE.
+_FIRST_PAUSE, _LONGEST_PAUSE = 2.0, 300.0
 
 
 class Fleet:
@@ -111,6 +114,8 @@ class Fleet:
             is_lost = not server.serves or not await self.loader.renew(server, weights)
             if is_lost and server.bringing is not None:
                 await asyncio.wait([server.bringing])
+            elif server.start is None:
+                server.failures = 0  # only failures without an update between them count
         except OutOfFilesError:
             raise
         except (ServerGone, ServerRefused, RolloutError) as error:
@@ -166,9 +171,11 @@ class Fleet:
         If new weights may arrive while responses are generated, no request may wait inside the
         server, and one place stays free for the check of the weights.
         """
-        if not self.settings.max_staleness or not server.abilities.sequences:
-            return MOST_REQUESTS
-        return min(MOST_REQUESTS, max(1, server.abilities.sequences - 1))
+        abilities = server.abilities
+        most, places = MOST_REQUESTS * abilities.engines, abilities.sequences * abilities.engines
+        if not self.settings.max_staleness or not places:
+            return most
+        return min(most, max(1, places - 1))
 
     def lose_server(self, server: Server, why: str) -> None:
         """Put a server that does not answer any more out of service, and restart it."""
@@ -196,12 +203,16 @@ class Fleet:
         await self.changes.announce()
 
     async def _restart(self, server: Server) -> None:
-        """Restart a server that this run started, with the newest weights, until it works or no
-        restart is left."""
-        while server.start is not None and server.restarts < self.settings.restarts:
+        """Restart a server that this run started, or try another server again, until it has the
+        newest weights and works, or until no restart is left."""
+        while server.failures < self.settings.restarts:
+            pause = min(_FIRST_PAUSE * 5 ** min(server.failures, 9), _LONGEST_PAUSE)
             server.restarts += 1
-            message = f"{server.name}: {server.why_out}; restart {server.restarts}"
-            tell(printable(message), sys.stdout)
+            server.failures += 1
+            what = f"restart {server.restarts}" if server.start else f"tried again in {pause:g} s"
+            tell(printable(f"{server.name}: {server.why_out}; {what}"), sys.stdout)
+            if server.start is None:
+                await asyncio.sleep(pause)
             await self._start(server)
             if server.serves:
                 return

@@ -16,7 +16,7 @@ from gspo_megatron.rollout.vllm.worker.gspo_vllm_answers import ModelFacts
 
 Process = ServerProcess | RemoteProcess
 
-# The largest number of requests in flight to one server. This number is large, because vLLM's
+# The largest number of requests in flight to one engine of a server. It is large, because vLLM's
 # scheduler works best with a queue.
 MOST_REQUESTS = 512
 FEWEST_REQUESTS = 8  # the number never falls below this, even with a full cache
@@ -110,6 +110,7 @@ class Server:
     # time with requests or new weights
     working: BusySeconds = field(default_factory=BusySeconds)
     restarts: int = 0
+    failures: int = 0  # restarts that count, see `Fleet._restart`
     abilities: Abilities = field(default_factory=Abilities)
     # Key of the process group in which rank 0 sends weights to the server. None: no weights are
     # awaited.

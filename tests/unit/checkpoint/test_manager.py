@@ -280,6 +280,32 @@ def test_a_checkpoint_that_an_error_saves_has_the_metrics_of_its_step(
     assert RunState.read(checkpoints.folder / "rl_00000005").metrics == {}
 
 
+def test_the_last_step_of_a_phase_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next phase begins with this checkpoint. The interval is 2."""
+
+    def state(self: Checkpoints, phase: str, step: int, *_: Any) -> RunState:
+        return RunState(phase, step, {}, {}, {}, "tp=1", 1, {})
+
+    monkeypatch.setattr(Checkpoints, "_state", state)
+    checkpoints, nothing = manager(tmp_path, []), cast(Any, None)
+    for step in (1, 3):
+        is_border = step == 3
+        checkpoints.end_of_step(RL, step, nothing, nothing, {}, is_last=False, is_border=is_border)
+    assert checkpoints.next_start().checkpoint == checkpoints.folder / "rl_00000003"
+    assert not (checkpoints.folder / "rl_00000001").exists()
+
+
+def test_checkpoints_that_a_rollback_needs_stay(tmp_path: Path) -> None:
+    checkpoints = manager(tmp_path, [], keep_last=1)
+    for step in (2, 4, 6, 8, 9):
+        (checkpoints.folder / Position(RL, step).name).mkdir(parents=True)
+    checkpoints.watch = cast(Any, SimpleNamespace(healthy_step=5, healthy=8))
+    checkpoints._drop_surplus(Position(RL, 9))
+    checkpoints.writer.wait_for_removal()
+    left = sorted(path.name for path in checkpoints.folder.iterdir())
+    assert left == [Position(RL, step).name for step in (4, 6, 9)]
+
+
 def test_damaged_checkpoints_after_the_newest_do_not_count(tmp_path: Path) -> None:
     """A run that was resumed from a checkpoint before the damaged ones keeps the newest complete
     checkpoints."""

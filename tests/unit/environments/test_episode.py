@@ -317,6 +317,10 @@ async def cancels(client: Client) -> None:
     raise asyncio.CancelledError
 
 
+async def stops(client: Client) -> None:
+    raise GeneratorExit
+
+
 async def in_turns(client: Client) -> Trajectory:
     await client.generate()
     await client.generate(text="12")
@@ -343,7 +347,8 @@ async def in_turns(client: Client) -> Trajectory:
         (too_fast, {}, "ended without a turn"),
         (endless_number, {}, "rollout gave as reward nan; a finite number is wanted"),
         (exits, {}, "rollout ended with SystemExit(3)"),
-        (cancels, {}, "rollout cancelled itself"),
+        (cancels, {}, "rollout ended with CancelledError()"),
+        (stops, {}, "rollout ended with GeneratorExit()"),
     ],
 )
 def test_faults_of_an_environment_are_named(

@@ -224,6 +224,47 @@ def test_a_process_that_is_never_ready_is_named(table: Table, tmp_path: Path) ->
     assert "not ready after environment.options.seconds = 0.2; f:7" in str(episode.error)
 
 
+WAITER = """#!{python}
+import asyncio, contextlib, importlib.util, sys
+spec = importlib.util.spec_from_file_location("bridge", sys.argv[2])
+bridge = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(bridge)
+class Taskset:
+    task_type = staticmethod(lambda: None)
+class Environment:
+    taskset, serving = Taskset(), contextlib.nullcontext
+async def waits(*_):
+    await asyncio.sleep(999)
+bridge.load, bridge.Bridge._play = lambda _: Environment(), waits
+asyncio.run(bridge.play(int(sys.argv[4])))
+"""
+
+
+def test_aborted_episodes_give_their_keys_back(table: Table, tmp_path: Path) -> None:
+    """verifiers holds a client for each key."""
+    program = tmp_path / "python"
+    program.write_text(WAITER.format(python=sys.executable))
+    program.chmod(0o700)
+    environment = Verifiers("any", str(program))
+    process = table.loop.run_until_complete(environment._start(TURNS))
+    environment._process, environment._seconds = process, 0.0
+    keys: list[str] = []
+
+    async def has_keys() -> None:
+        while not process.free_keys:
+            await asyncio.sleep(0.01)
+
+    for _ in range(2):
+        (late,), _ = table.play(environment, {}, ["x"])
+        assert "took longer than environment.options.seconds = 0; f:7" in str(late.error)
+        table.loop.run_until_complete(asyncio.wait_for(has_keys(), 60))
+        keys += process.free_keys
+    assert len(keys) == 2 and keys[0] == keys[1]
+    assert process.reading is not None
+    process.end()
+    table.loop.run_until_complete(process.reading)
+
+
 def test_a_long_error_of_a_taskset_is_cut_and_an_exit_is_an_error() -> None:
     bridge, said = verifiers_bridge.Bridge.__new__(verifiers_bridge.Bridge), []
     for error in (ValueError("a" + "x" * (1 << 25) + "b"), SystemExit(0)):

@@ -149,6 +149,17 @@ def test_a_server_is_evaluated(
     assert "holds the responses of an evaluation" in capsys.readouterr().err
 
 
+def test_the_tools_of_rows_are_sent(chat: Chat, suite: Path, tmp_path: Path) -> None:
+    function = {"type": "function", "function": {"name": "multiply", "parameters": {}}}
+    rows = [{**ROWS[0], "tools": json.dumps([function])}, {**ROWS[1], "tools": "a hammer"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["evaluate", chat.url, "--suite", str(suite), "-o", str(tmp_path / "out")]) == 0
+    for given in chat.requests:
+        described = {"tools": [function], "tool_choice": "none"}
+        expected = described if "6 * 7" in given["messages"][0]["content"] else {}
+        assert {key: given[key] for key in ("tools", "tool_choice") if key in given} == expected
+
+
 def test_responses_are_kept_if_their_reward_fails(
     chat: Chat,
     suite: Path,

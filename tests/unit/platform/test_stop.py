@@ -14,7 +14,6 @@ import pytest
 
 from gspo_megatron.platform import stop as stopping
 from gspo_megatron.platform.stop import (
-    SIGNALS,
     SlurmJob,
     StopSignals,
     TimeWatch,
@@ -24,8 +23,10 @@ from gspo_megatron.process.signals import SAVES
 from tests.programs import wait_until
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_is_noted_and_does_not_end_the_process(number: signal.Signals) -> None:
+    if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)  # these tests may run under nohup
     before = signal.getsignal(number)
     with pytest.raises(KeyError), StopSignals(enabled=True) as stop:
         assert not stop.is_requested
@@ -35,6 +36,17 @@ def test_a_signal_is_noted_and_does_not_end_the_process(number: signal.Signals) 
     assert signal.getsignal(number) is before
     with StopSignals(enabled=False) as stop:  # a run that saves nothing changes no handler
         assert signal.getsignal(number) is before and not stop.is_requested
+
+
+def test_a_closed_terminal_does_not_stop_a_run_under_nohup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals(enabled=True) as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.is_requested
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_an_interrupt_is_noted_only_while_the_run_can_be_saved(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import ctypes
 import errno
 import importlib.util
@@ -217,16 +218,25 @@ def test_shared_memory_is_its_own_and_small_and_ends_with_it(who: str, user: Use
 
 
 def test_a_sandbox_ends_with_its_owner() -> None:
-    """The owner is killed here."""
+    """The owner is killed here, when the program runs: bubblewrap may end by itself if its owner is
+    gone while it starts."""
     program = """
 from gspo_megatron.process import sandbox
 sandbox.run(b"import time; time.sleep(900)", b"", sandbox.Limits(900.0))
 """
     owner = subprocess.Popen([sys.executable, "-c", program])
     try:
-        while len(found := psutil.Process(owner.pid).children(recursive=True)) < 3:
+        found: list[psutil.Process] = []
+
+        def is_program(process: psutil.Process) -> bool:
+            with contextlib.suppress(psutil.Error):
+                return process.name().startswith("python") and "/harness.py" in process.cmdline()
+            return False
+
+        while not any(map(is_program, found)):
             assert owner.poll() is None
-            time.sleep(0.01)
+            time.sleep(0.1)
+            found = psutil.Process(owner.pid).children(recursive=True)
     finally:
         owner.send_signal(signal.SIGKILL)
         owner.wait()

@@ -188,17 +188,21 @@ def test_a_call_that_fails_for_good_ends_the_run(is_async: bool, waits: list[flo
     assert isinstance(caught.value.__cause__, ConnectionError) and len(waits) == 2
 
 
+@pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError, GeneratorExit])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_function_that_ends_the_program_is_a_failed_call(is_async: bool) -> None:
+def test_a_function_that_ends_the_program_is_a_failed_call(
+    is_async: bool, error: type[BaseException]
+) -> None:
     """If the call of sys.exit(0) ended the rank, the run would count as done."""
 
     def leaves(sample: Sample) -> float:
-        sys.exit(0)
+        raise error(0)
 
     async def leaves_later(sample: Sample) -> float:
-        sys.exit(0)
+        raise error(0)
 
-    with pytest.raises(RewardError, match=r"reward 'mine' raised SystemExit: 0 \(test_scoring"):
+    told = rf"reward 'mine' raised {error.__name__}: 0 \(test_scoring"
+    with pytest.raises(RewardError, match=told):
         scorer(leaves_later if is_async else leaves, retries=0).score(samples(2))
 
 
@@ -412,10 +416,11 @@ def test_the_progress_of_calls_is_told_at_heartbeats(monkeypatch: pytest.MonkeyP
     async def as_coroutine(sample: Sample) -> float:
         return two_seconds(sample)
 
-    for function in (two_seconds, as_coroutine):
+    # The coroutines have all ended before the first heartbeat.
+    for function, paces in ((two_seconds, (0.5, 0.5, 0.5)), (as_coroutine, (0.2, 0.3, 0.5))):
         found, told = scorer(function, on_failure="drop_group", retries=0), []
         with heard_by(lambda found=found, told=told: told.append(found.progress())):
             found.score(samples(3))
             assert found.progress() == ""
             found.score(samples(1))
-        assert told == [f"rewards {done}/3, 0.5 a second" for done in (1, 2, 3)] + [""]
+        assert told == [*(f"rewards {n}/3, {pace} a second" for n, pace in enumerate(paces, 1)), ""]

@@ -71,6 +71,8 @@ def act(what, number=0):
             os.kill(os.getpid(), signal.SIGKILL)
     if what == "raise":
         raise ConnectionError("no judge")
+    if what == "cancel":
+        raise asyncio.CancelledError("no task")
     if what == "user":
         raise DataError("no test cases")
     if what == "odd":
@@ -237,12 +239,13 @@ FAILURES = {  # for each response: the failures that are counted, and the messag
         "raised MemoryError: out of memory, with reward.memory_mb = 512 (",
     ),
     "raise": (FailedCalls(1, 0), "raised ConnectionError: no judge (worker_test_reward.py:"),
+    "cancel": (FailedCalls(1, 0), "raised CancelledError: no task (worker_test_reward.py:"),
 }
 
 
 @pytest.mark.parametrize(
     ("function", "responses"),
-    [("plain", [*FAILURES]), ("judged", ["hang", "exit", "memory", "raise"])],
+    [("plain", [*FAILURES]), ("judged", ["hang", "exit", "memory", "raise", "cancel"])],
 )
 def test_a_call_that_fails_costs_its_sample_only(
     function: str,

@@ -236,16 +236,17 @@ def test_any_error_of_this_package_in_a_reward_is_one_of_the_reward(
         draw(configured(f"reward.import_path={name}:reward"), tmp_path / "run")
 
 
-def test_an_environment_that_cancels_itself_ends_the_draw_with_an_error(
-    configured: Callable[..., Config], tmp_path: Path
+@pytest.mark.parametrize("error", [asyncio.CancelledError, GeneratorExit])
+def test_an_environment_that_ends_in_an_unusual_way_ends_the_draw_with_an_error(
+    configured: Callable[..., Config], tmp_path: Path, error: type[BaseException]
 ) -> None:
-    class Cancelling:
+    class Ending:
         async def rollout(self, *_: Any) -> None:
-            raise asyncio.CancelledError
+            raise error
 
-    config = configured()
-    runner = EpisodeRunner(Cancelling(), read_inputs(config).tokenizer, EpisodeLimits(1, 4))
-    with pytest.raises(EpisodeError, match="environment Cancelling: rollout cancelled itself"):
+    config, told = configured(), rf"environment Ending: rollout ended with {error.__name__}\(\)"
+    runner = EpisodeRunner(Ending(), read_inputs(config).tokenizer, EpisodeLimits(1, 4))
+    with pytest.raises(EpisodeError, match=told):
         draw(config, tmp_path / "run", runner=runner)
 
 

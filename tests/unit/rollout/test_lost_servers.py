@@ -125,6 +125,72 @@ def test_a_server_that_is_away_after_a_stream_is_not_asked_to_read_a_folder(
     pooled(work, count=1)
 
 
+# --- Servers that the run has not started ---------------------------------------------------------
+
+
+def at_first(count: int, fault: Fault) -> Fault:
+    """A fault of the first `count` requests."""
+    left = iter([fault] * count)
+
+    async def faulty(request: web.Request, answer: Any) -> web.StreamResponse:
+        return await next(left, plain)(request, answer)
+
+    return faulty
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server is tried again soon."""
+    monkeypatch.setattr("gspo_megatron.rollout.vllm.fleet._FIRST_PAUSE", 0.01)
+
+
+# the client itself repeats a request once if the connection drops
+@pytest.mark.parametrize("fault", [at_first(1, fails(503)), at_first(2, drops)])
+def test_a_server_that_fails_once_is_used_again(tmp_path: Path, soon: None, fault: Fault) -> None:
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
+        [double] = doubles
+        await fleet.update(weights(tmp_path, 0))
+        double.loaded = "7"  # as if it had been started again, with other weights
+        double.faults[GENERATE] = fault
+        assert_is_right(await fleet.generate(PROMPT, SAMPLING, 0), 0)
+        assert fleet.servers[0].restarts == 1 and not fleet.problems()
+
+    pooled(work, count=1, restarts=1)
+
+
+def test_a_server_is_given_up_after_repeated_failures(
+    tmp_path: Path, soon: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only failures count between which the server took no new weights."""
+
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
+        [double] = doubles
+        for version in range(3):
+            await fleet.update(weights(tmp_path, version))
+            double.faults[GENERATE] = at_first(1, fails(503))
+            assert_is_right(await fleet.generate(PROMPT, SAMPLING, version), version)
+        double.faults[GENERATE] = fails(503)
+        with pytest.raises(RolloutError, match="^no server is left:\nserver 0: .* HTTP 503: it is"):
+            await fleet.generate(PROMPT, SAMPLING, 2)
+        assert fleet.servers[0].restarts == 4
+        *_, last = capsys.readouterr().out.splitlines()
+        assert last.startswith("server 0 is out: ")
+
+    pooled(work, count=1, restarts=2)
+
+
+def test_new_weights_for_a_server_that_will_be_tried_again(tmp_path: Path, soon: None) -> None:
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
+        lost, sound = fleet.servers
+        await fleet.update(weights(tmp_path, 0))
+        doubles[0].faults["/openapi.json"] = at_first(1, late(0.2))
+        fleet.lose_server(lost, "it is gone")
+        await fleet.update(weights(tmp_path, 1))
+        assert (lost.version, sound.version, doubles[0].loaded) == (1, 1, "1")
+
+    pooled(work, restarts=1)
+
+
 # --- Restarts -------------------------------------------------------------------------------------
 
 

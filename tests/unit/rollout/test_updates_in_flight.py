@@ -195,20 +195,30 @@ def test_an_older_version_serves_a_draw_that_allows_it(tmp_path: Path) -> None:
     pooled(work, count=1)
 
 
-def test_a_place_is_left_for_the_proof(tmp_path: Path) -> None:
+OUTSIDE = {"data_parallel_external_lb": True, "data_parallel_size_local": 1}
+
+
+@pytest.mark.parametrize(
+    ("layout", "most"),
+    [({}, 3), ({"data_parallel_size": 2}, 7), ({"data_parallel_size": 2, **OUTSIDE}, 3)],
+)
+def test_a_place_is_left_for_the_proof(tmp_path: Path, layout: dict[str, Any], most: int) -> None:
+    """A server with data parallelism has places in each of its engines."""
+
     async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
         [double] = doubles
         double.sequences = 4
+        double.layout |= layout
         fleet.change_settings(max_staleness=1)
         await fleet.update(weights(tmp_path, 0))
         double.faults[GENERATE] = held = Held()
-        calls = await begin(fleet, doubles, 3)
+        calls = await begin(fleet, doubles, most)
         calls.append(asyncio.create_task(fleet.generate(PROMPT, SAMPLING, 0)))
         await asyncio.sleep(0.3)
-        assert len(double.names) == 3
+        assert len(double.names) == most
         held.answers.set()
         await asyncio.gather(*calls)
-        assert len(double.names) == 4
+        assert len(double.names) == most + 1
 
     pooled(work, count=1)
 
