@@ -124,10 +124,9 @@ def conclude(
             raise UserError("\n".join(notes))
         return Start()
     state = RunState.read(chosen)
-    last = config.phase if isinstance(config, StageConfig) else "rl"
     # If the examples of a stage cannot be read, its number of steps is unknown.
     steps = math.inf if config.training.steps is None else config.training.steps
-    step = state.step if state.phase == last else 0
+    step = state.step if state.phase == config.phase else 0
     done = step >= steps and not state.rollouts and state.unevaluated is None
     undamaged = ", the newest undamaged checkpoint," if damage else ""
     where = f" at step {step + 1} of {steps}" if step < steps < math.inf else ""

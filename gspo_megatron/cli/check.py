@@ -138,9 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _command(config: AnyConfig, arguments: argparse.Namespace) -> list[str]:
     """Return the command that starts the checked run."""
-    from gspo_megatron.config.load import STAGES
-
-    (name,) = (name for name, (stage, _) in train.STAGES.items() if STAGES[stage] is type(config))
+    (name,) = (name for name, (stage, _) in train.STAGES.items() if stage == config.phase)
     return train.command_of(name, arguments)
 
 

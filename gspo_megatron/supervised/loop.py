@@ -91,7 +91,7 @@ class SupervisedLoop:
         assert steps is not None, "with_steps comes first"
         trainer = build_trainer(self.policy, config.optimizer, Schedule.of(config.optimizer, steps))
         updater = self._updater(trainer)
-        start = self.checkpoints.restore(phase, trainer, batches)  # the checkpoint's step, or 0
+        start = self.checkpoints.restore(trainer, batches)  # the checkpoint's step, or 0
         with logger.progress(steps, TITLES[phase], start) as progress:
             before = updater.evaluate(batches.evaluation()) if start == 0 else {}
             if before:
@@ -107,9 +107,7 @@ class SupervisedLoop:
                 progress.update(step, metrics)
                 if is_last and "evaluation/loss" in metrics:
                     progress.note(f"held-out loss: {metrics['evaluation/loss']:.4f}")
-                self.checkpoints.end_of_step(
-                    phase, step, trainer, batches, metrics, is_last=is_last
-                )
+                self.checkpoints.end_of_step(step, metrics, is_last=is_last)
 
     def _updater(self, trainer: Trainer) -> Any:
         """Return the object that does the updates and evaluations of the stage."""

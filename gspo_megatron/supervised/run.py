@@ -51,7 +51,7 @@ def run_stage(config: Stage, inputs: Inputs, *, fresh: bool = False, change: boo
         session.begin()
         loop, hf = assemble_stage(config, inputs, session.start, session.stop)
         with loop.logger:
-            step = loop.checkpoints.finished_steps(config.phase)
+            step = loop.checkpoints.finished_steps
             loop.logger.begin_phase(step, session.start.changed, config, config)
             is_done = session.train(loop.run, loop.policy, loop.checkpoints.close, loop.logger)
             # No watchdog runs here, because one rank writes and all other ranks may wait for long.
