@@ -47,7 +47,7 @@ from gspo_megatron.rewards.registry import (
     Reward,
     check_answers,
     check_section,
-    get_reward,
+    reward_of,
     suite_rewards,
 )
 from gspo_megatron.rollout.reward_model import tokenizer_of
@@ -196,7 +196,7 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
     with gathered_in(problems):
         section = config.reward
         is_read = config.data.prompts is not None or config.data.eval_prompts is not None
-        reward = get_reward(section.name, section.import_path, section.options, section.workers)
+        reward = reward_of(section)
         if gives_rewards(environment):
             reward = None
         elif is_read and reward.answers is not None and field_map(config.data).answer is None:

@@ -195,8 +195,10 @@ class ReinforcementLoop:
                         progress.note(f"held-out accuracy{when}: {text}")
                     progress.update(0, before)
                 run.checkpoints.before_first_step()
-            elif alarm is not None and self.done < steps:
-                self._end_or_go_on(alarm, self.done, progress)
+            elif alarm is not None and self.done < steps:  # training.on_collapse may have changed
+                goes_on = self._goes_on_after(alarm, self.done, progress)
+                if not goes_on:
+                    raise UserError(run.checkpoints.collapsed_text(self.done))
             progress.begin_steps()
             for step in range(self.done + 1, self.last + 1):
                 if run.checkpoints.back is None:
@@ -252,12 +254,6 @@ class ReinforcementLoop:
         self.collector.source.after_checkpoint(run.checkpoints.saved_step(step))
         if ends:
             raise UserError(run.checkpoints.collapsed_text(step))
-
-    def _end_or_go_on(self, alarm: Alarm, step: int, progress: Progress) -> None:
-        """Handle again a collapse that ended an earlier start of the run, because
-        training.on_collapse may have changed."""
-        if not self._goes_on_after(alarm, step, progress):
-            raise UserError(self.run_components.checkpoints.collapsed_text(step))
 
     def _goes_on_after(self, alarm: Alarm, step: int, progress: Progress) -> bool:
         """Do what training.on_collapse says. Returns whether the run continues. If it does, it
