@@ -17,6 +17,7 @@ from gspo_megatron.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from gspo_megatron.config.stages import AnyConfig
+    from gspo_megatron.estimate.workload import DataSizes
 
 DEFAULT_GB = 80.0  # the memory of an H100
 STAGES = ("rl", "sft", "pretrain", "reward_model")
@@ -124,15 +125,13 @@ def run(arguments: argparse.Namespace) -> int:
         check_tables.print_lines(check_tables.summary(checked, world_size), 11)
     if not dry or vocab_size is None:
         return 0
-    longest = check_tables.longest_of(checked.inputs)
-    evaluated = check_tables.evaluated_in(checked.config, checked.inputs)
-    sizes = (checked.config, world_size, vocab_size, longest, evaluated)
     with _dry_run():
-        fits = bool(problems) or _estimate(*sizes, gpu_gb)
+        of_run = (checked.config, world_size, vocab_size, check_tables.sizes_of(checked))
+        fits = bool(problems) or _estimate(*of_run, gpu_gb)
         for line in problems:
             print(line, file=sys.stderr)
         if arguments.suggest:
-            _search(*sizes, gpu_gb or DEFAULT_GB)
+            _search(*of_run, gpu_gb or DEFAULT_GB)
     return 2 if problems else int(not fits)
 
 
@@ -172,24 +171,16 @@ def _without_weights(config: AnyConfig) -> AnyConfig:
 
 
 def _estimate(
-    config: Any,
-    world_size: int,
-    vocab_size: int,
-    longest: int | None,
-    evaluated: tuple[int, float],
-    gpu_gb: float | None,
+    config: Any, world_size: int, vocab_size: int, sizes: DataSizes, gpu_gb: float | None
 ) -> bool:
-    """Print the estimate of the configured layout, and return whether the run fits into the memory.
-    `longest`: number of tokens of the longest prompt or example; None: as many as are allowed.
-    `evaluated`: see `workload`."""
+    """Print the estimate of the configured layout, and return whether the run fits into the
+    memory."""
     from gspo_megatron.cli import check_tables
-    from gspo_megatron.config.phases import phase_configs, phases_of
+    from gspo_megatron.config.phases import phase_configs
     from gspo_megatron.estimate.layout import HEADROOM, estimate_layout, recompute_modes
 
-    if phases_of(config):  # each phase may have other prompts
-        longest = None
     phases = [
-        (phase, estimate_layout(phase, world_size, vocab_size, longest, evaluated=evaluated))
+        (phase, estimate_layout(phase, world_size, vocab_size, sizes))
         for phase in phase_configs(config)
     ]
     largest = max((estimate for _, estimate in phases), key=lambda each: each.worst.total)
@@ -213,28 +204,17 @@ def _estimate(
     return fits
 
 
-def _search(
-    config: Any,
-    world_size: int,
-    vocab_size: int,
-    longest: int | None,
-    evaluated: tuple[int, float],
-    gpu_gb: float,
-) -> None:
+def _search(config: Any, world_size: int, vocab_size: int, sizes: DataSizes, gpu_gb: float) -> None:
     """Print the best layouts for this number of ranks."""
     from gspo_megatron.cli import check_tables
     from gspo_megatron.config import Config
-    from gspo_megatron.config.phases import phases_of
     from gspo_megatron.estimate.cost import LEFT_OUT
     from gspo_megatron.estimate.suggest import suggest
 
     counts = check_tables.count_parameters(config.resolved_model(), vocab_size)
     if counts is None:
         raise UserError("--suggest: the parameters of a model with these fields cannot be counted")
-    if phases_of(config):  # each phase may have other prompts
-        longest = None
-    lengths: Any = {"longest": longest, "evaluated": evaluated}
-    search = suggest(config, world_size, vocab_size, counts, gpu_gb * 1e9, **lengths)
+    search = suggest(config, world_size, vocab_size, counts, gpu_gb * 1e9, sizes)
     has_rollouts = isinstance(config, Config)
     left_out = f"{LEFT_OUT}, the rollout" if has_rollouts else LEFT_OUT
     check_tables.show_search(search, gpu_gb, left_out, has_rollouts)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from gspo_megatron.estimate.layout import LayoutEstimate
     from gspo_megatron.estimate.memory import RankMemory
     from gspo_megatron.estimate.suggest import Search
+    from gspo_megatron.estimate.workload import DataSizes
 
 Rows = list[tuple[str, str]]
 
@@ -127,17 +128,20 @@ def longest_of(inputs: AnyInputs | None) -> int | None:
     return int(inputs.train.lengths.max()) if known else None
 
 
-def evaluated_in(config: AnyConfig, inputs: AnyInputs | None) -> tuple[int, float]:
-    """Return the number of responses in the run's largest evaluation, or 0 if it is not known, and
-    the length of its longest response divided by that of training, at least 1."""
+def sizes_of(checked: Checked) -> DataSizes:
+    """Return what the estimates need to know about the input files."""
+    from gspo_megatron.estimate.workload import DataSizes
+
+    config, inputs = checked.config, checked.inputs
+    longest = None if phases_of(config) else longest_of(inputs)  # phases may have other prompts
     if not isinstance(inputs, Inputs) or not isinstance(config, Config):
-        return 0, 1.0
+        return DataSizes(longest)
     most, own = config.training.evaluation_prompts, config.rollout.max_response_tokens
-    counts, longest = [min(len(inputs.evaluation), most)], own
+    counts, response = [min(len(inputs.evaluation), most)], own
     for name, suite in config.evaluation.suites.items():
         counts.append(suite.samples * len(inputs.files.get(suite_key(name), ())))
-        longest = max(longest, suite.max_response_tokens or own)
-    return max(counts), longest / own
+        response = max(response, suite.max_response_tokens or own)
+    return DataSizes(longest, max(counts), response / own)
 
 
 def vocab_size_of(checked: Checked) -> int | None:
