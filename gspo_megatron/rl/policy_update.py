@@ -27,9 +27,9 @@ from gspo_megatron.objectives.parts import divergence, segment_sum
 from gspo_megatron.platform.groups import data_parallel_group
 from gspo_megatron.platform.reduce_metrics import (
     StepMetrics,
+    from_last_stage,
     mean_pair,
     mismatch_metrics,
-    share_with_all_stages,
 )
 from gspo_megatron.rl.distillation import Distillation
 from gspo_megatron.routing.replay import RoutingReplay, RoutingReplayOff
@@ -188,8 +188,8 @@ class PolicyUpdater:
     def reduce_metrics(self) -> dict[str, float]:
         """Return the metrics of the step's mini-batches, the same on every rank. All ranks call
         this method."""
-        reduced = self._metrics.reduce(self.data_group) if self.is_last_stage else None
-        metrics = self.objective.complete(share_with_all_stages(reduced, self.pipeline_group))
+        reduced = from_last_stage(lambda: self._metrics.reduce(self.data_group))
+        metrics = self.objective.complete(reduced)
         if "distill/loss" in metrics and "loss" in metrics:
             metrics["loss"] += self.section.distillation.coefficient * metrics["distill/loss"]
         if "loss" in metrics and not self._learns:
