@@ -146,9 +146,10 @@ def conclude(
 
 
 def preview(
-    config: AnyConfig, *, fresh: bool, change: bool = False, command: Sequence[str] = ()
+    config: AnyConfig, *, fresh: bool = False, change: bool = False, command: Sequence[str] = ()
 ) -> Start:
-    """Return the start that the ranks will find. Only the sizes of files are compared. Raises the
+    """Return the start that the ranks will find. Only the sizes of files are compared. With
+    `fresh`, the run folder must be empty; `change` and `command`: see `conclude`. Raises the
     errors of `candidates` and `conclude`, and UserError if the run folder cannot be written."""
     checkpoints = candidates(config, fresh=fresh)
     chosen, damage = first_whole(checkpoints, lambda path: find_damage(path, contents=False))

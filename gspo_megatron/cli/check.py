@@ -89,26 +89,23 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.parser.error("--fresh: not with --no-files, which looks at no run folder")
     if arguments.rollout_plan:
         return rollout_plan.run(arguments)
+    from gspo_megatron.checkpoint.resume import preview
     from gspo_megatron.cli import check_tables
     from gspo_megatron.cli.check_inputs import Checked, all_problems, check_run
     from gspo_megatron.config.load import load_any_config
 
     with_files, gpu_gb = not arguments.no_files, arguments.gpu_memory
-    with all_problems(arguments.world_size, with_files=with_files, fresh=arguments.fresh):
+    find_start = partial(preview, fresh=arguments.fresh)
+    with all_problems(arguments.world_size, with_files=with_files, find_start=find_start):
         config: Any = load_any_config(arguments.config, arguments.overrides, arguments.stage)
     if not with_files:
         config = _without_weights(config)
     world_size = arguments.world_size or config.world_size_hint()
     problems: list[str] = []
     checked = Checked(config)
+    find_start = partial(find_start, command=_command(config, arguments))
     try:
-        checked = check_run(
-            config,
-            world_size,
-            with_files=with_files,
-            fresh=arguments.fresh,
-            command=_command(config, arguments),
-        )
+        checked = check_run(config, world_size, with_files=with_files, find_start=find_start)
     except ConfigError as error:
         problems = error.problems
         # A search makes sense only if another layout may solve all problems.
