@@ -26,7 +26,7 @@ from gspo_megatron.config.stages import AnyConfig, PreferenceConfig, Pretraining
 from gspo_megatron.data.chat import check_template
 from gspo_megatron.data.formats import field_map
 from gspo_megatron.data.inputs import (
-    FineTuningInputs,
+    ExampleInputs,
     Inputs,
     PretrainingInputs,
     model_vocab_size,
@@ -54,7 +54,7 @@ from gspo_megatron.rollout.reward_model import tokenizer_of
 from gspo_megatron.rollout.teacher import check_teachers
 from gspo_megatron.rollout.vllm.installed import unserved
 
-AnyInputs = Inputs | FineTuningInputs | PretrainingInputs
+AnyInputs = Inputs | ExampleInputs | PretrainingInputs
 FindStart = Callable[[AnyConfig], Start]
 
 

@@ -19,8 +19,7 @@ from gspo_megatron.config.phases import at_step, phase_configs, phase_end, phase
 from gspo_megatron.config.resume import differences
 from gspo_megatron.config.schema import suite_key
 from gspo_megatron.config.stages import FineTuningConfig, PreferenceConfig, PretrainingConfig
-from gspo_megatron.data.inputs import FineTuningInputs, Inputs, PreferenceInputs, corpus_tokens
-from gspo_megatron.data.preferences import left_out
+from gspo_megatron.data.inputs import ExampleInputs, Inputs, corpus_tokens
 from gspo_megatron.errors import ConfigError
 from gspo_megatron.families import family_of_shape
 from gspo_megatron.families.adapter_map import adapted_weights_of
@@ -124,8 +123,7 @@ def longest_of(inputs: AnyInputs | None) -> int | None:
     not known, and for pre-training."""
     if isinstance(inputs, Inputs):
         return max(len(p.token_ids) for prompts in inputs.files.values() for p in prompts)
-    known = isinstance(inputs, FineTuningInputs | PreferenceInputs)
-    return int(inputs.train.lengths.max()) if known else None
+    return int(inputs.train.lengths.max()) if isinstance(inputs, ExampleInputs) else None
 
 
 def sizes_of(checked: Checked) -> DataSizes:
@@ -258,7 +256,7 @@ def _of_preferences(config: Any, inputs: Any) -> Rows:
         for key, data in files:
             if data is not None:
                 texts.append(f"{data.pairs:,} {what} of {len(data):,} prompts in data.{key}")
-                texts += [f"left out of data.{key}: {line}" for line in left_out(data)]
+                texts += [f"left out of data.{key}: {line}" for line in data.left_out()]
         rows = [(what, "; ".join(texts)), *(("warning", line) for line in inputs.warnings)]
         lengths += f" ({longest_of(inputs)} tokens in data.preferences)"
     step = f"{step} prompts, with all {what} of each"

@@ -86,6 +86,11 @@ class SupervisedData:
     def lengths(self) -> np.ndarray:  # [examples] int64, in tokens
         return np.diff(self._tokens.ends)
 
+    def notes(self) -> list[str]:
+        """Return how many examples are left out or cut, one text each."""
+        counts = ((self.counts.dropped, "left out"), (self.counts.truncated, "cut"))
+        return [f"examples that are too long: {count} {what}" for count, what in counts if count]
+
 
 def load_supervised(
     path: str | Path, tokenizer: Tokenizer, form: FineTuningDataSection
