@@ -246,30 +246,28 @@ def text_of(content: Any) -> str | None:
     return None
 
 
-def tools_of(row: Mapping[str, Any], template: str | None) -> tuple[list[Any], str | None]:
+def tools_of(row: Mapping[str, Any], template: str | None) -> list[Any]:
     """Return the descriptions of tools in a row's field `tools`, a list of objects or such a list
-    as JSON text, if the chat template reads them, and what is wrong with them, or None. Other
-    values belong to a field of another meaning."""
+    as JSON text, if the chat template reads them. Other values belong to a field of another
+    meaning. Raises DataError if a text in the list is not valid Unicode."""
     tools = row.get("tools")
     if isinstance(tools, str):
         try:
             tools = parse_json(tools)
         except ValueError:
-            return [], None
+            return []
     if not (tools and isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        return [], None  # no tools, or a field of another meaning
+        return []  # no tools, or a field of another meaning
     if fault := _fault_of_texts(tools):
-        return [], f"field 'tools' {fault}"
-    return (tools if template is not None and "tools" in _read_by(template) else []), None
+        raise DataError(f"field 'tools' {fault}")
+    return tools if template is not None and "tools" in _read_by(template) else []
 
 
-def tools_of_prompt(
-    fields: Mapping[str, Any], tokenizer: Tokenizer
-) -> tuple[list[Any], str | None]:
+def tools_of_prompt(fields: Mapping[str, Any], tokenizer: Tokenizer) -> list[Any]:
     """Return the tools in the fields of a prompt of RL, see `tools_of`. If the template has tools
     among its options, mostly those of the environment, only they are described."""
     if "tools" in tokenizer.template_options:
-        return [], None
+        return []
     return tools_of(fields, tokenizer.chat_template)
 
 

@@ -192,9 +192,7 @@ class _Reader:
             text = whole.prompt + whole.response
         else:
             self._check_template()
-            tools, fault = tools_of(row, self.tokenizer.chat_template)
-            if fault is not None:
-                raise DataError(fault)
+            tools = tools_of(row, self.tokenizer.chat_template)
             rendered = self.tokenizer.render(whole, tools=tools)
             ids = self.tokenizer.encode_rendered(rendered.text, rendered.quoted).ids
             text = "".join(message["content"] for message in whole)
