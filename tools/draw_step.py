@@ -59,7 +59,7 @@ DRAWN = {
 LEFT_OUT = re.compile(
     r"time\.|StepMetrics|PhaseTimer|DynamicSampling|parallel_state|peak_memory|micro_batch_multiple"
     r"|(len|min|round|zip|part_of|timer|float|sum)$|timer\.|index\.|advantages\.to"
-    r"|checkpoints\.after_failure"
+    r"|self\.run_components\.checkpoints\.after_failure"
     r"|collector\.(nothing_scored|sample_rows)|Experience$|RolloutGroup\.|RolloutMetrics"
     r"|metrics\.|chosen\.|share\.|kept\.|group\.|each\."
 )

@@ -64,7 +64,6 @@ from gspo_megatron.batching.micro_batches import MicroBatch, response_logprobs
 from gspo_megatron.checkpoint.start import open_session
 from gspo_megatron.config import Config, check_config, load
 from gspo_megatron.observe.environment import describe_environment
-from gspo_megatron.observe.metrics_files import RL
 from gspo_megatron.process.failures import run_script
 from gspo_megatron.rl.loop import ReinforcementLoop
 from gspo_megatron.rl.policy_update import PolicyUpdater
@@ -314,9 +313,7 @@ class Laboratory:
                 loop.collector.source.take_weights(version=0)
                 for step in range(1, STEPS + 1):
                     metrics.append(loop.step(step))
-                    run.checkpoints.end_of_step(
-                        RL, step, loop.trainer, loop.loader, metrics[-1], is_last=False
-                    )
+                    run.checkpoints.end_of_step(step, metrics[-1], is_last=False)
                 held_out = loop.evaluate(STEPS)
         first = metrics[:FIRST_STEPS]
         return {

@@ -91,6 +91,7 @@ class Checkpoints:
         """`hf`: config.json of the Hugging Face model that the weights come from. Raises UserError
         if the disk has no room for one checkpoint."""
         self.config, self.section, self.policy = config, config.checkpoint, policy
+        self.phase = config.phase
         self.logger, self.start, self.stop = logger, start, stop
         self.folder = run_folder(config) / CHECKPOINTS
         # the position of the last published checkpoint
@@ -122,41 +123,42 @@ class Checkpoints:
 
     # What a run restores
 
-    def is_new(self, phase: str) -> bool:
-        """Whether the run begins a stage now, because it has no checkpoint of that stage."""
-        return self.start.state is None or self.start.state.phase != phase
+    @property
+    def is_new(self) -> bool:
+        """Whether the stage begins now, because the run has no checkpoint of it."""
+        return self.start.state is None or self.start.state.phase != self.phase
 
-    def finished_steps(self, phase: str) -> int:
-        """Return the number of steps of a stage that an earlier start of the run has finished."""
-        state = self.start.state
-        return state.step if state is not None and state.phase == phase else 0
+    @property
+    def finished_steps(self) -> int:
+        """The number of the stage's steps that an earlier start of the run has finished."""
+        return 0 if self.is_new or self.start.state is None else self.start.state.step
 
-    def restore(
-        self, phase: str, trainer: Trainer, loader: DataOrder, updates_per_step: int = 1
-    ) -> int:
-        """Restore a stage's optimizer, schedule and prompt order. The policy has its weights
-        already. Returns the number of finished steps, which is 0 if the stage begins now.
+    def restore(self, trainer: Trainer, loader: DataOrder, updates_per_step: int = 1) -> int:
+        """Restore the stage's optimizer, schedule and prompt order, which are saved from now on.
+        The policy has its weights already. Returns the number of finished steps, which is 0 if the
+        stage begins now.
 
         If a phase begins that changes values, the schedule continues at finished steps ×
         `updates_per_step`. If that phase has other prompts than the previous phase, it begins with
         its first prompt.
         """
+        self._trainer, self._loader = trainer, loader
         state, checkpoint = self.start.state, self.start.checkpoint
-        if state is None or checkpoint is None or state.phase != phase:
+        if state is None or checkpoint is None or state.phase != self.phase:
             return 0
         load_optimizer(checkpoint, self.policy, trainer)
         position = state.trainer
         if self.start.begins_phase:
             position = {"scheduler": {"num_steps": state.step * updates_per_step}}
         load_trainer_state(trainer, position)
-        has_others = partial(self._has_other_prompts, state, loader)
+        has_others = partial(self._has_other_prompts, state)
         if self._next_prompts is not None:
             loader.load_state_dict(self._next_prompts)
         elif not (self.start.begins_phase and on_main(has_others)):
             loader.load_state_dict(state.loader)
         return state.step
 
-    def _has_other_prompts(self, state: RunState, loader: DataOrder) -> bool:
+    def _has_other_prompts(self, state: RunState) -> bool:
         """Whether the prompts or examples, or their order, have changed since the checkpoint was
         made."""
         assert self.start.checkpoint is not None
@@ -165,7 +167,7 @@ class Checkpoints:
         if any(before[key] != data[key] for key in _PROMPT_KEYS if key in before):
             return True
         # other keys decide how many rows of a file can be used
-        if loader.state_dict().get("num_prompts") != state.loader.get("num_prompts"):
+        if self._loader.state_dict().get("num_prompts") != state.loader.get("num_prompts"):
             return True
         now, key = fingerprints(self.config), f"data.{self.config.inputs[0]}"
         return now.get(key) != state.fingerprints.get(key)
@@ -182,10 +184,8 @@ class Checkpoints:
         lora = self.policy.lora
         is_base = lora is not None and lora.starts_as_base
         needed, kept = needed and not is_base, kept and not is_base
-        step = self.finished_steps(RL)
-        since = reference_step(self.config, self.start.next_step)
-        resumed = self.start.state is not None and self.start.state.phase == RL
-        is_read, name = resumed and (since != step or step == 0), reference_name(since)
+        step, since = self.finished_steps, reference_step(self.config, self.start.next_step)
+        is_read, name = not self.is_new and (since != step or step == 0), reference_name(since)
         if is_read and needed:
             load_reference(self.config, self.policy, name)
         elif not is_read and kept and self.section.interval:
@@ -216,10 +216,10 @@ class Checkpoints:
         """Return the alarm for a step whose update has made the weights unusable."""
         return on_main(lambda: self.watch.lose(step, text))
 
-    def before_first_step(self, trainer: Trainer, loader: DataOrder) -> None:
+    def before_first_step(self) -> None:
         """Save a new run before its first step, if a rollback may have to go back to this point."""
         if getattr(self.config.training, "on_collapse", "warn") == "rollback":
-            self._save(self._state(RL, 0, trainer, loader), trainer, None, must=True)
+            self._save(self._state(0), must=True)
 
     def collapsed_text(self, step: int) -> str:
         """Return the message of a run that ends after a collapse, the same on all ranks."""
@@ -238,7 +238,7 @@ class Checkpoints:
             "with training.on_collapse=warn, the same command continues the run as it is"
         )
 
-    def roll_back(self, alarm: Alarm, step: int, loader: DataOrder) -> int | None:
+    def roll_back(self, alarm: Alarm, step: int) -> int | None:
         """Take back all steps since the newest undamaged checkpoint with a policy that was healthy
         for sure.
 
@@ -253,10 +253,10 @@ class Checkpoints:
             return None
         to = Position.of_name(self.back.name)
         assert to is not None
-        self.rollbacks = on_main(lambda: self._take_back(to, alarm, step, loader))
+        self.rollbacks = on_main(lambda: self._take_back(to, alarm, step))
         return to.step
 
-    def _take_back(self, to: Position, alarm: Alarm, step: int, loader: DataOrder) -> int:
+    def _take_back(self, to: Position, alarm: Alarm, step: int) -> int:
         """Record a rollback, and hide the later checkpoints. Called on the main rank. Returns the
         number of rollbacks."""
         before = read_rollbacks(self.folder)
@@ -265,7 +265,7 @@ class Checkpoints:
         record = Rollbacks(
             number=number,
             to=to.name,
-            loader=loader.state_dict(),
+            loader=self._loader.state_dict(),
             prompts=self._prompts(),
             undone=[p.name for p in positions(self.folder) if p.order > to.order],
             rollbacks=[*(before.rollbacks if before else ()), rollback],
@@ -286,15 +286,7 @@ class Checkpoints:
     # Saving
 
     def end_of_step(
-        self,
-        phase: str,
-        step: int,
-        trainer: Trainer,
-        loader: DataOrder,
-        metrics: Mapping[str, float],
-        *,
-        is_last: bool,
-        is_border: bool = False,
+        self, step: int, metrics: Mapping[str, float], *, is_last: bool, is_border: bool = False
     ) -> None:
         """Save the run if a save is due after this step: by the interval, at the stage's end, at a
         phase's last step (`is_border`), or after a stop signal.
@@ -320,9 +312,9 @@ class Checkpoints:
         if not (ends or step % interval == 0):
             return
         self._warn_of_missing_metric(step, metrics, is_last)
-        state = self._state(phase, step, trainer, loader)
+        state = self._state(step)
         state.metrics = self._figures
-        self._save(state, trainer, None, must=ends)
+        self._save(state, must=ends)
         if stop and not is_last:
             raise StopRun(self._stopped(state.position))
 
@@ -354,8 +346,6 @@ class Checkpoints:
     def stop_before_update(
         self,
         step: int,
-        trainer: Trainer,
-        loader: DataOrder,
         before: dict[str, Any],
         description: dict[str, Any],
         write_rollouts: Callable[[Path], None],
@@ -363,18 +353,13 @@ class Checkpoints:
         """Save the run with the responses of `step`, before its update, and raise StopRun on all
         ranks. `write_rollouts` writes this rank's responses into a folder; `description` describes
         them and is stored as JSON; `before` has the values of `RunState.before_rollouts`."""
-        state = self._state(RL, step - 1, trainer, loader)
+        state = self._state(step - 1)
         state.rollouts, state.before_rollouts = description, before
-        self._save(state, trainer, write_rollouts, must=True)
+        self._save(state, write_rollouts, must=True)
         raise StopRun(self._stopped(state.position))
 
     def after_failure(
-        self,
-        step: int,
-        trainer: Trainer,
-        loader: DataOrder,
-        error: UserError,
-        unevaluated: Mapping[str, float] | None = None,
+        self, step: int, error: UserError, unevaluated: Mapping[str, float] | None = None
     ) -> NoReturn:
         """Save the run as it was after `step`, unless it is saved already, and raise the error.
 
@@ -387,14 +372,14 @@ class Checkpoints:
         if not self.section.interval:
             raise type(error)(f"{error}\nnothing is saved: checkpoint.interval = 0") from error
         self._finish()
-        state = self._state(RL, step, trainer, loader)
+        state = self._state(step)
         if unevaluated is None:
             state.metrics = self._figures
         else:
             state.unevaluated = {name: float(value) for name, value in unevaluated.items()}
         if unevaluated is not None or state.position != self._newest:
             try:
-                self._save(state, trainer, None, must=True)
+                self._save(state, must=True)
             except UserError as failed:
                 raise type(error)(f"{error}\n{failed}") from error
         self.close()
@@ -423,8 +408,7 @@ class Checkpoints:
     def _save(
         self,
         state: RunState,
-        trainer: Trainer,
-        write_rollouts: Callable[[Path], None] | None,
+        write_rollouts: Callable[[Path], None] | None = None,
         *,
         must: bool,
     ) -> None:
@@ -447,7 +431,7 @@ class Checkpoints:
 
         asynchronous = self.section.asynchronous and not must
         problem = self.writer.begin(
-            state.position.name, trainer, write_small, published, asynchronous=asynchronous
+            state.position.name, self._trainer, write_small, published, asynchronous=asynchronous
         )
         if problem is None and asynchronous:
             self._begun = state.position
@@ -463,12 +447,12 @@ class Checkpoints:
             self._newest = begun
         return problem
 
-    def _state(self, phase: str, step: int, trainer: Trainer, loader: DataOrder) -> RunState:
+    def _state(self, step: int) -> RunState:
         return RunState(
-            phase=phase,
+            phase=self.phase,
             step=step,
-            trainer=trainer_state(trainer),
-            loader=loader.state_dict(),
+            trainer=trainer_state(self._trainer),
+            loader=self._loader.state_dict(),
             fingerprints=self._fingerprints if self.logger.is_main else {},
             layout=str(self.config.layout()),
             world_size=dist.get_world_size(),

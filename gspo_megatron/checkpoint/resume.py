@@ -124,10 +124,9 @@ def conclude(
             raise UserError("\n".join(notes))
         return Start()
     state = RunState.read(chosen)
-    last = config.phase if isinstance(config, StageConfig) else "rl"
     # If the examples of a stage cannot be read, its number of steps is unknown.
     steps = math.inf if config.training.steps is None else config.training.steps
-    step = state.step if state.phase == last else 0
+    step = state.step if state.phase == config.phase else 0
     done = step >= steps and not state.rollouts and state.unevaluated is None
     undamaged = ", the newest undamaged checkpoint," if damage else ""
     where = f" at step {step + 1} of {steps}" if step < steps < math.inf else ""
@@ -147,11 +146,11 @@ def conclude(
 
 
 def preview(
-    config: AnyConfig, *, fresh: bool, change: bool = False, command: Sequence[str] = ()
+    config: AnyConfig, *, fresh: bool = False, change: bool = False, command: Sequence[str] = ()
 ) -> Start:
     """Return the start that the ranks will find. Of files with tensors only the sizes are compared.
-    Raises the errors of `candidates` and `conclude`, and UserError if the run folder cannot be
-    written."""
+    With `fresh`, the run folder must be empty; `change` and `command`: see `conclude`. Raises the
+    errors of `candidates` and `conclude`, and UserError if the run folder cannot be written."""
     checkpoints = candidates(config, fresh=fresh)
     chosen, damage = first_whole(checkpoints, lambda path: find_damage(path, contents=False))
     start = conclude(config, chosen, damage, command, change=change)

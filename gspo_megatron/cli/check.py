@@ -17,6 +17,7 @@ from gspo_megatron.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from gspo_megatron.config.stages import AnyConfig
+    from gspo_megatron.estimate.workload import DataSizes
 
 DEFAULT_GB = 80.0  # the memory of an H100
 STAGES = ("rl", "sft", "pretrain", "reward_model")
@@ -88,26 +89,23 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.parser.error("--fresh: not with --no-files, which looks at no run folder")
     if arguments.rollout_plan:
         return rollout_plan.run(arguments)
+    from gspo_megatron.checkpoint.resume import preview
     from gspo_megatron.cli import check_tables
     from gspo_megatron.cli.check_inputs import Checked, all_problems, check_run
     from gspo_megatron.config.load import load_any_config
 
     with_files, gpu_gb = not arguments.no_files, arguments.gpu_memory
-    with all_problems(arguments.world_size, with_files=with_files, fresh=arguments.fresh):
+    find_start = partial(preview, fresh=arguments.fresh)
+    with all_problems(arguments.world_size, with_files=with_files, find_start=find_start):
         config: Any = load_any_config(arguments.config, arguments.overrides, arguments.stage)
     if not with_files:
         config = _without_weights(config)
     world_size = arguments.world_size or config.world_size_hint()
     problems: list[str] = []
     checked = Checked(config)
+    find_start = partial(find_start, command=_command(config, arguments))
     try:
-        checked = check_run(
-            config,
-            world_size,
-            with_files=with_files,
-            fresh=arguments.fresh,
-            command=_command(config, arguments),
-        )
+        checked = check_run(config, world_size, with_files=with_files, find_start=find_start)
     except ConfigError as error:
         problems = error.problems
         # A search makes sense only if another layout may solve all problems.
@@ -124,23 +122,19 @@ def run(arguments: argparse.Namespace) -> int:
         check_tables.print_lines(check_tables.summary(checked, world_size), 11)
     if not dry or vocab_size is None:
         return 0
-    longest = check_tables.longest_of(checked.inputs)
-    evaluated = check_tables.evaluated_in(checked.config, checked.inputs)
-    sizes = (checked.config, world_size, vocab_size, longest, evaluated)
     with _dry_run():
-        fits = bool(problems) or _estimate(*sizes, gpu_gb)
+        of_run = (checked.config, world_size, vocab_size, check_tables.sizes_of(checked))
+        fits = bool(problems) or _estimate(*of_run, gpu_gb)
         for line in problems:
             print(line, file=sys.stderr)
         if arguments.suggest:
-            _search(*sizes, gpu_gb or DEFAULT_GB)
+            _search(*of_run, gpu_gb or DEFAULT_GB)
     return 2 if problems else int(not fits)
 
 
 def _command(config: AnyConfig, arguments: argparse.Namespace) -> list[str]:
     """Return the command that starts the checked run."""
-    from gspo_megatron.config.load import STAGES
-
-    (name,) = (name for name, (stage, _) in train.STAGES.items() if STAGES[stage] is type(config))
+    (name,) = (name for name, (stage, _) in train.STAGES.items() if stage == config.phase)
     return train.command_of(name, arguments)
 
 
@@ -174,24 +168,16 @@ def _without_weights(config: AnyConfig) -> AnyConfig:
 
 
 def _estimate(
-    config: Any,
-    world_size: int,
-    vocab_size: int,
-    longest: int | None,
-    evaluated: tuple[int, float],
-    gpu_gb: float | None,
+    config: Any, world_size: int, vocab_size: int, sizes: DataSizes, gpu_gb: float | None
 ) -> bool:
-    """Print the estimate of the configured layout, and return whether the run fits into the memory.
-    `longest`: number of tokens of the longest prompt or example; None: as many as are allowed.
-    `evaluated`: see `workload`."""
+    """Print the estimate of the configured layout, and return whether the run fits into the
+    memory."""
     from gspo_megatron.cli import check_tables
-    from gspo_megatron.config.phases import phase_configs, phases_of
+    from gspo_megatron.config.phases import phase_configs
     from gspo_megatron.estimate.layout import HEADROOM, estimate_layout, recompute_modes
 
-    if phases_of(config):  # each phase may have other prompts
-        longest = None
     phases = [
-        (phase, estimate_layout(phase, world_size, vocab_size, longest, evaluated=evaluated))
+        (phase, estimate_layout(phase, world_size, vocab_size, sizes))
         for phase in phase_configs(config)
     ]
     largest = max((estimate for _, estimate in phases), key=lambda each: each.worst.total)
@@ -215,28 +201,17 @@ def _estimate(
     return fits
 
 
-def _search(
-    config: Any,
-    world_size: int,
-    vocab_size: int,
-    longest: int | None,
-    evaluated: tuple[int, float],
-    gpu_gb: float,
-) -> None:
+def _search(config: Any, world_size: int, vocab_size: int, sizes: DataSizes, gpu_gb: float) -> None:
     """Print the best layouts for this number of ranks."""
     from gspo_megatron.cli import check_tables
     from gspo_megatron.config import Config
-    from gspo_megatron.config.phases import phases_of
     from gspo_megatron.estimate.cost import LEFT_OUT
     from gspo_megatron.estimate.suggest import suggest
 
     counts = check_tables.count_parameters(config.resolved_model(), vocab_size)
     if counts is None:
         raise UserError("--suggest: the parameters of a model with these fields cannot be counted")
-    if phases_of(config):  # each phase may have other prompts
-        longest = None
-    lengths: Any = {"longest": longest, "evaluated": evaluated}
-    search = suggest(config, world_size, vocab_size, counts, gpu_gb * 1e9, **lengths)
+    search = suggest(config, world_size, vocab_size, counts, gpu_gb * 1e9, sizes)
     has_rollouts = isinstance(config, Config)
     left_out = f"{LEFT_OUT}, the rollout" if has_rollouts else LEFT_OUT
     check_tables.show_search(search, gpu_gb, left_out, has_rollouts)

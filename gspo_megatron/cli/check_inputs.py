@@ -26,7 +26,7 @@ from gspo_megatron.config.stages import AnyConfig, PreferenceConfig, Pretraining
 from gspo_megatron.data.chat import check_template
 from gspo_megatron.data.formats import field_map
 from gspo_megatron.data.inputs import (
-    FineTuningInputs,
+    ExampleInputs,
     Inputs,
     PretrainingInputs,
     model_vocab_size,
@@ -47,14 +47,15 @@ from gspo_megatron.rewards.registry import (
     Reward,
     check_answers,
     check_section,
-    get_reward,
+    reward_of,
     suite_rewards,
 )
 from gspo_megatron.rollout.reward_model import tokenizer_of
 from gspo_megatron.rollout.teacher import check_teachers
 from gspo_megatron.rollout.vllm.installed import unserved
 
-AnyInputs = Inputs | FineTuningInputs | PretrainingInputs
+AnyInputs = Inputs | ExampleInputs | PretrainingInputs
+FindStart = Callable[[AnyConfig], Start]
 
 
 @dataclass(frozen=True)
@@ -96,25 +97,21 @@ def check_run(
     world_size: int,
     *,
     with_files: bool = True,
-    fresh: bool = False,
-    change: bool = False,
-    command: Sequence[str] = (),
+    find_start: FindStart = preview,
     value_problems: Sequence[str] = (),
     with_weights: bool = False,
 ) -> Checked:
-    """Check a run: call `check_all`, and check the packages of the trackers, the run folder
-    (which must be empty with `fresh`), the weights that a new run begins with, and the folder of
-    its export. With `with_weights`, weights of the Hub are downloaded after the checks that need no
-    weights. Without `with_weights`, weights that are not downloaded yet are not checked.
+    """Check a run: call `check_all`, and check the packages of the trackers, the run folder, the
+    weights that a new run begins with, and the folder of its export. With `with_weights`, weights
+    of the Hub are downloaded after the checks that need no weights. Without `with_weights`, weights
+    that are not downloaded yet are not checked.
 
     Raises ConfigError with `value_problems`, the problems of values that are not allowed, and then
     the problems of all parts."""
-    options: Any = {"fresh": fresh, "change": change, "command": command}
-    problems: list[str] = [*value_problems]
+    options: Any = {"find_start": find_start, "value_problems": value_problems}
+    problems: list[str] = []
     with gathered_in(problems):
-        config, inputs = check_all(
-            config, world_size, with_files=with_files, value_problems=value_problems, **options
-        )
+        config, inputs = check_all(config, world_size, with_files=with_files, **options)
     if with_files:
         with gathered_in(problems):
             require_packages(config.logging.trackers)
@@ -122,7 +119,7 @@ def check_run(
     if with_weights:
         for phase in phase_configs(config):
             fetch_weights(phase)
-    start = _check_start(config, inputs, **options) if inputs is not None else None
+    start = _check_start(config, inputs, find_start) if inputs is not None else None
     return Checked(config, inputs, start)
 
 
@@ -131,9 +128,7 @@ def check_all(
     world_size: int,
     *,
     with_files: bool = True,
-    fresh: bool = False,
-    change: bool = False,
-    command: Sequence[str] = (),
+    find_start: FindStart = preview,
     value_problems: Sequence[str] = (),
 ) -> tuple[Any, Any]:
     """Check a loaded configuration of any stage, and everything that it names. Returns the
@@ -141,8 +136,7 @@ def check_all(
     or named).
 
     `with_files`: False if the run is for another machine. Then neither files nor installed packages
-    are checked. `command`: the words with which the user starts the run, for advice that can be
-    copied.
+    are checked. `find_start`: see `preview`.
 
     Raises ConfigError with `value_problems`, and then the problems of all parts. The error also has
     the problems of the run folder that can be found without the contents of the files.
@@ -176,7 +170,7 @@ def check_all(
             check_config(config, world_size, here=with_files)
     if problems and with_files:
         with gathered_in(problems):
-            _check_start(config, None, fresh=fresh, change=change, command=command)
+            _check_start(config, None, find_start)
     _raise(problems)
     return config, inputs
 
@@ -196,7 +190,7 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
     with gathered_in(problems):
         section = config.reward
         is_read = config.data.prompts is not None or config.data.eval_prompts is not None
-        reward = get_reward(section.name, section.import_path, section.options, section.workers)
+        reward = reward_of(section)
         if gives_rewards(environment):
             reward = None
         elif is_read and reward.answers is not None and field_map(config.data).answer is None:
@@ -245,19 +239,12 @@ def _read_prompts(config: Config, with_files: bool, problems: list[str]) -> Inpu
     return inputs
 
 
-def _check_start(
-    config: Any,
-    inputs: AnyInputs | None,
-    *,
-    fresh: bool,
-    change: bool = False,
-    command: Sequence[str] = (),
-) -> Start | None:
+def _check_start(config: Any, inputs: AnyInputs | None, find_start: FindStart) -> Start | None:
     """Return what the run resumes from. Without inputs, check only the parts that need no
     inputs."""
     missing = _missing(config)
     try:
-        start = preview(config, fresh=fresh, change=change, command=command)
+        start = find_start(config)
     except DataError:
         if inputs is None:
             return None  # an input file cannot be read, which is reported already

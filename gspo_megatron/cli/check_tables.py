@@ -19,8 +19,7 @@ from gspo_megatron.config.phases import at_step, phase_configs, phase_end, phase
 from gspo_megatron.config.resume import differences
 from gspo_megatron.config.schema import suite_key
 from gspo_megatron.config.stages import FineTuningConfig, PreferenceConfig, PretrainingConfig
-from gspo_megatron.data.inputs import FineTuningInputs, Inputs, PreferenceInputs, corpus_tokens
-from gspo_megatron.data.preferences import left_out
+from gspo_megatron.data.inputs import ExampleInputs, Inputs, corpus_tokens
 from gspo_megatron.errors import ConfigError
 from gspo_megatron.families import family_of_shape
 from gspo_megatron.families.adapter_map import adapted_weights_of
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from gspo_megatron.estimate.layout import LayoutEstimate
     from gspo_megatron.estimate.memory import RankMemory
     from gspo_megatron.estimate.suggest import Search
+    from gspo_megatron.estimate.workload import DataSizes
 
 Rows = list[tuple[str, str]]
 
@@ -123,21 +123,23 @@ def longest_of(inputs: AnyInputs | None) -> int | None:
     not known, and for pre-training."""
     if isinstance(inputs, Inputs):
         return max(len(p.token_ids) for prompts in inputs.files.values() for p in prompts)
-    known = isinstance(inputs, FineTuningInputs | PreferenceInputs)
-    return int(inputs.train.lengths.max()) if known else None
+    return int(inputs.train.lengths.max()) if isinstance(inputs, ExampleInputs) else None
 
 
-def evaluated_in(config: AnyConfig, inputs: AnyInputs | None) -> tuple[int, float]:
-    """Return the number of responses in the run's largest evaluation, or 0 if it is not known, and
-    the length of its longest response divided by that of training, at least 1."""
+def sizes_of(checked: Checked) -> DataSizes:
+    """Return what the estimates need to know about the input files."""
+    from gspo_megatron.estimate.workload import DataSizes
+
+    config, inputs = checked.config, checked.inputs
+    longest = None if phases_of(config) else longest_of(inputs)  # phases may have other prompts
     if not isinstance(inputs, Inputs) or not isinstance(config, Config):
-        return 0, 1.0
+        return DataSizes(longest)
     most, own = config.training.evaluation_prompts, config.rollout.max_response_tokens
-    counts, longest = [min(len(inputs.evaluation), most)], own
+    counts, response = [min(len(inputs.evaluation), most)], own
     for name, suite in config.evaluation.suites.items():
         counts.append(suite.samples * len(inputs.files.get(suite_key(name), ())))
-        longest = max(longest, suite.max_response_tokens or own)
-    return max(counts), longest / own
+        response = max(response, suite.max_response_tokens or own)
+    return DataSizes(longest, max(counts), response / own)
 
 
 def vocab_size_of(checked: Checked) -> int | None:
@@ -254,7 +256,7 @@ def _of_preferences(config: Any, inputs: Any) -> Rows:
         for key, data in files:
             if data is not None:
                 texts.append(f"{data.pairs:,} {what} of {len(data):,} prompts in data.{key}")
-                texts += [f"left out of data.{key}: {line}" for line in left_out(data)]
+                texts += [f"left out of data.{key}: {line}" for line in data.left_out()]
         rows = [(what, "; ".join(texts)), *(("warning", line) for line in inputs.warnings)]
         lengths += f" ({longest_of(inputs)} tokens in data.preferences)"
     step = f"{step} prompts, with all {what} of each"

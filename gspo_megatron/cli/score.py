@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     from gspo_megatron.config import load_config
     from gspo_megatron.config.schema import suite_key
     from gspo_megatron.environments.registry import environment_of
-    from gspo_megatron.rewards.registry import check_answers, get_reward, suite_rewards
+    from gspo_megatron.rewards.registry import check_answers, reward_of, suite_rewards
 
     config = load_config(arguments.config, arguments.overrides)
     config, phase = in_phase(config, arguments.step)
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(environment_of(config), "gives_rewards", False):
             wrong = "it gives the rewards itself (gives_rewards), so there is no function to call"
             raise ConfigError([f"environment: {wrong}; allowed: --suite NAME"])
-        reward = get_reward(section.name, section.import_path, section.options, section.workers)
+        reward = reward_of(section)
     if (folder := section.model.folder) is not None:
         wrong = "only the training ranks compute its scores; allowed here: reward.model.url"
         raise ConfigError([f"reward.model.folder = {folder}: {wrong}"])

@@ -82,6 +82,7 @@ def run(name: str, arguments: argparse.Namespace) -> int:
     Returns the exit code. Raises UserError with all problems of the configuration, its files or the
     run to resume, before any process group or other process exists.
     """
+    from gspo_megatron.checkpoint.resume import preview
     from gspo_megatron.cli.check_inputs import all_problems, check_all, check_run
     from gspo_megatron.config import check_config, load
     from gspo_megatron.config.hub import fetch_weights, hold_commits
@@ -99,18 +100,18 @@ def run(name: str, arguments: argparse.Namespace) -> int:
         if arguments.only_make:
             return 0
     command, reporting = command_of(name, arguments), contextlib.nullcontext()
+    find_start = partial(preview, fresh=fresh, change=change, command=command)
     if env_size is None:  # ranks leave these checks to the process that started them
         nproc = arguments.nproc and arguments.nproc * (node.count if node else 1)
-        reporting = all_problems(nproc, fresh=fresh, change=change, command=command)
+        reporting = all_problems(nproc, find_start=find_start)
     with reporting:
         schema: Any = load.STAGES[stage]
         config: Any = load.load_config(arguments.config, arguments.overrides, schema)
     world_size = ranks.decide_world_size(config, arguments.nproc, env_size, node)
     inputs = None
     if env_size is None:
-        options: Any = {"fresh": fresh, "change": change, "command": command}
         try:
-            checked = check_run(config, world_size, with_weights=True, **options)
+            checked = check_run(config, world_size, find_start=find_start, with_weights=True)
         except UserError as error:
             advice = _advice(config, arguments.config) if stage == "rl" else ""
             raise UserError(f"{error}{advice}") from error
@@ -128,14 +129,13 @@ def run(name: str, arguments: argparse.Namespace) -> int:
             check_config(phase, world_size, for_training=True)
             fetch_weights(phase)
     else:
-        config, inputs = check_all(config, world_size, fresh=fresh, change=change)
+        config, inputs = check_all(config, world_size, find_start=find_start)
         fetch_weights(config)
     if env_size is None and world_size > 1:
         from gspo_megatron.process.launcher import launch
 
         command = [sys.executable, "-m", "gspo_megatron", name, arguments.config]
-        command += arguments.overrides + (["--fresh"] if fresh else [])
-        command += ["--change"] if change else []
+        command += arguments.overrides + ["--fresh"] * fresh + ["--change"] * change
         # After a signal, a run that saves checkpoints finishes its step, saves itself and ends.
         if node is not None and node.count > 1:
             wait_for_master(node)

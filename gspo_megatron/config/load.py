@@ -440,10 +440,7 @@ def _describe(error: Any, schema: type[BaseModel]) -> str:
 
 
 STAGES: dict[str, type[AnyConfig]] = {
-    "rl": Config,
-    "sft": FineTuningConfig,
-    "pretrain": PretrainingConfig,
-    "reward_model": PreferenceConfig,
+    each.phase: each for each in (Config, FineTuningConfig, PretrainingConfig, PreferenceConfig)
 }
 
 

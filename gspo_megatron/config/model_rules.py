@@ -402,7 +402,7 @@ def adapters_fit(plan: Plan) -> Problems:
         for name, told in unread(plan, "model.lora", type(lora).model_fields, wrong):
             yield name, f"{told}, or set model.lora.rank"
         return
-    if getattr(plan.config, "phase", None) == "pretrain":
+    if plan.config.phase == "pretrain":
         yield key, "pre-training trains all weights; allowed: 0"
     elif plan.for_training and plan.here and (model.hf_path or model.checkpoint_path) is None:
         wrong = "the frozen weights would be random"

@@ -330,6 +330,12 @@ class ObjectiveSection(Section):
     )
 
 
+def may_have_reference(section: ObjectiveSection) -> bool:
+    """Return whether a run may have a reference policy: for the divergence from it, or because a
+    custom objective may read it."""
+    return section.kl != "none" or section.import_path is not None
+
+
 def resolve_objective(section: ObjectiveSection) -> Recipe:
     """Return the recipe of `objective.name`, with the parts that the section sets, and with all
     numbers."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from gspo_megatron.config.hub import with_folders
+from gspo_megatron.config.objectives import may_have_reference
 from gspo_megatron.config.renamed import RENAMED
 from gspo_megatron.config.section import Positive, Section, harmless, shapes, value_below
 
@@ -145,11 +146,9 @@ def later_phases_need_reference(config: Any, step: int) -> bool:
     ends = [phase.until_step for phase in phases_of(config)[number:]]
     begins = [end + 1 for end in ends if end is not None and end < config.training.steps]
     return any(
-        # a custom objective may need it, too
-        section.kl != "none" or section.import_path is not None
+        may_have_reference(at_step(config, first).objective)
         for first in begins
         if reference_step(config, first) == since
-        for section in [at_step(config, first).objective]
     )
 
 

@@ -26,6 +26,7 @@ from gspo_megatron.config.model_rules import (
 )
 from gspo_megatron.config.objectives import (
     learns_from_parts,
+    may_have_reference,
     objective_problems,
     resolve_objective,
 )
@@ -318,8 +319,7 @@ def frozen_models_fit(plan: Plan) -> Problems:
     if distillation.urls and plan.config.rollout.temperature != 1.0:
         wrong = "a teacher's server gives log-probs at temperature 1; allowed: 1.0, or a teacher "
         yield "rollout.temperature", f"{wrong}in a folder, which uses rollout.temperature"
-    has_reference = objective.kl != "none" or objective.import_path is not None
-    if has_reference and lora.rank and lora.checkpoint is None:
+    if may_have_reference(objective) and lora.rank and lora.checkpoint is None:
         wrong = "the reference is the policy without its adapters, of which there is no copy"
         yield from unread(plan, "objective", ["reference_offload"], wrong)
 
@@ -342,9 +342,7 @@ def routing_can_be_replayed(plan: Plan) -> Problems:
     if not routing.modes:
         wrong = "nothing reads it with replay = off and reference_replay = off"
         yield from unread(plan, "routing", ["store_on_host"], wrong)
-    objective = plan.config.objective
-    has_reference = objective.kl != "none" or objective.import_path is not None
-    if routing.reference_replay != "off" and not has_reference:
+    if routing.reference_replay != "off" and not may_have_reference(plan.config.objective):
         wrong = "there is no reference with objective.kl = none; allowed: off"
         yield "routing.reference_replay", wrong
 

@@ -483,6 +483,7 @@ class LoggingSection(RecordSection):
 class RunConfig(Section):
     """The part of the configuration that all stages have: a model on a layout."""
 
+    phase: ClassVar[str]  # the stage's name in metrics and checkpoints
     # The keys of the data section for training inputs and for evaluation inputs.
     inputs: ClassVar[tuple[str, str]]
     input_suffix: ClassVar[str] = ""  # suffix that the configured paths of input files lack
@@ -533,6 +534,7 @@ def suite_key(name: str) -> str:
 class Config(RunConfig):
     """The configuration of an RL run."""
 
+    phase: ClassVar[str] = "rl"
     inputs: ClassVar[tuple[str, str]] = ("prompts", "eval_prompts")
 
     data: DataSection

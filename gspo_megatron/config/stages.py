@@ -81,8 +81,6 @@ class ExportSection(Section):
 class StageConfig(RunConfig):
     """The sections that all stages except RL share."""
 
-    phase: ClassVar[str]  # the stage's name in metrics and checkpoints
-
     optimizer: StageOptimizerSection = Field(default_factory=StageOptimizerSection)
     checkpoint: StageCheckpointSection = Field(default_factory=StageCheckpointSection)
     logging: RecordSection = Field(default_factory=RecordSection)

@@ -246,36 +246,34 @@ def text_of(content: Any) -> str | None:
     return None
 
 
-def tools_of(row: Mapping[str, Any], template: str | None) -> tuple[list[Any], str | None]:
-    """Return what `tools_in` returns, without the tools if the chat template does not read them."""
-    tools, fault = tools_in(row)
-    return (tools if template is not None and "tools" in _read_by(template) else []), fault
+def tools_of(row: Mapping[str, Any], template: str | None) -> list[Any]:
+    """Return what `tools_in` returns, or no tools if the chat template does not read them."""
+    tools = tools_in(row)
+    return tools if template is not None and "tools" in _read_by(template) else []
 
 
-def tools_in(row: Mapping[str, Any]) -> tuple[list[Any], str | None]:
+def tools_in(row: Mapping[str, Any]) -> list[Any]:
     """Return the descriptions of tools in a row's field `tools`, a list of objects or such a list
-    as JSON text, and what is wrong with them, or None. Other values belong to a field of another
-    meaning."""
+    as JSON text. Other values belong to a field of another meaning. Raises DataError if a text in
+    the list is not valid Unicode."""
     tools = row.get("tools")
     if isinstance(tools, str):
         try:
             tools = parse_json(tools)
         except ValueError:
-            return [], None
+            return []
     if not (tools and isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        return [], None  # no tools, or a field of another meaning
+        return []  # no tools, or a field of another meaning
     if fault := _fault_of_texts(tools):
-        return [], f"field 'tools' {fault}"
-    return tools, None
+        raise DataError(f"field 'tools' {fault}")
+    return tools
 
 
-def tools_of_prompt(
-    fields: Mapping[str, Any], tokenizer: Tokenizer
-) -> tuple[list[Any], str | None]:
+def tools_of_prompt(fields: Mapping[str, Any], tokenizer: Tokenizer) -> list[Any]:
     """Return the tools in the fields of a prompt of RL, see `tools_of`. If the template has tools
     among its options, mostly those of the environment, only they are described."""
     if "tools" in tokenizer.template_options:
-        return [], None
+        return []
     return tools_of(fields, tokenizer.chat_template)
 
 

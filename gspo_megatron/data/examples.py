@@ -86,6 +86,11 @@ class SupervisedData:
     def lengths(self) -> np.ndarray:  # [examples] int64, in tokens
         return np.diff(self._tokens.ends)
 
+    def notes(self) -> list[str]:
+        """Return how many examples are left out or cut, one text each."""
+        counts = ((self.counts.dropped, "left out"), (self.counts.truncated, "cut"))
+        return [f"examples that are too long: {count} {what}" for count, what in counts if count]
+
 
 def load_supervised(
     path: str | Path, tokenizer: Tokenizer, form: FineTuningDataSection
@@ -128,17 +133,12 @@ def _from_prompts(
         if prompt.messages and not is_checked:
             check_template(tokenizer)
             is_checked = True
-        fault, tools = text_fault(prompt.answer), []
-        if fault is not None:
-            fault = f"field {form.answer_field!r} {fault}"
-        elif prompt.messages:
-            tools, fault = tools_of(prompt.fields, tokenizer.chat_template)
-        if fault is not None:
-            problems.add(prompt.source, fault)
+        if (fault := text_fault(prompt.answer)) is not None:
+            problems.add(prompt.source, f"field {form.answer_field!r} {fault}")
             continue
         if prompt.messages:
             messages = [*prompt.messages, {"role": ASSISTANT, "content": prompt.answer}]
-            yield from _conversation(prompt.source, messages, tokenizer, problems, tools)
+            yield from _conversation(prompt.source, prompt.fields, messages, tokenizer, problems)
             continue
         question = encode_text(prompt.text, tokenizer)
         answer = [*tokenizer.encode(prompt.answer), tokenizer.eos_id]
@@ -161,23 +161,23 @@ def _from_messages(
         elif fault is None and all(message["role"] != ASSISTANT for message in messages):
             fault = f"field {name!r}: no message has the role {ASSISTANT!r}, so there is nothing "
             fault += "to learn"
-        tools, wrong_tools = tools_of(row, tokenizer.chat_template)
-        if fault := fault or wrong_tools:
+        if fault is not None:
             problems.add(where, fault)
         else:
             conversation = with_system([*map(plain_message, messages)], form.system_prompt)
-            yield from _conversation(where, conversation, tokenizer, problems, tools)
+            yield from _conversation(where, row, conversation, tokenizer, problems)
 
 
 def _conversation(
     where: str,
+    row: Mapping[str, Any],
     messages: Sequence[Message],
     tokenizer: Tokenizer,
     problems: Problems,
-    tools: Sequence[Mapping[str, Any]] = (),
 ) -> Iterator[_Read]:
     """Yield one example, or add a problem."""
     try:
+        tools = tools_of(row, tokenizer.chat_template)
         token_ids, mask = encode_conversation(messages, tokenizer, tools)
     except DataError as error:
         problems.add(where, str(error))

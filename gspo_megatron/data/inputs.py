@@ -7,10 +7,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from gspo_megatron.config import Config
 from gspo_megatron.config.schema import suite_key
@@ -60,22 +60,12 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class FineTuningInputs:
-    """The input of supervised fine-tuning."""
+class ExampleInputs(Generic[Rows]):
+    """The input of supervised fine-tuning, or of the training of a preference model."""
 
     tokenizer: Tokenizer
-    train: SupervisedData
-    evaluation: SupervisedData | None
-    warnings: tuple[str, ...] = ()  # one line each
-
-
-@dataclass(frozen=True)
-class PreferenceInputs:
-    """The input of the training of a preference model."""
-
-    tokenizer: Tokenizer
-    train: PreferenceData
-    evaluation: PreferenceData | None
+    train: Rows
+    evaluation: Rows | None
     warnings: tuple[str, ...] = ()  # one line each
 
 
@@ -211,40 +201,37 @@ def _odd_texts(files: list[list[Prompt]], tokenizer: Tokenizer, key: str) -> lis
     return odd.warnings(key, sum(map(len, files)))
 
 
-def read_fine_tuning(config: FineTuningConfig) -> FineTuningInputs:
+def read_fine_tuning(config: FineTuningConfig) -> ExampleInputs[SupervisedData]:
     """Read tokenizer and examples.
 
     Raises ConfigError with the problems of all files, by file and line.
     """
-    tokenizer, found, warnings = _read_rows(config, load_supervised)
-    evaluation = found.get("data.eval_examples")
-    return FineTuningInputs(tokenizer, found["data.examples"], evaluation, tuple(warnings))
+    return _read_examples(config, load_supervised)
 
 
-def read_preferences(config: PreferenceConfig) -> PreferenceInputs:
+def read_preferences(config: PreferenceConfig) -> ExampleInputs[PreferenceData]:
     """Read tokenizer and preferences.
 
     Raises ConfigError with the problems of all files, by file and line.
     """
     regression = config.preference.loss == "regression"
-    load = partial(load_preferences, regression=regression)
-    tokenizer, found, warnings = _read_rows(config, load)
-    for key, data in found.items():
-        if data.counts.ends_in_padding:
+    inputs = _read_examples(config, partial(load_preferences, regression=regression))
+    warnings = [*inputs.warnings]
+    for key, data in zip(config.inputs, (inputs.train, inputs.evaluation), strict=True):
+        if data is not None and data.counts.ends_in_padding:
             warnings.append(
-                f"{key}: {data.counts.ends_in_padding} of {len(data.lengths)} sequences end in "
-                f"the padding token {tokenizer.pad_id}: transformers takes it for padding and "
-                "scores an earlier token of them; this program and vLLM score the last one"
+                f"data.{key}: {data.counts.ends_in_padding} of {len(data.lengths)} sequences end "
+                f"in the padding token {inputs.tokenizer.pad_id}: transformers takes it for "
+                "padding and scores an earlier token of them; this program and vLLM score the last "
+                "one"
             )
-    evaluation = found.get("data.eval_preferences")
-    return PreferenceInputs(tokenizer, found["data.preferences"], evaluation, tuple(warnings))
+    return replace(inputs, warnings=tuple(warnings))
 
 
-def _read_rows(
+def _read_examples(
     config: FineTuningConfig | PreferenceConfig, load: Callable[[str, Tokenizer, Any], Rows]
-) -> tuple[Tokenizer, dict[str, Rows], list[str]]:
-    """Read the tokenizer, and the file of each key with `load`. The list has the warnings about
-    their texts."""
+) -> ExampleInputs[Rows]:
+    """Read the tokenizer, and the file of each key with `load`."""
     tokenizer, problems = _load_tokenizer(config)
     form = None
     with contextlib.suppress(ConfigError):  # the model's shape is wrong; already reported
@@ -262,7 +249,9 @@ def _read_rows(
         raise ConfigError(problems)
     if tokenizer is None or form is None:
         raise UnknownValueError
-    return tokenizer, rows_by_key, warnings
+    learned, held_out = (rows_by_key.get(f"data.{name}") for name in config.inputs)
+    assert learned is not None, "inputs_are_given comes first"
+    return ExampleInputs(tokenizer, learned, held_out, tuple(warnings))
 
 
 def read_pretraining(config: PretrainingConfig) -> PretrainingInputs:

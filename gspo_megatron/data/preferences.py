@@ -78,6 +78,15 @@ class PreferenceData:
         """The number of pairs, or of ratings."""
         return len(self.values)
 
+    def left_out(self) -> list[str]:
+        """Return how many pairs are left out, one text for each reason."""
+        counts = ((self.counts.too_long, "too long"), (self.counts.ties, "a tie"))
+        return [f"{count:,}, {why}" for count, why in counts if count]
+
+    def notes(self) -> list[str]:
+        """Return how many pairs are left out, for the output of a run."""
+        return [f"pairs left out: {line}" for line in self.left_out()]
+
 
 def load_preferences(
     path: str | Path, tokenizer: Tokenizer, form: PreferenceDataSection, *, regression: bool
@@ -183,9 +192,7 @@ class _Reader:
             text = whole.prompt + whole.response
         else:
             self._check_template()
-            tools, fault = tools_of(row, self.tokenizer.chat_template)
-            if fault is not None:
-                raise DataError(fault)
+            tools = tools_of(row, self.tokenizer.chat_template)
             rendered = self.tokenizer.render(whole, tools=tools)
             ids = self.tokenizer.encode_rendered(rendered.text, rendered.quoted).ids
             text = "".join(message["content"] for message in whole)
@@ -193,11 +200,3 @@ class _Reader:
         of_messages = not isinstance(whole, Texts)
         self.counts.odd.add(self.tokenizer, where, found, text, of_messages=of_messages)
         return found
-
-
-def left_out(data: PreferenceData | None) -> list[str]:
-    """Return how many pairs of a file are left out, one text for each reason."""
-    if data is None:
-        return []
-    counts = ((data.counts.too_long, "too long"), (data.counts.ties, "a tie"))
-    return [f"{count:,}, {why}" for count, why in counts if count]

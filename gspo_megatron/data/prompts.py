@@ -228,9 +228,7 @@ def encode_prompts(
         tools: Sequence[dict[str, Any]] = ()
         try:
             if prompt.messages:
-                tools, fault = tools_of_prompt(prompt.fields, tokenizer)
-                if fault is not None:
-                    raise DataError(fault)
+                tools = tools_of_prompt(prompt.fields, tokenizer)
                 rendered = tokenizer.render(prompt.messages, open_answer=True, tools=tools)
                 token_ids = tokenizer.encode_rendered(rendered.text, rendered.quoted).ids
             else:

@@ -17,7 +17,7 @@ from gspo_megatron.estimate.model import (
     with_values,
 )
 from gspo_megatron.estimate.traffic import AXES, step_traffic
-from gspo_megatron.estimate.workload import NO_EVALUATION, Workload, bubble_share, workload
+from gspo_megatron.estimate.workload import NOT_READ, DataSizes, Workload, bubble_share, workload
 
 RECOMPUTE = ("none", "selective", "full")
 # A recompute mode is worth its time only if it saves at least this share of the bytes.
@@ -56,16 +56,14 @@ def estimate_layout(
     config: AnyConfig,
     world_size: int,
     vocab_size: int,
-    longest: int | None = None,
+    sizes: DataSizes = NOT_READ,
     *,
-    evaluated: tuple[int, float] = NO_EVALUATION,
     limit: float | None = None,
     runs: dict[tuple, list[ChunkPass]] | None = None,
 ) -> LayoutEstimate:
     """Build and run one rank of each pipeline stage on the meta device.
 
     config: has passed `check_config` at this world size.
-    longest, evaluated: see `workload`.
     limit: bytes of a GPU's memory. If it is set, only the first, second and last stage are built,
     because the other stages hold fewer micro-batches in flight than the second one. If a stage
     needs more than `limit`, the stages after it are not built.
@@ -74,7 +72,7 @@ def estimate_layout(
     Raises UserError if Megatron-Core cannot build the model.
     """
     parallel = resolve_parallel(config, world_size)
-    work = workload(config, parallel, longest, evaluated)
+    work = workload(config, parallel, sizes)
     stages = parallel.pipeline_model_parallel_size
     ranks, traffic, totals = [], [], Counter[str]()
     runs = {} if runs is None else runs

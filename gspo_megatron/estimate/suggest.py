@@ -31,7 +31,7 @@ from gspo_megatron.estimate.layout import (
     saves_little,
 )
 from gspo_megatron.estimate.model import rank_model, with_values
-from gspo_megatron.estimate.workload import NO_EVALUATION, Workload, in_flight, workload
+from gspo_megatron.estimate.workload import NOT_READ, DataSizes, Workload, in_flight, workload
 from gspo_megatron.families.model_shape import experts_in_layers
 
 MOST_BUILT = 40  # most layouts that the search builds and runs on the meta device
@@ -82,10 +82,9 @@ def suggest(
     vocab_size: int,
     counts: tuple[int, int],
     gpu_bytes: float,
+    sizes: DataSizes = NOT_READ,
     *,
     count: int = 10,
-    longest: int | None = None,
-    evaluated: tuple[int, float] = NO_EVALUATION,
 ) -> Search:
     """Find the `count` cheapest layouts whose worst rank fits into `gpu_bytes`.
 
@@ -95,12 +94,11 @@ def suggest(
     """
     room = gpu_bytes * (1 - HEADROOM)
     phases = phase_configs(config)
-    saved, output = _saved_bytes(phases[0], vocab_size, longest)
-    every = list(_candidates(phases, world_size, counts, longest))
+    saved, output = _saved_bytes(phases[0], vocab_size, sizes)
+    every = list(_candidates(phases, world_size, counts, sizes))
     likely = [each for each in every if _may_fit(each, saved, output, room)]
     suggestions: list[Suggestion] = []
     built = 0
-    options: dict[str, Any] = {"limit": room, "evaluated": evaluated}
     runs: list[dict[tuple, list[ChunkPass]]] = [{} for _ in phases]
     for candidate in sorted(likely, key=lambda candidate: candidate.cost)[:MOST_BUILT]:
         if len(suggestions) == count:
@@ -108,7 +106,7 @@ def suggest(
         built += 1
         try:
             estimates = [
-                estimate_layout(phase, world_size, vocab_size, longest, runs=cache, **options)
+                estimate_layout(phase, world_size, vocab_size, sizes, limit=room, runs=cache)
                 for phase, cache in zip(candidate.phases, runs, strict=True)
             ]
         except UserError:
@@ -153,10 +151,7 @@ def overrides(config: AnyConfig, original: AnyConfig) -> str:
 
 
 def _candidates(
-    phases: Sequence[AnyConfig],
-    world_size: int,
-    counts: tuple[int, int],
-    longest: int | None,
+    phases: Sequence[AnyConfig], world_size: int, counts: tuple[int, int], sizes: DataSizes
 ) -> Iterator[_Candidate]:
     """Yield the layouts that pass the rules in every phase. Work and cost are those of the first
     phase."""
@@ -172,7 +167,7 @@ def _candidates(
         except ConfigError:
             continue
         parallel = resolve_parallel(configs[0], world_size)
-        work = workload(configs[0], parallel, longest)
+        work = workload(configs[0], parallel, sizes)
         plain = _Candidate(configs, parallel, work, *_rank_parameters(first, parallel, counts[0]))
         traffic = _traffic(plain)
         for mode in RECOMPUTE:
@@ -213,7 +208,7 @@ def _with_smaller_last_stage(
 
 
 def _saved_bytes(
-    config: AnyConfig, vocab_size: int, longest: int | None
+    config: AnyConfig, vocab_size: int, sizes: DataSizes
 ) -> tuple[dict[str, float], float]:
     """Measure the bytes per token that are saved for the backward pass, with tp = cp = 1.
 
@@ -225,7 +220,7 @@ def _saved_bytes(
         fields["moe_layer_freq"] = 1
     small = apply_layout(with_values(config, "model", megatron=fields), Layout(pp=3))
     parallel = resolve_parallel(small, 3)
-    work = workload(small, parallel, longest)
+    work = workload(small, parallel, sizes)
     saved, output = {}, 0.0
     for mode in RECOMPUTE:
         changed = with_values(small, "training", recompute=mode)

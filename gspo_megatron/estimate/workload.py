@@ -17,7 +17,20 @@ from gspo_megatron.config.stages import (
 )
 from gspo_megatron.objectives.losses import needs_reference
 
-NO_EVALUATION = (0, 1.0)
+
+@dataclass(frozen=True)
+class DataSizes:
+    """What the input files say about the work of a step. The defaults are for files that were not
+    read."""
+
+    # tokens of the longest prompt or example; None: as many as are allowed
+    longest: int | None = None
+    evaluated: int = 0  # responses in the largest evaluation
+    # the length of the longest response in an evaluation divided by that of training, at least 1
+    stretch: float = 1.0
+
+
+NOT_READ = DataSizes()
 
 
 @dataclass(frozen=True)
@@ -64,18 +77,10 @@ class Workload:
 
 
 def workload(
-    config: AnyConfig,
-    parallel: ResolvedParallel,
-    longest: int | None = None,
-    evaluated: tuple[int, float] = NO_EVALUATION,
+    config: AnyConfig, parallel: ResolvedParallel, sizes: DataSizes = NOT_READ
 ) -> Workload:
-    """Return the work of a step.
-
-    longest: tokens of the longest prompt or example; None: the largest number that is allowed.
-    Pre-training ignores it, because all samples have the same length.
-    evaluated: the number of responses in the largest evaluation, and the factor by which they may
-    be longer than in training.
-    """
+    """Return the work of a step. Pre-training ignores the sizes, because all samples have the same
+    length."""
     training, replicas = config.training, parallel.data_parallel_size
     budget = training.micro_batch_tokens * parallel.context_parallel_size
     # In an interleaved schedule, `multiple` must divide the number of micro-batches.
@@ -88,13 +93,13 @@ def workload(
         return Workload(((0, length),) * size, of_rank // size, 1, 0, sequences, of_rank)
     if isinstance(config, ExamplesConfig):
         # The loss includes all tokens of an example except the first.
-        sequence = (1, (longest or config.max_tokens()) - 1)
+        sequence = (1, (sizes.longest or config.max_tokens()) - 1)
         sequences, mini_batches = config.training.batch_size, 1
         if _has_pairs(config):
             sequences *= 2  # a chosen and a rejected response
     else:
         rollout, mini_batches = config.rollout, config.objective.mini_batches
-        sequence = (longest or config.max_prompt_tokens(), rollout.max_response_tokens)
+        sequence = (sizes.longest or config.max_prompt_tokens(), rollout.max_response_tokens)
         sequences = rollout.prompts_per_step * rollout.group_size
     # a preference is not cut: the budget holds at least one
     whole = max(2 if _has_pairs(config) else 1, budget // sum(sequence))
@@ -116,7 +121,7 @@ def workload(
     work = replace(work, forward_only=_forward_only(config, work))
     if rollout.engine == "vllm":  # the ranks generate only the short responses of the weight check
         return work
-    return _with_rollout(config, work, replicas * parallel.context_parallel_size, evaluated)
+    return _with_rollout(config, work, replicas * parallel.context_parallel_size, sizes)
 
 
 def _forward_only(config: Config, work: Workload) -> int:
@@ -133,12 +138,9 @@ def _forward_only(config: Config, work: Workload) -> int:
     return count + whole * (needs_reference(objective) + len(objective.distillation.folders))
 
 
-def _with_rollout(
-    config: Config, work: Workload, ranks: int, evaluated: tuple[int, float]
-) -> Workload:
+def _with_rollout(config: Config, work: Workload, ranks: int, sizes: DataSizes) -> Workload:
     """Return `work` with the rollout of a step and the largest evaluation, both by the trained
-    model itself. ranks: the number of ranks with prompts of their own; evaluated: see
-    `workload`."""
+    model itself. ranks: the number of ranks with prompts of their own."""
     rollout, has_episodes = config.rollout, config.environment.has_episodes
     responses = -(-rollout.prompts_per_step // ranks) * rollout.group_size
     rows = min(responses, rollout.batch_size or responses)
@@ -146,7 +148,7 @@ def _with_rollout(
     # turn of an episode takes the conversation so far.
     longest_prompt = work.longest if has_episodes else work.lengths[0][0]
     prompts = rows if has_episodes else -(-rows // rollout.group_size)
-    count, longer = -(-evaluated[0] // ranks), evaluated[1]
+    count, longer = -(-sizes.evaluated // ranks), sizes.stretch
     return replace(
         work,
         rollout_rows=rows,

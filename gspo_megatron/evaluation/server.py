@@ -265,10 +265,10 @@ def _load(name: str, suite: SuiteSection) -> list[Prompt]:
 
 
 def _tools(prompt: Prompt) -> tuple[dict[str, Any], ...]:
-    tools, fault = tools_in(prompt.fields)
-    if fault is not None:
-        raise DataError(f"{prompt.source}: {fault}")
-    return tuple(tools)
+    try:
+        return tuple(tools_in(prompt.fields))
+    except DataError as error:
+        raise DataError(f"{prompt.source}: {error}") from error
 
 
 def _text(content: Any) -> str:

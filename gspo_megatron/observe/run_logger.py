@@ -132,7 +132,7 @@ class RunLogger:
         """Record that the run goes on after `step` with the configuration `phase`. `changed` has
         one line for each key that gets a new value there. `has_rollouts`: the run goes on with
         responses of step + 1, which were generated with the values of `phase`."""
-        has_phases, stage = bool(phases_of(run)), getattr(run, "phase", RL)
+        has_phases, stage = bool(phases_of(run)), run.phase
         is_constant = not (changed or has_phases or (self.folder / CHANGES_FILE).exists())
         if is_constant or not self.is_main:
             return

@@ -125,24 +125,24 @@ def all_gather_columns(values: Tensor, group: dist.ProcessGroup) -> list[Tensor]
 
 
 @contextmanager
-def raised_everywhere() -> Generator[None]:
-    """Raise DataError on all ranks, at the end of the context, if any rank raised a DataError
+def raised_everywhere(kind: type[UserError] = DataError) -> Generator[None]:
+    """Raise an error of this kind on all ranks, at the end of the context, if any rank raised one
     inside the context. Every rank must call this."""
     error = None
     try:
         yield
-    except DataError as caught:
+    except kind as caught:
         error = str(caught)
-    raise_everywhere(error)
+    raise_everywhere(error, kind)
 
 
-def raise_everywhere(error: str | None) -> None:
-    """Raise DataError on all ranks if `error` is not None on any rank. Every rank must call
-    this."""
+def raise_everywhere(error: str | None, kind: type[UserError] = DataError) -> None:
+    """Raise an error of this kind on all ranks if `error` is not None on any rank. Every rank must
+    call this."""
     errors = all_gather_objects(error)
     lines = list(dict.fromkeys(line for text in errors if text for line in text.splitlines()))
     more = len(lines) - _LINES_SHOWN
     if more > 0:
         lines[_LINES_SHOWN:] = [f"... and {more} more"]
     if lines:
-        raise DataError("\n".join(lines))
+        raise kind("\n".join(lines))

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
 from gspo_megatron.errors import UserError
@@ -188,10 +189,10 @@ def mismatch_metrics(
     return means, size.max() if len(size) else size.sum()
 
 
-def share_with_all_stages(
-    metrics: dict[str, float] | None, group: dist.ProcessGroup
-) -> dict[str, float]:
-    """Send the last pipeline stage's metrics to every stage, in one message a step."""
-    of_last_stage = from_rank(metrics, dist.get_process_group_ranks(group)[-1], group)
-    assert of_last_stage is not None
-    return of_last_stage
+def from_last_stage(compute: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """Return the metrics that `compute` returns on the last pipeline stage. They are sent to all
+    other stages in one message."""
+    is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    group = parallel_state.get_pipeline_model_parallel_group()
+    last = dist.get_process_group_ranks(group)[-1]
+    return from_rank(compute() if is_last else {}, last, group)

@@ -182,6 +182,11 @@ def get_reward(
     return replace(reward, options=options)
 
 
+def reward_of(section: RewardSection) -> Reward:
+    """Return the reward function of a section `reward`. Raises the errors of `get_reward`."""
+    return get_reward(section.name, section.import_path, section.options, section.workers)
+
+
 def _of_mode(reward: Reward, options: dict[str, Any]) -> Reward:
     """Return the form of a reward that the option `mode` names, and remove it from `options`."""
     if not reward.modes or "mode" not in options:
@@ -224,7 +229,7 @@ def suite_rewards(suites: Mapping[str, SuiteSection]) -> dict[str, Reward]:
     for name, suite in suites.items():
         section, wrong = suite.reward, []
         with gathered_in(wrong):
-            reward = get_reward(section.name, section.import_path, section.options, section.workers)
+            reward = reward_of(section)
             if reward.answers is not None and suite.format is None and suite.answer_field is None:
                 wrong.append(
                     f"reward.name = {section.name}: compares with answers: give answer_field"

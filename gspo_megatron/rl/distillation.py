@@ -24,6 +24,7 @@ from torch import Tensor
 
 from gspo_megatron.batching.micro_batches import MicroBatch, head_outputs
 from gspo_megatron.config.distillation import DistillationSection
+from gspo_megatron.config.schema import ObjectiveSection
 from gspo_megatron.hf.load import load_hf
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.reference import ReferencePolicy
@@ -32,6 +33,75 @@ from gspo_megatron.objectives.metrics import pair
 from gspo_megatron.objectives.parts import sequence_log_ratio
 from gspo_megatron.platform.collectives import raise_everywhere
 from gspo_megatron.types import LossInputs, LossOutputs
+
+
+class Distillation:
+    """The teachers of a run, and what they add to its policy updates."""
+
+    def __init__(self, policy: Policy, objective: Objective, section: ObjectiveSection) -> None:
+        """Load the teachers that these ranks compute. Raises DataError like `teacher_of`."""
+        self.policy, self.objective, self.section = policy, objective, section.distillation
+        # by number, as in `MicroBatch.teacher_numbers`
+        self.teachers = {
+            number: teacher_of(folder, policy, offload=section.reference_offload)
+            for number, folder in self.section.folders.items()
+        }
+
+    def ask_folders(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Compute the log-probs of the teachers on these ranks and store them in the micro-batches:
+        log-probs of the response tokens that a teacher judges, and of its own most probable tokens.
+
+        All micro-batches go through each model, even those without a response for this teacher,
+        because this rank may hold experts for the tokens of other ranks.
+        """
+        for number, teacher in self.teachers.items() if micro_batches else ():
+            for micro_batch in micro_batches:
+                micro_batch.head.top_k = self.section.candidates
+            with teacher.in_place():
+                outputs = head_outputs(self.policy, micro_batches)  # empty before the last stage
+            for micro_batch, output in zip(micro_batches, outputs):
+                fields, candidates = {"teacher_logprobs": output[0]}, micro_batch.head.candidates
+                if candidates is not None:
+                    fields["teacher_tokens"] = candidates
+                    fields["teacher_buckets"] = output[3:].t()
+                for name, values in fields.items():
+                    before, numbers = getattr(micro_batch, name), micro_batch.teacher_numbers
+                    if before is not None and numbers is not None:
+                        is_own = (numbers == number).view(-1, *[1] * (values.dim() - 1))
+                        values = torch.where(is_own, values, before)
+                    setattr(micro_batch, name, values)
+            for micro_batch in micro_batches:
+                micro_batch.head.top_k, micro_batch.head.candidates = 0, None
+
+    def outputs(
+        self, inputs: LossInputs, micro_batch: MicroBatch, of_candidates: Tensor | None
+    ) -> tuple[LossOutputs, dict[str, Tensor]]:
+        """Return the outputs of the objective with the teacher's term, and the metrics of how far
+        the policy is from its teacher. Without a teacher, these are the objective's own outputs.
+
+        of_candidates: [k + 2, tokens], the rows of the head's output that follow the rows of
+        log-probs and entropies, if the form of distillation adds a term to the loss.
+        """
+        teacher = micro_batch.teacher_logprobs
+        if teacher is None:
+            return self.objective(inputs), {}
+        taught = of_taught_tokens(inputs, micro_batch)
+        means = divergence_metrics(taught, teacher)
+        if of_candidates is None:  # the term is part of the advantages
+            # Tokens without a teacher get a difference of 0.
+            teacher = teacher.where(taught.mask > 0, inputs.old_logprobs)
+            coefficient = self.section.coefficient
+            inputs = add_to_advantages(inputs, teacher, self.objective, coefficient)
+            return self.objective(inputs), means
+        buckets = micro_batch.teacher_buckets
+        assert buckets is not None, "its tokens are the candidates"
+        means |= top_k_metrics(taught, of_candidates[0], buckets)
+        own = of_candidates[1:].t()
+        outputs = self.objective(inputs)
+        outputs = with_divergence(
+            outputs, inputs, taught, own, buckets, self.objective, self.section
+        )
+        return outputs, means
 
 
 def teacher_of(folder: str | Path, policy: Policy, *, offload: bool) -> ReferencePolicy:
@@ -47,41 +117,6 @@ def teacher_of(folder: str | Path, policy: Policy, *, offload: bool) -> Referenc
     wrong = f"{folder}: this teacher has weights that are not finite; give an undamaged folder"
     raise_everywhere(None if weights.is_finite() else wrong)
     return weights
-
-
-def ask_folder(
-    policy: Policy,
-    teacher: ReferencePolicy,
-    micro_batches: Sequence[MicroBatch],
-    number: int,
-    top_k: int,
-) -> None:
-    """Compute a teacher's log-probs on these ranks and store them in the micro-batches: log-probs
-    of the response tokens that it judges, and of its own `top_k` most probable tokens.
-
-    number: the teacher's number, as in `MicroBatch.teacher_numbers`. All micro-batches go through
-    the model, even those without a response for this teacher, because this rank may hold experts
-    for the tokens of other ranks.
-    """
-    if not micro_batches:
-        return
-    for micro_batch in micro_batches:
-        micro_batch.head.top_k = top_k
-    with teacher.in_place():
-        outputs = head_outputs(policy, micro_batches)  # empty except on the last stage
-    for micro_batch, output in zip(micro_batches, outputs):
-        fields, candidates = {"teacher_logprobs": output[0]}, micro_batch.head.candidates
-        if candidates is not None:
-            fields["teacher_tokens"] = candidates
-            fields["teacher_buckets"] = output[3:].t()
-        for name, values in fields.items():
-            before, numbers = getattr(micro_batch, name), micro_batch.teacher_numbers
-            if before is not None and numbers is not None:
-                is_own = (numbers == number).view(-1, *[1] * (values.dim() - 1))
-                values = torch.where(is_own, values, before)
-            setattr(micro_batch, name, values)
-    for micro_batch in micro_batches:
-        micro_batch.head.top_k, micro_batch.head.candidates = 0, None
 
 
 def of_taught_tokens(inputs: LossInputs, micro_batch: MicroBatch) -> LossInputs:

@@ -13,6 +13,7 @@ import contextlib
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ class ReinforcementLoop:
     def __init__(self, run: RunComponents) -> None:
         """Continue from the run's checkpoint, if there is one."""
         self.run_components, self.config, self.policy = run, run.config, run.policy
-        trains, step = run.config.training.steps > 0, run.checkpoints.finished_steps(RL)
+        trains, step = run.config.training.steps > 0, run.checkpoints.finished_steps
         needed = run.objective.needs_reference and trains
         start = run.checkpoints.start
         kept = needed or (trains and later_phases_need_reference(run.config, start.next_step))
@@ -121,7 +122,7 @@ class ReinforcementLoop:
         if start.checkpoint is not None and saved is not None:
             self.restored = read_experience(start.checkpoint, saved, run.policy)
         self.loader = order_of_prompts(run, step + 1 + (self.restored is not None))
-        self.done = run.checkpoints.restore(RL, self.trainer, self.loader, updates)
+        self.done = run.checkpoints.restore(self.trainer, self.loader, updates)
         self.last = phase_end(self.config, start.next_step)
         # The metrics of the last step, if the run ended because the evaluation failed, or because
         # no server took the weights of that step.
@@ -167,8 +168,7 @@ class ReinforcementLoop:
                 metrics |= self.collector.source.take_weights(version=step)
         except _ENDS_BETWEEN_STEPS as error:  # the update is done, but no server has its weights
             metrics |= timer.step_metrics(experience, self.has_servers)
-            checkpoints = self.run_components.checkpoints
-            checkpoints.after_failure(step, self.trainer, self.loader, error, metrics)
+            self.run_components.checkpoints.after_failure(step, error, metrics)
         return metrics | timer.step_metrics(experience, self.has_servers)
 
     def run(self) -> None:
@@ -185,7 +185,7 @@ class ReinforcementLoop:
                 # `take_weights` above has sent the weights of this step, if no server had them.
                 sync = {name: value for name, value in sync.items() if name.startswith("sync/")}
                 self._end_step(self.done, sync | self.unevaluated, progress)
-            elif self.restored is None and run.checkpoints.is_new(RL):
+            elif self.restored is None and run.checkpoints.is_new:
                 before = self.evaluate(0)
                 if before:
                     run.logger.write(RL, 0, before)
@@ -194,9 +194,11 @@ class ReinforcementLoop:
                         text = accuracy_text(before, self.config.evaluation.correct_at)
                         progress.note(f"held-out accuracy{when}: {text}")
                     progress.update(0, before)
-                run.checkpoints.before_first_step(self.trainer, self.loader)
-            elif alarm is not None and self.done < steps:
-                self._end_or_go_on(alarm, self.done, progress)
+                run.checkpoints.before_first_step()
+            elif alarm is not None and self.done < steps:  # training.on_collapse may have changed
+                goes_on = self._goes_on_after(alarm, self.done, progress)
+                if not goes_on:
+                    raise UserError(run.checkpoints.collapsed_text(self.done))
             progress.begin_steps()
             for step in range(self.done + 1, self.last + 1):
                 if run.checkpoints.back is None:
@@ -210,13 +212,9 @@ class ReinforcementLoop:
             metrics = self.step(step)
         except _StopBeforeUpdate as stop:
             experience = stop.experience
+            description, write = experience.describe(), partial(write_rollouts, experience)
             self.run_components.checkpoints.stop_before_update(
-                step,
-                self.trainer,
-                self.loader,
-                stop.before,
-                experience.describe(),
-                lambda folder: write_rollouts(experience, folder),
+                step, stop.before, description, write
             )
         except FloatingPointError as error:
             if self.config.training.on_collapse != "rollback":
@@ -237,7 +235,7 @@ class ReinforcementLoop:
             try:
                 metrics |= self.evaluate(step, *due)
             except _ENDS_BETWEEN_STEPS as error:
-                run.checkpoints.after_failure(step, self.trainer, self.loader, error, metrics)
+                run.checkpoints.after_failure(step, error, metrics)
         alarm = run.checkpoints.judge(step, metrics)
         run.logger.write(RL, step, metrics)
         progress.update(step, metrics)
@@ -251,23 +249,11 @@ class ReinforcementLoop:
         # without the mark that its evaluation is missing.
         is_last, self.unevaluated = step == steps or self.unevaluated is not None, None
         run.checkpoints.end_of_step(
-            RL,
-            step,
-            self.trainer,
-            self.loader,
-            metrics,
-            is_last=is_last or ends,
-            is_border=is_border(self.config, step),
+            step, metrics, is_last=is_last or ends, is_border=is_border(self.config, step)
         )
         self.collector.source.after_checkpoint(run.checkpoints.saved_step(step))
         if ends:
             raise UserError(run.checkpoints.collapsed_text(step))
-
-    def _end_or_go_on(self, alarm: Alarm, step: int, progress: Progress) -> None:
-        """Handle again a collapse that ended an earlier start of the run, because
-        training.on_collapse may have changed."""
-        if not self._goes_on_after(alarm, step, progress):
-            raise UserError(self.run_components.checkpoints.collapsed_text(step))
 
     def _goes_on_after(self, alarm: Alarm, step: int, progress: Progress) -> bool:
         """Do what training.on_collapse says. Returns whether the run continues. If it does, it
@@ -281,7 +267,7 @@ class ReinforcementLoop:
             return True
         if training.on_collapse == "stop" or checkpoints.rollbacks >= training.max_rollbacks:
             return False
-        if (healthy := checkpoints.roll_back(alarm, step, self.loader)) is None:
+        if (healthy := checkpoints.roll_back(alarm, step)) is None:
             return False
         count = f"rollback {checkpoints.rollbacks} of {training.max_rollbacks}"
         progress.note(f"{alarm.collapse}; {count}: the run goes on after step {healthy}")
@@ -306,7 +292,7 @@ class ReinforcementLoop:
             except _ENDS_BETWEEN_STEPS as error:
                 self.loader.load_state_dict(before["loader"])  # a resumed run uses the same prompts
                 run.checkpoints.reward_moments = moments
-                run.checkpoints.after_failure(step - 1, self.trainer, self.loader, error)
+                run.checkpoints.after_failure(step - 1, error)
             if run.checkpoints.must_stop():
                 raise _StopBeforeUpdate(experience, before)
         else:

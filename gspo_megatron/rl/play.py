@@ -17,7 +17,7 @@ from gspo_megatron.platform.groups import (
     start_processes,
     stop_processes,
 )
-from gspo_megatron.rewards.registry import get_reward
+from gspo_megatron.rewards.registry import reward_of
 from gspo_megatron.rl.run import in_process_collector
 from gspo_megatron.rollout.engine import RolloutRequest, Sampling
 
@@ -29,8 +29,7 @@ def play(config: Config, episodes: int) -> list[dict[str, Any]]:
     Every rank calls this function. The main rank gets a record for each episode, in the form of
     evaluation.jsonl, and the other ranks get an empty list. Raises UserError.
     """
-    inputs, section = read_inputs(config, tools_of(config)), config.reward
-    reward = get_reward(section.name, section.import_path, section.options, section.workers)
+    inputs, reward = read_inputs(config, tools_of(config)), reward_of(config.reward)
     patience = patience_minutes(config.training.hang_timeout_seconds)
     ranks = start_processes(patience)
     try:

@@ -27,19 +27,11 @@ from gspo_megatron.objectives.parts import divergence, segment_sum
 from gspo_megatron.platform.groups import data_parallel_group
 from gspo_megatron.platform.reduce_metrics import (
     StepMetrics,
+    from_last_stage,
     mean_pair,
     mismatch_metrics,
-    share_with_all_stages,
 )
-from gspo_megatron.rl.distillation import (
-    add_to_advantages,
-    ask_folder,
-    divergence_metrics,
-    of_taught_tokens,
-    teacher_of,
-    top_k_metrics,
-    with_divergence,
-)
+from gspo_megatron.rl.distillation import Distillation
 from gspo_megatron.routing.replay import RoutingReplay, RoutingReplayOff
 from gspo_megatron.types import LossInputs, LossOutputs
 
@@ -69,11 +61,7 @@ class PolicyUpdater:
         if objective.needs_reference:
             self.reference = ReferencePolicy(policy, offload=section.reference_offload)
         self.penalizes_rewards = self.reference is not None and section.kl_in == "reward"
-        self.distillation = section.distillation
-        self.teachers = {  # number -> teacher, for each teacher that these ranks compute
-            number: teacher_of(folder, policy, offload=section.reference_offload)
-            for number, folder in self.distillation.folders.items()
-        }
+        self.distillation = Distillation(policy, objective, section)
         self.replay = RoutingReplayOff()
         if routing is not None and (routing.modes or routing.volatility):
             self.replay = RoutingReplay(policy, routing, self.device)
@@ -115,8 +103,7 @@ class PolicyUpdater:
             with self.replay.during("reference", everything), self.reference.in_place():
                 self._store_logprobs(everything, "reference_logprobs")
         # Nothing is replayed for a teacher: its own routers choose its experts.
-        for number, teacher in self.teachers.items():
-            ask_folder(self.policy, teacher, everything, number, self.distillation.candidates)
+        self.distillation.ask_folders(everything)
 
     def penalized_advantages(
         self, mini_batches: Sequence[Sequence[MicroBatch]], index: StepIndex
@@ -178,17 +165,12 @@ class PolicyUpdater:
                 rollout_logprobs=micro_batch.rollout_logprobs,
                 reference_logprobs=micro_batch.reference_logprobs,
             )
-            taught = inputs
-            if micro_batch.teacher_logprobs is not None:
-                inputs, taught = self._with_teacher(inputs, micro_batch, is_first=is_first)
-            outputs = self.objective(inputs)
-            if of_candidates is not None:
-                outputs = self._with_divergence(
-                    outputs, inputs, taught, micro_batch, of_candidates, is_first=is_first
-                )
+            outputs, of_teacher = self.distillation.outputs(inputs, micro_batch, of_candidates)
             if is_first:
-                # The policy has not been updated since it sampled. So a difference between its
-                # log-probs and the engine's is mismatch and noise, not learning.
+                # The policy has not been updated since it sampled. So these metrics are about the
+                # policy that sampled, and a difference between its log-probs and the engine's is
+                # mismatch and noise, not learning.
+                self._metrics.add_means(of_teacher)
                 self._measure_mismatch(inputs)
             return outputs.loss, outputs
 
@@ -206,58 +188,16 @@ class PolicyUpdater:
     def reduce_metrics(self) -> dict[str, float]:
         """Return the metrics of the step's mini-batches, the same on every rank. All ranks call
         this method."""
-        reduced = self._metrics.reduce(self.data_group) if self.is_last_stage else None
-        metrics = self.objective.complete(share_with_all_stages(reduced, self.pipeline_group))
+        reduced = from_last_stage(lambda: self._metrics.reduce(self.data_group))
+        metrics = self.objective.complete(reduced)
         if "distill/loss" in metrics and "loss" in metrics:
-            metrics["loss"] += self.distillation.coefficient * metrics["distill/loss"]
+            metrics["loss"] += self.section.distillation.coefficient * metrics["distill/loss"]
         if "loss" in metrics and not self._learns:
             metrics["loss"] = 0.0  # a NaN, as the mean of nothing, would count as a collapse
         metrics["ratio/noise_floor"] = metrics.pop("ratio/noise_floor_squared") ** 0.5
         norms, rates = zip(*self._updates)
         metrics["grad_norm"], metrics["lr"] = sum(norms) / len(norms), rates[-1]
         return metrics | self.replay.metrics()
-
-    def _with_teacher(
-        self, inputs: LossInputs, micro_batch: MicroBatch, *, is_first: bool
-    ) -> tuple[LossInputs, LossInputs]:
-        """Return two versions of the inputs. The first has the teacher's term in its advantages, if
-        the form of distillation changes the advantages. In the second, the mask keeps only tokens
-        that have a teacher."""
-        teacher = micro_batch.teacher_logprobs
-        assert teacher is not None, "there is a teacher"
-        taught = of_taught_tokens(inputs, micro_batch)
-        if is_first:  # the policy has not been updated since it sampled
-            self._metrics.add_means(divergence_metrics(taught, teacher))
-        if not self.distillation.candidates:
-            # Tokens without a teacher get a difference of 0.
-            teacher_logprobs = teacher.where(taught.mask > 0, inputs.old_logprobs)
-            coefficient = self.distillation.coefficient
-            inputs = add_to_advantages(inputs, teacher_logprobs, self.objective, coefficient)
-        return inputs, taught
-
-    def _with_divergence(
-        self,
-        outputs: LossOutputs,
-        inputs: LossInputs,
-        taught: LossInputs,
-        micro_batch: MicroBatch,
-        of_candidates: Tensor,
-        *,
-        is_first: bool,
-    ) -> LossOutputs:
-        """Add the divergence from the teacher to the outputs.
-
-        of_candidates: [k + 2, tokens], the rows of the head's output that follow the rows of
-        log-probs and entropies.
-        """
-        teacher = micro_batch.teacher_buckets
-        assert teacher is not None, "its tokens are the candidates"
-        if is_first:
-            self._metrics.add_means(top_k_metrics(taught, of_candidates[0], teacher))
-        buckets = of_candidates[1:].t()
-        return with_divergence(
-            outputs, inputs, taught, buckets, teacher, self.objective, self.distillation
-        )
 
     def sum_over_shards(self, values: Tensor) -> Tensor:
         """Sum over the ranks that share the micro-batch's sequences."""

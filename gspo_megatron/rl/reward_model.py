@@ -18,7 +18,11 @@ from megatron.core import parallel_state
 
 from gspo_megatron.config import Config, resolve_parallel
 from gspo_megatron.errors import RewardError
-from gspo_megatron.platform.collectives import all_gather_columns, raise_everywhere
+from gspo_megatron.platform.collectives import (
+    all_gather_columns,
+    raise_everywhere,
+    raised_everywhere,
+)
 from gspo_megatron.platform.groups import data_parallel_group
 from gspo_megatron.rewards.moments import RunningMoments
 from gspo_megatron.rewards.scoring import repeated_share
@@ -114,13 +118,9 @@ class ModelRewards:
             seconds = float(group.model_seconds.sum())
             return ModelScores(group.model_scores, group.model_tokens, group.model_cut, seconds)
         assert self.score is not None and self.texts is not None, "the run has a folder"
-        begin, given, problem = perf_counter(), None, None
-        try:
+        begin = perf_counter()
+        with raised_everywhere(RewardError):
             given = self.texts.conversations(samples)
-        except RewardError as error:  # the other ranks wait in the next call
-            problem = str(error)
-        raise_everywhere(problem)
-        assert given is not None
         scores = self.score(given.ids)
         return ModelScores(scores, given.tokens, given.cut, perf_counter() - begin)
 

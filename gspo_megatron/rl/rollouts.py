@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from gspo_megatron.evaluation.scores import response_record
 from gspo_megatron.objectives.advantages import has_spread
 from gspo_megatron.observe.intervals import share_interval
 from gspo_megatron.observe.metrics_files import sample_row
-from gspo_megatron.platform.collectives import gather_objects, on_main
+from gspo_megatron.platform.collectives import gather_objects, raised_everywhere
 from gspo_megatron.platform.groups import data_parallel_group, model_replica
 from gspo_megatron.platform.reduce_metrics import StepMetrics, mean_pair
 from gspo_megatron.rewards.registry import Reward
@@ -251,9 +252,9 @@ class Collector:
         the answer that the reward reads in a response. Raises RewardError on all ranks if that
         fails.
         """
-        own, problem = [], None
-        try:
-            samples = self.scorer.samples(group, self.prompts_of(request)) if self.tells else []
+        own = []
+        samples = self.scorer.samples(group, self.prompts_of(request)) if self.tells else []
+        with raised_everywhere(RewardError):
             for row, sample in enumerate(samples):
                 reason = group.reasons[row] if group.reasons else ""
                 reward, parts = float(group.rewards[row]), group.part_of(row)
@@ -262,17 +263,8 @@ class Collector:
                 if answer_in is not None:
                     record["read_answer"] = answer_in(sample)
                 own.append((int(group.group_index[row]), record))
-        except RewardError as error:
-            problem = str(error)
-        gathered = gather_objects((own, problem)) or []
-        problems = [text for _, text in gathered if text is not None]
-
-        def check() -> None:
-            if problems:
-                raise RewardError(problems[0])
-
-        on_main(check)
-        return sorted((pair for pairs, _ in gathered for pair in pairs), key=lambda pair: pair[0])
+        gathered = chain.from_iterable(gather_objects(own) or [])
+        return sorted(gathered, key=lambda pair: pair[0])
 
     def nothing_scored(
         self, of_what: str, failed: Sequence[FailedCalls], reward: Reward | None = None

@@ -25,7 +25,7 @@ from gspo_megatron.observe.metrics_files import RL
 from gspo_megatron.platform.collectives import on_main
 from gspo_megatron.platform.groups import tear_down_model_parallel
 from gspo_megatron.platform.stop import StopSignals
-from gspo_megatron.rewards.registry import Reward, get_reward
+from gspo_megatron.rewards.registry import Reward, reward_of
 from gspo_megatron.rl.loop import ReinforcementLoop, RunComponents
 from gspo_megatron.rl.reward_model import FolderScores
 from gspo_megatron.rl.rollouts import Collector
@@ -78,8 +78,7 @@ def run_training(config: Config, *, fresh: bool = False, change: bool = False) -
 
 def read_parts(config: Config) -> tuple[Inputs, Reward, Objective]:
     """Return the input files, the reward function and the objective of a configuration."""
-    inputs, section = read_inputs(config, tools_of(config)), config.reward
-    reward = get_reward(section.name, section.import_path, section.options, section.workers)
+    inputs, reward = read_inputs(config, tools_of(config)), reward_of(config.reward)
     return inputs, reward, build_objective(config.objective, config.rollout.max_response_tokens)
 
 

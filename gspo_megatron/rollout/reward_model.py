@@ -95,7 +95,7 @@ class ModelTexts:
         if renders:
             prompt = sample.messages or ({"role": USER, "content": sample.prompt},)
             messages = [*prompt, {"role": ASSISTANT, "content": sample.response}]
-            tools, _ = tools_of_prompt(sample.fields, tokenizer)
+            tools = tools_of_prompt(sample.fields, tokenizer)
             rendered = tokenizer.render(messages, tools=tools)
             return tokenizer.encode_rendered(rendered.text, rendered.quoted).ids
         if len(sample.messages) > 1:

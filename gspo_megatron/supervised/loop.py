@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
 
 from gspo_megatron.batching.micro_batches import MicroBatch, forward_backward, response_logprobs
@@ -21,7 +20,8 @@ from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Schedule, Trainer, build_trainer, zero_gradients
 from gspo_megatron.observe.run_logger import RunLogger
 from gspo_megatron.platform.devices import peak_memory_bytes
-from gspo_megatron.platform.reduce_metrics import StepMetrics, mean_pair, share_with_all_stages
+from gspo_megatron.platform.groups import data_parallel_group
+from gspo_megatron.platform.reduce_metrics import StepMetrics, from_last_stage, mean_pair
 from gspo_megatron.supervised.batches import FineTuningBatches, SupervisedBatch
 from gspo_megatron.supervised.preferences import PreferenceBatches, PreferenceUpdater
 from gspo_megatron.supervised.pretraining import PretrainingBatches
@@ -35,8 +35,7 @@ class SupervisedUpdater:
     def __init__(self, policy: Policy, trainer: Trainer) -> None:
         self.policy, self.trainer = policy, trainer
         self.device = torch.device(torch.cuda.current_device())
-        self.data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        self.pipeline_group = parallel_state.get_pipeline_model_parallel_group()
+        self.data_group = data_parallel_group()
 
     def update(self, batch: SupervisedBatch) -> dict[str, float]:
         """Do one update. Returns its metrics, which are the same on every rank."""
@@ -54,7 +53,8 @@ class SupervisedUpdater:
         ):
             metrics.add_means(means)
         norm, rate = self.trainer.update()
-        return self._reduce(metrics) | {"grad_norm": norm, "lr": rate}
+        reduced = from_last_stage(lambda: metrics.reduce(self.data_group))
+        return reduced | {"grad_norm": norm, "lr": rate}
 
     def evaluate(self, batches: Iterable[SupervisedBatch]) -> dict[str, float]:
         """Return evaluation/logprob, the mean over all learned tokens of all batches, and
@@ -64,12 +64,9 @@ class SupervisedUpdater:
             for logprobs, _ in response_logprobs(self.policy, batch.micro_batches):
                 values = {"evaluation/loss": -logprobs, "evaluation/logprob": logprobs}
                 metrics.add_means({name: mean_pair(each) for name, each in values.items()})
-        return {} if batch is None else self._reduce(metrics)
-
-    def _reduce(self, metrics: StepMetrics) -> dict[str, float]:
-        is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-        reduced = metrics.reduce(self.data_group) if is_last else None
-        return share_with_all_stages(reduced, self.pipeline_group)
+        if batch is None:
+            return {}
+        return from_last_stage(lambda: metrics.reduce(self.data_group))
 
 
 @dataclass
@@ -91,7 +88,7 @@ class SupervisedLoop:
         assert steps is not None, "with_steps comes first"
         trainer = build_trainer(self.policy, config.optimizer, Schedule.of(config.optimizer, steps))
         updater = self._updater(trainer)
-        start = self.checkpoints.restore(phase, trainer, batches)  # the checkpoint's step, or 0
+        start = self.checkpoints.restore(trainer, batches)  # the checkpoint's step, or 0
         with logger.progress(steps, TITLES[phase], start) as progress:
             before = updater.evaluate(batches.evaluation()) if start == 0 else {}
             if before:
@@ -107,9 +104,7 @@ class SupervisedLoop:
                 progress.update(step, metrics)
                 if is_last and "evaluation/loss" in metrics:
                     progress.note(f"held-out loss: {metrics['evaluation/loss']:.4f}")
-                self.checkpoints.end_of_step(
-                    phase, step, trainer, batches, metrics, is_last=is_last
-                )
+                self.checkpoints.end_of_step(step, metrics, is_last=is_last)
 
     def _updater(self, trainer: Trainer) -> Any:
         """Return the object that does the updates and evaluations of the stage."""

@@ -20,7 +20,8 @@ from gspo_megatron.evaluation.preferences import Pairs, pair_figures, rating_fig
 from gspo_megatron.models.build import Policy
 from gspo_megatron.models.optimizer import Trainer, zero_gradients
 from gspo_megatron.objectives.preference import bradley_terry, regression
-from gspo_megatron.platform.reduce_metrics import StepMetrics, share_with_all_stages
+from gspo_megatron.platform.groups import data_parallel_group
+from gspo_megatron.platform.reduce_metrics import StepMetrics, from_last_stage
 from gspo_megatron.supervised.batches import ExampleBatches
 
 
@@ -125,8 +126,7 @@ class PreferenceUpdater:
         """evaluation: the data of the batches that `evaluate` gets."""
         self.policy, self.trainer, self.section = policy, trainer, section
         self.device = torch.device(torch.cuda.current_device())
-        self.data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        self.pipeline_group = parallel_state.get_pipeline_model_parallel_group()
+        self.data_group = data_parallel_group()
         self.evaluation = evaluation
         self.is_primary = parallel_state.get_context_parallel_rank() == 0
 
@@ -135,12 +135,8 @@ class PreferenceUpdater:
         zero_gradients(self.policy.chunks, self.trainer.optimizer)
         metrics = self.accumulate(batch)
         norm, rate = self.trainer.update()
-        is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-        reduced = metrics.reduce(self.data_group) if is_last else None
-        return share_with_all_stages(reduced, self.pipeline_group) | {
-            "grad_norm": norm,
-            "lr": rate,
-        }
+        reduced = from_last_stage(lambda: metrics.reduce(self.data_group))
+        return reduced | {"grad_norm": norm, "lr": rate}
 
     def accumulate(self, batch: PreferenceBatch) -> StepMetrics:
         """Add the gradients of a batch to the gradient buffers, and return the figures of the
@@ -206,11 +202,12 @@ class PreferenceUpdater:
                 places = first + branches[micro_batch.packed.sequence_index]
                 scores[places] = output[0].double()
             first += batch.num_branches
-        reduced = None
-        if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+
+        def figures() -> dict[str, float]:
             dist.all_reduce(scores, group=self.data_group)
-            reduced = self.figures(scores.cpu().numpy(), data)
-        return share_with_all_stages(reduced, self.pipeline_group)
+            return self.figures(scores.cpu().numpy(), data)
+
+        return from_last_stage(figures)
 
     def figures(self, scores: np.ndarray, data: PreferenceData) -> dict[str, float]:
         """Return the figures of all scores of `data`: evaluation/NAME, and source/SOURCE/NAME."""

@@ -11,14 +11,7 @@ from gspo_megatron.checkpoint.manager import Checkpoints
 from gspo_megatron.checkpoint.resume import Start
 from gspo_megatron.checkpoint.start import open_session, start_model
 from gspo_megatron.config.stages import FineTuningConfig, PreferenceConfig, PretrainingConfig
-from gspo_megatron.data.examples import Counts
-from gspo_megatron.data.inputs import (
-    FineTuningInputs,
-    PreferenceInputs,
-    PretrainingInputs,
-    model_vocab_size,
-)
-from gspo_megatron.data.preferences import left_out
+from gspo_megatron.data.inputs import ExampleInputs, PretrainingInputs, model_vocab_size
 from gspo_megatron.hf.export import export_hf
 from gspo_megatron.hf.writer import check_destination
 from gspo_megatron.platform.collectives import on_main
@@ -28,7 +21,7 @@ from gspo_megatron.supervised.loop import Batches, SupervisedLoop
 from gspo_megatron.supervised.preferences import PreferenceBatches
 from gspo_megatron.supervised.pretraining import PretrainingBatches
 
-Inputs = FineTuningInputs | PretrainingInputs | PreferenceInputs
+Inputs = ExampleInputs | PretrainingInputs
 Stage = FineTuningConfig | PretrainingConfig | PreferenceConfig
 
 
@@ -51,7 +44,7 @@ def run_stage(config: Stage, inputs: Inputs, *, fresh: bool = False, change: boo
         session.begin()
         loop, hf = assemble_stage(config, inputs, session.start, session.stop)
         with loop.logger:
-            step = loop.checkpoints.finished_steps(config.phase)
+            step = loop.checkpoints.finished_steps
             loop.logger.begin_phase(step, session.start.changed, config, config)
             is_done = session.train(loop.run, loop.policy, loop.checkpoints.close, loop.logger)
             # No watchdog runs here, because one rank writes and all other ranks may wait for long.
@@ -79,24 +72,13 @@ def assemble_stage(
         if_this_fails.enter_context(logger)
         checkpoints = Checkpoints(config, policy, logger, start, stop, hf)
         batches: Batches
-        if isinstance(config, FineTuningConfig):
-            assert isinstance(inputs, FineTuningInputs)
-            pad_id = inputs.tokenizer.pad_id
-            batches = FineTuningBatches(config, policy, pad_id, inputs.train, inputs.evaluation)
+        if isinstance(inputs, ExampleInputs):
+            is_preference = isinstance(config, PreferenceConfig)
+            kind: Any = PreferenceBatches if is_preference else FineTuningBatches
+            batches = kind(config, policy, inputs.tokenizer.pad_id, inputs.train, inputs.evaluation)
             for name, data in (("training", inputs.train), ("evaluation", inputs.evaluation)):
-                counts = data.counts if data is not None else Counts()
-                for what, count in (("left out", counts.dropped), ("cut", counts.truncated)):
-                    if count:
-                        logger.note(f"{name} examples that are too long: {count} {what}")
-            for line in inputs.warnings:
-                logger.note(f"warning: {line}")
-        elif isinstance(config, PreferenceConfig):
-            assert isinstance(inputs, PreferenceInputs)
-            pad_id = inputs.tokenizer.pad_id
-            batches = PreferenceBatches(config, policy, pad_id, inputs.train, inputs.evaluation)
-            for name, pairs in (("training", inputs.train), ("evaluation", inputs.evaluation)):
-                for line in left_out(pairs):
-                    logger.note(f"{name} pairs left out: {line}")
+                for line in data.notes() if data is not None else ():
+                    logger.note(f"{name} {line}")
             for line in inputs.warnings:
                 logger.note(f"warning: {line}")
         else:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gspo_megatron.models.build import Policy
-from gspo_megatron.rl import policy_update
+from gspo_megatron.rl import distillation
 from gspo_megatron.types import RolloutBatch
 from gspo_megatron.verify import parity
 from gspo_megatron.verify.parity import run_update
@@ -38,7 +38,7 @@ def distant_teacher(folder: str, policy: Policy, *, offload: bool) -> DistantRef
     return DistantReference(policy, offload=offload)
 
 
-@mock.patch.object(policy_update, "teacher_of", distant_teacher)
+@mock.patch.object(distillation, "teacher_of", distant_teacher)
 def update_with_a_teacher(**arguments: Any) -> StepResult:
     return run_update(**arguments)
 
@@ -122,7 +122,7 @@ def itself(folder: str, policy: Policy, *, offload: bool) -> Itself:
     return Itself(policy, offload=offload)
 
 
-@mock.patch.object(policy_update, "teacher_of", itself)
+@mock.patch.object(distillation, "teacher_of", itself)
 def update_with_itself(**arguments: Any) -> StepResult:
     arguments["batch"].advantages[:] = [0.0] * len(arguments["batch"].advantages)
     return run_update(**arguments)
@@ -164,7 +164,7 @@ def of_three_kinds(**columns: Any) -> RolloutBatch:
     return RolloutBatch(**columns, teachers=(columns["sample_index"] % 3 - 1).to(torch.int32))
 
 
-@mock.patch.object(policy_update, "teacher_of", one_of_two)
+@mock.patch.object(distillation, "teacher_of", one_of_two)
 @mock.patch.object(parity, "RolloutBatch", of_three_kinds)
 def update_with_two_teachers(**arguments: Any) -> StepResult:
     return run_update(**arguments)

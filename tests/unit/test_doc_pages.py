@@ -141,7 +141,7 @@ def test_a_recipe_passes_the_check_at_its_size(
     body, file, ranks, _ = recipe
     words = shape_of(file, ranks)
     config = load_any_config(str(merged(body, file, tmp_path)), words, None)
-    check_run(config, ranks, with_files=False, fresh=False)
+    check_run(config, ranks, with_files=False)
 
 
 @pytest.mark.full
@@ -161,7 +161,7 @@ def test_the_sections_of_coming_from_are_legal(tmp_path: Path) -> None:
     for body in blocks:
         file = merged(body, "examples/qwen3_30b_a3b/config.yaml", tmp_path)
         config = load_any_config(str(file), ["model.preset=qwen3-30b-a3b"], None)
-        check_run(config, 32, with_files=False, fresh=False)
+        check_run(config, 32, with_files=False)
 
 
 # --- messages -------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from gspo_megatron.data.inputs import Inputs
 from gspo_megatron.environments.episode import Episode, EpisodeRunner, TurnRequest
 from gspo_megatron.errors import DataError, EpisodeError, RewardError, RolloutError, UserError
 from gspo_megatron.process.coroutines import run_together
-from gspo_megatron.rewards.registry import get_reward, suite_rewards
+from gspo_megatron.rewards.registry import reward_of, suite_rewards
 from gspo_megatron.rewards.scoring import FailedCalls
 from gspo_megatron.rewards.values import Score
 from gspo_megatron.rollout.engine import RolloutRequest
@@ -46,9 +46,10 @@ class Scorers:
         self._load_rewards(config, inputs)
 
     def _load_rewards(self, config: Config, inputs: Inputs) -> None:
-        section, suites = config.reward, config.evaluation.suites
-        reward = get_reward(section.name, section.import_path, section.options, section.workers)
-        self._scorer = GroupScorer.of(config, inputs.tokenizer, reward, section, is_learnt=True)
+        reward, suites = reward_of(config.reward), config.evaluation.suites
+        self._scorer = GroupScorer.of(
+            config, inputs.tokenizer, reward, config.reward, is_learnt=True
+        )
         self._of_suites = {
             suite_key(name): GroupScorer.of(config, inputs.tokenizer, of_suite, suites[name].reward)
             for name, of_suite in suite_rewards(suites).items()

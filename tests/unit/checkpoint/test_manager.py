@@ -52,13 +52,11 @@ def manager(folder: Path, notes: list[str], **section: Any) -> Checkpoints:
         data={"tokenizer": __file__},
     )
     logger = SimpleNamespace(is_main=True, note=notes.append, sync=lambda: None)
-    return Checkpoints(
-        config,
-        cast(Policy, tiny_policy()),
-        cast(RunLogger, logger),
-        Start(),
-        StopSignals(enabled=False),
-    )
+    policy, stop = cast(Policy, tiny_policy()), StopSignals(enabled=False)
+    checkpoints = Checkpoints(config, policy, cast(RunLogger, logger), Start(), stop)
+    nothing = cast(Any, None)
+    checkpoints.restore(nothing, nothing)
+    return checkpoints
 
 
 MISTYPED = (
@@ -90,9 +88,8 @@ def test_a_missing_metric_is_warned_of_once_in_a_run(
     monkeypatch.setattr(Checkpoints, "_save", lambda self, *_, **__: saved.extend(self.warned))
     monkeypatch.setattr(Checkpoints, "_state", lambda *_: SimpleNamespace())
     checkpoints = manager(tmp_path, notes, **{"keep_best": 1, **section})
-    nothing = cast(Any, None)
     for step, (metrics, noted) in ends.items():
-        checkpoints.end_of_step(RL, step, nothing, nothing, metrics, is_last=step == 9)
+        checkpoints.end_of_step(step, metrics, is_last=step == 9)
         assert len(notes) == noted
     assert bool(saved) == bool(notes) == (warning is not None)
     if warning is not None:
@@ -118,9 +115,9 @@ def test_a_run_that_an_error_ends_says_what_has_to_work_again(
     monkeypatch.setattr(Checkpoints, "_save", lambda *_, **__: None)
     state = SimpleNamespace(position=Position(RL, 3))
     monkeypatch.setattr(Checkpoints, "_state", lambda *_: state)
-    checkpoints, nothing = manager(tmp_path, []), cast(Any, None)
+    checkpoints = manager(tmp_path, [])
     with pytest.raises(type(error)) as raised:
-        checkpoints.after_failure(3, nothing, nothing, error)
+        checkpoints.after_failure(3, error)
     assert str(raised.value).startswith("wrong\n") and str(raised.value).endswith(advice)
     assert "with 3 finished steps" in str(raised.value)
 
@@ -134,9 +131,9 @@ def test_a_stop_without_servers_saves_the_run_before_the_step(
     monkeypatch.setattr(Checkpoints, "_save", lambda _, state, *__, **___: saved.append(state))
     state = SimpleNamespace(position=Position(RL, step))
     monkeypatch.setattr(Checkpoints, "_state", lambda *_: state)
-    checkpoints, nothing = manager(tmp_path, []), cast(Any, None)
+    checkpoints = manager(tmp_path, [])
     with pytest.raises(StopRun, match=f"^stopped as asked, after step {step} of rl: .*rl_0000000"):
-        checkpoints.after_failure(step, nothing, nothing, error_of("ServersEndError", "ended"))
+        checkpoints.after_failure(step, error_of("ServersEndError", "ended"))
     assert saved == [state]
 
 
@@ -182,13 +179,13 @@ def test_an_asynchronous_save_counts_only_when_it_is_published(
     """If it counted earlier, stored responses of steps that a killed run repeats would be deleted.
     A failed save does not count, so the run is saved again before an error ends it."""
     notes: list[str] = []
-    checkpoints, nothing = manager(tmp_path, notes, asynchronous=True), cast(Any, None)
+    checkpoints = manager(tmp_path, notes, asynchronous=True)
 
-    def state(phase: str, step: int, *_: Any) -> RunState:
-        return RunState(phase, step, {}, {}, {}, "tp=1", 1, {})
+    def state(step: int) -> RunState:
+        return RunState(RL, step, {}, {}, {}, "tp=1", 1, {})
 
     monkeypatch.setattr(checkpoints, "_state", state)
-    end_of_step = partial(checkpoints.end_of_step, RL, trainer=nothing, loader=nothing, metrics={})
+    end_of_step = partial(checkpoints.end_of_step, metrics={})
     saved = checkpoints.folder / "rl_00000002"
     end_of_step(2, is_last=False)
     while checkpoints.writer.is_busy:
@@ -208,7 +205,7 @@ def test_an_asynchronous_save_counts_only_when_it_is_published(
     end_of_step(5, is_last=False)
     assert "No space left on device" in notes[-1] and checkpoints.saved_step(5) == 2
     with pytest.raises(RewardError, match="rl_00000004: the run is saved, with 4 finished steps"):
-        checkpoints.after_failure(4, nothing, nothing, RewardError("wrong"))
+        checkpoints.after_failure(4, RewardError("wrong"))
     assert (checkpoints.folder / "rl_00000004").exists()
 
     # A run that goes back to an earlier checkpoint does not need a save that failed.
@@ -218,7 +215,7 @@ def test_an_asynchronous_save_counts_only_when_it_is_published(
         patch.setattr(checkpoint_writer, "_all_written", fails)
         end_of_step(6, is_last=False)
         alarm = cast(Any, SimpleNamespace(healthy=3))
-        assert checkpoints.roll_back(alarm, 7, nothing) == 2
+        assert checkpoints.roll_back(alarm, 7) == 2
     assert len(notes) == 2 and "No space left on device" in notes[-1]
     assert checkpoints.back == saved and taken.call_count == 1
 
@@ -229,15 +226,14 @@ def test_the_best_checkpoints_stay_with_another_metric(
     """A resumed run may have another `best_metric`. So a checkpoint has all figures of its
     evaluation."""
 
-    def state(self: Checkpoints, phase: str, step: int, *_: Any) -> RunState:
-        return RunState(phase, step, {}, {}, {}, "tp=1", 1, {})
+    def state(self: Checkpoints, step: int) -> RunState:
+        return RunState(RL, step, {}, {}, {}, "tp=1", 1, {})
 
     monkeypatch.setattr(Checkpoints, "_state", state)
-    nothing = cast(Any, None)
 
     def save(checkpoints: Checkpoints, step: int, of_suite: float) -> list[str]:
         metrics = {**REWARDED, **EVALUATED, "evaluation/aime/mean": of_suite}
-        checkpoints.end_of_step(RL, step, nothing, nothing, metrics, is_last=False)
+        checkpoints.end_of_step(step, metrics, is_last=False)
         checkpoints.close()
         return sorted(path.name for path in checkpoints.folder.glob("rl_*"))
 
@@ -259,38 +255,37 @@ def test_a_checkpoint_that_an_error_saves_has_the_metrics_of_its_step(
 ) -> None:
     """The rollout of step 4 fails. No save is due after step 3, which is the best step so far."""
 
-    def state(self: Checkpoints, phase: str, step: int, *_: Any) -> RunState:
-        return RunState(phase, step, {}, {}, {}, "tp=1", 1, {})
+    def state(self: Checkpoints, step: int) -> RunState:
+        return RunState(RL, step, {}, {}, {}, "tp=1", 1, {})
 
     monkeypatch.setattr(Checkpoints, "_state", state)
-    nothing, error = cast(Any, None), RewardError("wrong")
+    error = RewardError("wrong")
     checkpoints = manager(tmp_path, [], keep_last=1, keep_best=1, best_metric="reward/mean")
     for step, reward in ((2, 0.5), (3, 0.75)):
         metrics = {"reward/mean": reward}
-        checkpoints.end_of_step(RL, step, nothing, nothing, metrics, is_last=False)
+        checkpoints.end_of_step(step, metrics, is_last=False)
     with pytest.raises(RewardError):
-        checkpoints.after_failure(3, nothing, nothing, error)
-    checkpoints.end_of_step(RL, 4, nothing, nothing, {"reward/mean": 0.25}, is_last=False)
+        checkpoints.after_failure(3, error)
+    checkpoints.end_of_step(4, {"reward/mean": 0.25}, is_last=False)
     checkpoints.close()
     names = sorted(path.name for path in checkpoints.folder.glob("rl_*"))
     assert names == ["rl_00000003", "rl_00000004"]
     # The evaluation of step 5 fails. The resumed run saves the step again, with its figures.
     with pytest.raises(RewardError):
-        checkpoints.after_failure(5, nothing, nothing, error, {"loss": 0.5})
+        checkpoints.after_failure(5, error, {"loss": 0.5})
     assert RunState.read(checkpoints.folder / "rl_00000005").metrics == {}
 
 
 def test_the_last_step_of_a_phase_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next phase begins with this checkpoint. The interval is 2."""
 
-    def state(self: Checkpoints, phase: str, step: int, *_: Any) -> RunState:
-        return RunState(phase, step, {}, {}, {}, "tp=1", 1, {})
+    def state(self: Checkpoints, step: int) -> RunState:
+        return RunState(self.phase, step, {}, {}, {}, "tp=1", 1, {})
 
     monkeypatch.setattr(Checkpoints, "_state", state)
-    checkpoints, nothing = manager(tmp_path, []), cast(Any, None)
+    checkpoints = manager(tmp_path, [])
     for step in (1, 3):
-        is_border = step == 3
-        checkpoints.end_of_step(RL, step, nothing, nothing, {}, is_last=False, is_border=is_border)
+        checkpoints.end_of_step(step, {}, is_last=False, is_border=step == 3)
     assert checkpoints.next_start().checkpoint == checkpoints.folder / "rl_00000003"
     assert not (checkpoints.folder / "rl_00000001").exists()
 
@@ -324,10 +319,10 @@ def test_a_disk_without_room_for_the_file_latest_gets_room(
     """The last bytes of the disk went into the new checkpoint. If the old one stayed, no later
     checkpoint would find room."""
     notes: list[str] = []
-    checkpoints, nothing = manager(tmp_path, notes, keep_last=1), cast(Any, None)
+    checkpoints = manager(tmp_path, notes, keep_last=1)
 
-    def state(phase: str, step: int, *_: Any) -> RunState:
-        return RunState(phase, step, {}, {}, {}, "tp=1", 1, {})
+    def state(step: int) -> RunState:
+        return RunState(RL, step, {}, {}, {}, "tp=1", 1, {})
 
     def fails(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -335,7 +330,7 @@ def test_a_disk_without_room_for_the_file_latest_gets_room(
     monkeypatch.setattr(checkpoints, "_state", state)
     monkeypatch.setattr(checkpoint_manager, "set_latest", fails)
     for step in (2, 4):
-        checkpoints.end_of_step(RL, step, nothing, nothing, {}, is_last=False)
+        checkpoints.end_of_step(step, {}, is_last=False)
     checkpoints.close()
     assert [path.name for path in checkpoints.folder.glob("rl_*")] == ["rl_00000004"]
     assert len(notes) == 2 and "it is complete, but " in notes[-1]

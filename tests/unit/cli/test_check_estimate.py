@@ -12,6 +12,7 @@ from rich.console import Console
 from gspo_megatron.cli import check, check_tables
 from gspo_megatron.config import load_config, parse_config
 from gspo_megatron.estimate.layout import estimate_layout
+from gspo_megatron.estimate.workload import DataSizes
 from tests.unit.cli.conftest import Command, ConfigWriter
 from tests.unit.hf.published import write_model
 
@@ -30,7 +31,7 @@ def test_the_last_line_has_the_figures_of_the_estimate(
     assert "parameters_total" not in gspo("check", path)[1]  # printed only on request
     overrides = ["parallel.layout=tp=2,pp=2", "model.vocab_size=80"]
     code, out, _ = gspo("check", path, "--memory", *overrides)
-    found = estimate_layout(load_config(path, overrides), 4, 80, longest=5)
+    found = estimate_layout(load_config(path, overrides), 4, 80, DataSizes(longest=5))
     said = pairs(out)
     assert code == 0
     assert int(said["parameters_total"]) == found.parameters.total()

@@ -14,6 +14,7 @@ from gspo_megatron.cli.check_inputs import check_run
 from gspo_megatron.config.load import load_any_config
 from gspo_megatron.data.tokenizers import load_tokenizer
 from gspo_megatron.estimate.layout import estimate_layout
+from gspo_megatron.estimate.workload import DataSizes
 from tests.unit.cli.conftest import Command, refused
 from tests.unit.data.datasets import write_indexed
 
@@ -88,7 +89,7 @@ def test_the_dry_run_has_what_the_stage_has(sft: Path, pretrain: Path, gspo: Com
         assert code == 0 and batch in text
         assert not {"rollout", "replay", "kv cache", "reference"} & set(text.split())
         said = dict(pair.split("=", 1) for pair in text.splitlines()[-1].split())
-        found = estimate_layout(load_any_config(path, overrides), 4, 80, longest=9)
+        found = estimate_layout(load_any_config(path, overrides), 4, 80, DataSizes(longest=9))
         assert int(said["worst_rank_bytes"]) == found.worst.total
         assert int(said["activations_bytes"]) == found.worst.activations > 0
         absent = ("kv_cache", "rollout", "replay", "reference", "host")

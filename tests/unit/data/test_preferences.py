@@ -11,7 +11,7 @@ import pytest
 
 from gspo_megatron.config.stages import PreferenceDataSection
 from gspo_megatron.data.chat import CHATML
-from gspo_megatron.data.preferences import PreferenceData, left_out, load_preferences
+from gspo_megatron.data.preferences import PreferenceData, load_preferences
 from gspo_megatron.data.tokenizers import Tokenizer, load_tokenizer
 from tests.unit.data.corpora import make_tokenizer, refusal, write_parquet, write_rows
 
@@ -106,7 +106,7 @@ def test_rows_of_published_datasets(tmp_path: Path, tokenizer: Tokenizer, name: 
     data = load(tmp_path, tokenizer, [ROWS[name]], format=name, chat_template=True)
     expected = [chat(tokenizer, *before, "ster"), chat(tokenizer, *before, "ung")]
     assert sequences(data) == expected
-    assert data[0].values.tolist() == [0.0] and left_out(data) == []
+    assert data[0].values.tolist() == [0.0] and data.left_out() == []
     assert data.sources == (["a_b"] if name == "skywork" else [""])
 
 
@@ -143,7 +143,7 @@ def test_several_rejected_responses_with_margins(tmp_path: Path, tokenizer: Toke
     data = load(tmp_path, tokenizer, [row], prompt_field="prompt", margin_field="m")
     assert sequences(data) == [text(tokenizer, "ka", end) for end in ("lo", "mi", "ster")]
     assert data[0].values.tolist() == [1.0, 0.5]
-    assert left_out(data) == ["1, a tie"] and data.pairs == 2
+    assert data.left_out() == ["1, a tie"] and data.pairs == 2
 
 
 def test_margins_of_a_strength_have_no_sign(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -163,7 +163,7 @@ def test_ties_and_long_pairs_are_left_out(tmp_path: Path, tokenizer: Tokenizer) 
     ]
     data = load(tmp_path, tokenizer, rows, max_tokens=20)
     assert sequences(data) == [text(tokenizer, "lo"), text(tokenizer, "mi")]
-    assert left_out(data) == ["3, too long", "1, a tie"]
+    assert data.left_out() == ["3, too long", "1, a tie"]
     ties = [ROWS["helpsteer2"] | {"preference_strength": 0}]
     assert faults(tmp_path, tokenizer, ties, format="helpsteer2") == [
         "/rows.jsonl: holds no preferences (1 left out: ties)"

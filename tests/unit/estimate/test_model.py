@@ -14,6 +14,7 @@ from gspo_megatron.config.precision import FP8
 from gspo_megatron.estimate.layout import LayoutEstimate, estimate_layout
 from gspo_megatron.estimate.memory import RankMemory, by_component
 from gspo_megatron.estimate.model import global_parameters, rank_model, state_bytes
+from gspo_megatron.estimate.workload import DataSizes
 from tests.unit.estimate.conftest import ConfigMaker
 
 # The numbers of parameters that Qwen publishes.
@@ -134,7 +135,7 @@ def test_a_teachers_tokens_are_held_for_all_responses(make_config: ConfigMaker) 
 def test_an_evaluation_may_need_the_larger_cache(make_config: ConfigMaker) -> None:
     config = make_config("tiny", "dp=2", model={"vocab_size": 99}, rollout=RESPONSES)
     caches = [
-        estimate_layout(config, 2, 99, evaluated=(n, 1.0)).worst.kv_cache for n in (0, 20, 80)
+        estimate_layout(config, 2, 99, DataSizes(evaluated=n)).worst.kv_cache for n in (0, 20, 80)
     ]
     assert caches[1] == caches[0] and caches[2] * 16 == caches[0] * 40
 

@@ -18,7 +18,7 @@ from gspo_megatron.estimate.cost import FLOPS, NODE_BYTES, Cost, step_cost
 from gspo_megatron.estimate.layout import estimate_layout
 from gspo_megatron.estimate.model import rank_model, with_values
 from gspo_megatron.estimate.traffic import AXES
-from gspo_megatron.estimate.workload import Workload, workload
+from gspo_megatron.estimate.workload import DataSizes, Workload, workload
 from gspo_megatron.models.policy import HeadInputs
 from gspo_megatron.supervised.pretraining import rows_of_samples
 from tests.unit.models.one_rank import one_rank_groups, tiny_policy
@@ -43,7 +43,7 @@ def stage_config(schema: type[StageConfig], layout: str, **training: Any) -> Any
 
 
 def work_of(config: Any, world_size: int, longest: int | None = None) -> Workload:
-    return workload(config, resolve_parallel(config, world_size), longest)
+    return workload(config, resolve_parallel(config, world_size), DataSizes(longest))
 
 
 @pytest.mark.parametrize(

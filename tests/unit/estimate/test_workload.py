@@ -10,7 +10,14 @@ import pytest
 from megatron.core.pipeline_parallel import schedules
 
 from gspo_megatron.config import parse_config, resolve_parallel
-from gspo_megatron.estimate.workload import Workload, bubble_share, in_flight, workload
+from gspo_megatron.estimate.workload import (
+    NOT_READ,
+    DataSizes,
+    Workload,
+    bubble_share,
+    in_flight,
+    workload,
+)
 from gspo_megatron.platform.groups import set_up_model_parallel
 from gspo_megatron.platform.megatron_meta import pretended_rank
 from tests.unit.estimate.conftest import ConfigMaker
@@ -18,12 +25,9 @@ from tests.unit.estimate.conftest import ConfigMaker
 
 @pytest.fixture
 def work_of(make_config: ConfigMaker) -> Any:
-    def work(
-        layout: str, world_size: int, longest_prompt: int | None = None, **keys: Any
-    ) -> Workload:
+    def work(layout: str, world_size: int, sizes: DataSizes = NOT_READ, **keys: Any) -> Workload:
         objective = {"mini_batches": 2} | keys.pop("objective", {})
         routing, environment = keys.pop("routing", {}), keys.pop("environment", {})
-        evaluated = keys.pop("evaluated", (0, 1.0))
         rollout = {"group_size": 4, "prompts_per_step": 10, "max_response_tokens": 70}
         training = {
             "micro_batch_tokens": keys.pop("budget", 250),
@@ -39,7 +43,7 @@ def work_of(make_config: ConfigMaker) -> Any:
             environment=environment,
             training=training,
         )
-        return workload(config, resolve_parallel(config, world_size), longest_prompt, evaluated)
+        return workload(config, resolve_parallel(config, world_size), sizes)
 
     return work
 
@@ -60,7 +64,7 @@ FILLED = ((30, 70), (30, 70), (1, 49))
         # the number of micro-batches is a multiple of the number of stages
         ("pp=4,vpp=2", {}, FILLED, 12),
         # The longest prompt is shorter than data.max_prompt_tokens.
-        ("tp=1", {"longest_prompt": 12}, ((12, 70),) * 3 + ((1, 3),), 7),
+        ("tp=1", {"sizes": DataSizes(longest=12)}, ((12, 70),) * 3 + ((1, 3),), 7),
     ],
 )
 def test_a_micro_batch_is_filled_to_its_budget(
@@ -145,13 +149,13 @@ AGENT = {"name": "agent"}
     ("keys", "tokens"),
     [
         ({}, 4 * 30),
-        ({"longest_prompt": 12}, 4 * 12),
+        ({"sizes": DataSizes(longest=12)}, 4 * 12),
         ({"batch_size": 9}, 3 * 30),
         ({"budget": 64}, 64),
         ({"budget": 20}, 30),  # a prompt is not cut
         # an evaluation has a prompt for each response
-        ({"evaluated": (15, 1.0)}, 5 * 30),
-        ({"evaluated": (1000, 1.0)}, 250),
+        ({"sizes": DataSizes(evaluated=15)}, 5 * 30),
+        ({"sizes": DataSizes(evaluated=1000)}, 250),
         # before its last turn, an episode may be nearly as long as prompt and response together
         ({"environment": AGENT, "budget": 9000}, 16 * 100),
         ({"environment": AGENT}, 250),
@@ -166,20 +170,19 @@ def test_a_pass_over_prompts_has_the_tokens_of_a_micro_batch_at_most(
 
 
 @pytest.mark.parametrize(
-    ("evaluated", "keys", "rows", "responses"),
+    ("sizes", "keys", "rows", "responses"),
     [
-        (0, {}, 0, 16),
-        (7, {}, 3, 16),
-        (50, {}, 17, 17),
-        (50, {"batch_size": 9}, 9, 17),
-        (50, {"batch_size": 9, "longer": 2.0}, 18, 34),  # its responses may be twice as long
+        (NOT_READ, {}, 0, 16),
+        (DataSizes(evaluated=7), {}, 3, 16),
+        (DataSizes(evaluated=50), {}, 17, 17),
+        (DataSizes(evaluated=50), {"batch_size": 9}, 9, 17),
+        (DataSizes(evaluated=50, stretch=2.0), {"batch_size": 9}, 18, 34),
     ],
 )
 def test_the_responses_of_an_evaluation_are_shared_by_the_ranks(
-    work_of: Any, evaluated: int, keys: dict[str, Any], rows: int, responses: int
+    work_of: Any, sizes: DataSizes, keys: dict[str, Any], rows: int, responses: int
 ) -> None:
-    keys = {**keys}
-    work = work_of("dp=3", 3, evaluated=(evaluated, keys.pop("longer", 1.0)), **keys)
+    work = work_of("dp=3", 3, sizes, **keys)
     assert (work.evaluation_rows, work.rollout_responses) == (rows, responses)
     assert work.rollout_rows == keys.get("batch_size", 16)
 

@@ -118,7 +118,7 @@ class Unwritable:
 def test_a_store_that_cannot_be_written_ends_a_run_that_is_saved(ahead: int) -> None:
     told: list[Any] = []
 
-    def after_failure(step: int, trainer: Any, loader: Any, *what: Any) -> None:
+    def after_failure(step: int, *what: Any) -> None:
         told.append((step, loader.state_dict(), *what))
         raise HasEndedError
 
@@ -131,7 +131,7 @@ def test_a_store_that_cannot_be_written_ends_a_run_that_is_saved(ahead: int) -> 
     before = loader.state_dict()
     rollout = {"prompts_per_step": 4, "max_staleness": ahead}
     config = config_of(data={"tokenizer": "t"}, rollout=rollout)
-    loop = a_loop(config, run_components=run, loader=loader, trainer=None, restored=None)
+    loop = a_loop(config, run_components=run, loader=loader, restored=None)
     loop.collector, loop.suites = Unwritable(), None
     loop.collector.moments = checkpoints.reward_moments
     loop.collector.config, loop.collector.device = config, torch.device("cpu")
@@ -166,7 +166,7 @@ class Timer:
 def test_an_update_whose_weights_do_not_reach_the_servers_is_saved(
     error: UserError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def after_failure(step: int, trainer: Any, loader: Any, *what: Any) -> None:
+    def after_failure(step: int, *what: Any) -> None:
         assert (step, *what) == (3, error, {"reward/mean": 0.5, "loss": 0.25})
         raise HasEndedError
 
@@ -178,7 +178,7 @@ def test_an_update_whose_weights_do_not_reach_the_servers_is_saved(
     experience = MagicMock(metrics={"reward/mean": 0.5})
     loop = a_loop(config_of(), roll_out=lambda _: experience)
     loop.restored = SimpleNamespace(rollout_seconds=24.0)
-    for name in ("device", "data_group", "token_budget", "trainer", "loader", "has_servers"):
+    for name in ("device", "data_group", "token_budget", "has_servers"):
         setattr(loop, name, None)
     for name in ("policy", "kept_steps", "updater", "collector"):
         setattr(loop, name, MagicMock())
@@ -250,7 +250,7 @@ class Saved:
 
     def judge(self, step: int, metrics: dict[str, float]) -> None: ...
 
-    def end_of_step(self, phase: str, step: int, *_: Any, is_last: bool, is_border: bool) -> None:
+    def end_of_step(self, step: int, _: Any, *, is_last: bool, is_border: bool) -> None:
         assert not is_border
         self.told.append((step, is_last))
 
@@ -272,8 +272,6 @@ def ended(step: int, unevaluated: dict[str, float] | None) -> tuple[list[tuple[i
         config,
         run_components=SimpleNamespace(checkpoints=checkpoints, logger=logger),
         unevaluated=unevaluated,
-        trainer=None,
-        loader=None,
         collector=SimpleNamespace(source=SimpleNamespace(after_checkpoint=nothing)),
         evaluate=lambda *_: {},
     )
@@ -311,16 +309,12 @@ def test_an_evaluation_before_the_first_step_is_no_part_of_the_pace() -> None:
         shown.update(step, {})
 
     watch = SimpleNamespace(alarm=None)
-    checkpoints = SimpleNamespace(
-        watch=watch, back=None, is_new=lambda _: True, before_first_step=nothing
-    )
+    checkpoints = SimpleNamespace(watch=watch, back=None, is_new=True, before_first_step=nothing)
     loop = a_loop(
         config_of(training={"steps": 4}),
         done=0,
         unevaluated=None,
         restored=None,
-        trainer=None,
-        loader=None,
         run_components=SimpleNamespace(
             objective=SimpleNamespace(name="gspo"),
             checkpoints=checkpoints,
