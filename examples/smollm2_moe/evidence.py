@@ -28,9 +28,14 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results.jsonl"
 PAGE = HERE.parents[1] / "docs" / "evidence_smollm2.md"
 VARIANTS = ("gspo", "grpo", "gspo+r2", "gspo+r3", "grpo+r2", "grpo+r3", "gspo-16", "grpo-16")
+STALE = ("gspo-stale4", "grpo-stale4")  # `stale.py 4` with the settings of gspo and grpo
 # the pairs of variants that are compared: the first minus the second
-PAIRS = [("gspo", "grpo")]
-PAIRS += [(f"{name}{more}", name) for name in ("gspo", "grpo") for more in ("+r2", "+r3", "-16")]
+PAIRS = [("gspo", "grpo"), STALE]
+PAIRS += [
+    (f"{name}{more}", name)
+    for name in ("gspo", "grpo")
+    for more in ("+r2", "+r3", "-16", "-stale4")
+]
 STEPS = 30
 ACCURACY, REWARD = "evaluation/accuracy", "reward/mean"
 # names of the figures of a result, and the metrics of which they are the means over the steps
@@ -69,7 +74,10 @@ def read_runs(folder: Path) -> list[dict[str, Any]]:
     for path in paths:
         records = read_metrics(path.parent)
         variant, seed = path.parts[-3], int(path.parts[-2].removeprefix("seed_"))
-        if variant in VARIANTS and (result := summary(variant, seed, records)) is not None:
+        if (
+            variant in (*VARIANTS, *STALE)
+            and (result := summary(variant, seed, records)) is not None
+        ):
             found.append(result)
     return found
 
@@ -81,7 +89,7 @@ def read_results() -> list[dict[str, Any]]:
 def join(old: Sequence[Result], new: Sequence[Result]) -> list[Result]:
     """All results, sorted. A new result replaces an old one of the same variant and seed."""
     by_run = {(each["variant"], each["seed"]): each for each in (*old, *new)}
-    order = {name: number for number, name in enumerate(VARIANTS)}
+    order = {name: number for number, name in enumerate((*VARIANTS, *STALE))}
     return [by_run[run] for run in sorted(by_run, key=lambda run: (order[run[0]], run[1]))]
 
 
@@ -115,7 +123,7 @@ def runs_table(results: Sequence[Result]) -> list[str]:
         "reward, steps 26 to 30 | clipped tokens | experts that change |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for name in VARIANTS:
+    for name in (*VARIANTS, *STALE):
         mine = [each for each in results if each["variant"] == name]
         if not mine:
             continue

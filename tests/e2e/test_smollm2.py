@@ -142,3 +142,22 @@ def test_two_steps_with_the_real_tokenizer(data: Path, model: Path, tmp_path: Pa
     samples = rows_of(tmp_path / "run" / "samples.jsonl")
     prompts = {row["prompt"] for row in rows_of(data / "train.jsonl")}
     assert samples and all(sample["prompt"] in prompts for sample in samples)
+
+
+def test_stale_responses_come_from_older_weights(tmp_path: Path) -> None:
+    gspo("new", tmp_path / "my")
+    changes = ["training.steps=3", "optimizer.learning_rate=0.01", "optimizer.warmup_steps=0"]
+    changes += ["training.evaluation_interval=0", "checkpoint.interval=0", "logging.plots=false"]
+
+    def samples(staleness: int) -> dict[int, list[dict]]:
+        """The samples of each step of a run."""
+        config, folder = tmp_path / "my" / "config.yaml", tmp_path / f"run_{staleness}"
+        words = (config, *changes, f"logging.dir={folder}")
+        run_program(sys.executable, EXAMPLE / "stale.py", staleness, *words)
+        assert [record["step"] for record in all_records(folder)][-3:] == [1, 2, 3]
+        rows = rows_of(folder / "samples.jsonl")
+        return {step: [row for row in rows if row["step"] == step] for step in (1, 2, 3)}
+
+    one, two = samples(1), samples(2)
+    assert one[1] and one[1] == two[1] and one[2] == two[2]  # both from the first weights
+    assert one[3] != two[3]  # here `one` has the weights after step 1, `two` the first weights
