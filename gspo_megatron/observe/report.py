@@ -236,20 +236,24 @@ def _last_interval(records: Sequence[Record]) -> tuple[str, str, float] | None:
 def _terminal_table(run: Run) -> rich_table.Table:
     steps = steps_done(run.records, main_phase(run.records))
     summary = _summary_table(run.path, run.records)
+    title, head = f"{run.name}: {steps} step{'s' * (steps != 1)}", summary.head
+    rows = [*summary.rows, ["time of steps", "", duration(wall_seconds(run.records)), "", ""]]
+    if summary.rows and not steps:  # an evaluation, with one value of each metric
+        title, head = run.name, ["", "value"]
+        rows = [[row[0], row[2]] for row in summary.rows]
     table = rich_table.Table(
-        title=f"{run.name}: {steps} step{'s' * (steps != 1)}",
+        title=title,
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
-    for name in summary.head:
+    for name in head:
         justify = "right" if name else "left"
         style = "bold" if name == "last" else None
         table.add_column(name, justify=justify, style=style, no_wrap=bool(name))
-    for row in summary.rows:
+    for row in rows:
         table.add_row(*row)
-    table.add_row("time of steps", "", duration(wall_seconds(run.records)), "", "")
     return table
 
 

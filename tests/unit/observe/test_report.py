@@ -267,6 +267,14 @@ def test_a_run_without_a_single_step_still_has_a_report(tmp_path: Path) -> None:
     assert "0 steps" in printed_at_the_end(tmp_path)
 
 
+def test_an_evaluation_has_one_value_of_each_metric(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        writer.write({"step": 0, "evaluation/accuracy": 0.25, "evaluation/reward": 0.5})
+    text = printed_at_the_end(tmp_path)
+    assert "value" in text and "best" not in text and "step" not in text.replace(str(tmp_path), "")
+    assert re.search(r"held-out accuracy \(reward ≥ 1\)\s+25\.0%\s*\n", text)
+
+
 def test_what_is_no_run_and_where_no_report_can_go_is_told(
     make_run: RunMaker, tmp_path: Path
 ) -> None:
