@@ -6,12 +6,16 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.e2e.resuming import all_records
 from tests.programs import run_program
 from tests.tasksets import hangman_words, letters, run_settings, sums_taskset
 from tests.verifiers_environment import find_verifiers_python
+
+# long, because the first test installs verifiers, maybe beside other tests
+pytestmark = pytest.mark.timeout(900)
 
 
 def train(folder: Path, taskset: str, options: str, **environ: str) -> list[dict[str, float]]:
