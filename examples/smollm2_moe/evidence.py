@@ -29,6 +29,7 @@ RESULTS = HERE / "results.jsonl"
 PAGE = HERE.parents[1] / "docs" / "evidence_smollm2.md"
 VARIANTS = ("gspo", "grpo", "gspo+r2", "gspo+r3", "grpo+r2", "grpo+r3", "gspo-16", "grpo-16")
 STALE = ("gspo-stale4", "grpo-stale4")  # `stale.py 4` with the settings of gspo and grpo
+ALL = (*VARIANTS, *STALE)
 # the pairs of variants that are compared: the first minus the second
 PAIRS = [("gspo", "grpo"), STALE]
 PAIRS += [
@@ -74,10 +75,7 @@ def read_runs(folder: Path) -> list[dict[str, Any]]:
     for path in paths:
         records = read_metrics(path.parent)
         variant, seed = path.parts[-3], int(path.parts[-2].removeprefix("seed_"))
-        if (
-            variant in (*VARIANTS, *STALE)
-            and (result := summary(variant, seed, records)) is not None
-        ):
+        if variant in ALL and (result := summary(variant, seed, records)) is not None:
             found.append(result)
     return found
 
@@ -89,7 +87,7 @@ def read_results() -> list[dict[str, Any]]:
 def join(old: Sequence[Result], new: Sequence[Result]) -> list[Result]:
     """All results, sorted. A new result replaces an old one of the same variant and seed."""
     by_run = {(each["variant"], each["seed"]): each for each in (*old, *new)}
-    order = {name: number for number, name in enumerate((*VARIANTS, *STALE))}
+    order = {name: number for number, name in enumerate(ALL)}
     return [by_run[run] for run in sorted(by_run, key=lambda run: (order[run[0]], run[1]))]
 
 
@@ -123,7 +121,7 @@ def runs_table(results: Sequence[Result]) -> list[str]:
         "reward, steps 26 to 30 | clipped tokens | experts that change |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for name in (*VARIANTS, *STALE):
+    for name in ALL:
         mine = [each for each in results if each["variant"] == name]
         if not mine:
             continue

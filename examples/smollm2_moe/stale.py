@@ -48,9 +48,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args(arguments)
+    if args.staleness < 0:
+        parser.error("STALENESS is at least 0")
     StaleLoop.staleness = args.staleness
     run.ReinforcementLoop = StaleLoop  # `train` builds its loop from this name
-    return gspo_megatron(["train", args.config, *args.overrides])
+    # Ranks that `train` starts would be new processes, without StaleLoop.
+    return gspo_megatron(["train", args.config, *args.overrides, "parallel.layout=tp=1"])
 
 
 if __name__ == "__main__":

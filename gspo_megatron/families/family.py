@@ -347,7 +347,10 @@ def sizes(epsilon: float) -> tuple[Field, ...]:
 
 SIZES = sizes(1e-6)
 # The sizes that are 0 in the config.json of a model whose layers are all dense.
-_EXPERT_SIZES = ("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size") + (
+_EXPERT_SIZES = (
+    "num_moe_experts",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
     "moe_shared_expert_intermediate_size",
 )
 
