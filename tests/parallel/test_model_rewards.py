@@ -17,7 +17,7 @@ from gspo_megatron.config import Config, resolve_parallel
 from gspo_megatron.config.reward_model import RewardModelSection
 from gspo_megatron.config.schema import RewardSection
 from gspo_megatron.data.character_tokenizer import write_character_tokenizer
-from gspo_megatron.errors import DataError
+from gspo_megatron.errors import DataError, RewardError
 from gspo_megatron.platform.groups import data_parallel_group, set_up_model_parallel
 from gspo_megatron.rl.reward_model import FolderScores, ModelRewards
 from gspo_megatron.types import Sample
@@ -117,7 +117,7 @@ def refused(config: Config) -> str:
     share: Any = SimpleNamespace(group=SimpleNamespace(model_scores=None))
     try:
         rewards._scores(share, [odd])
-    except DataError as error:
+    except RewardError as error:
         return str(error)
     return ""
 
