@@ -193,7 +193,7 @@ def _write_model(folder: Path, planner: SavePlanner, total: int) -> Files:
     numbers = [number for number in range(count) if files[number]]
     set_crc32_options(compute_crc32=False)  # the manifest has a checksum of every file
     try:
-        in_threads(write, numbers, "hf-to-megatron, MB", total)
+        in_threads(write, numbers, "hf-to-megatron", "MB", total)
     finally:
         set_crc32_options(compute_crc32=True)
     writer.finish(index, [results])
@@ -343,7 +343,7 @@ def _export(
 
     total = sum(block.numel for blocks in work.values() for block in blocks)
     blocks = _in_file_order(folder, work, records)
-    in_threads(convert, blocks, "megatron-to-hf, million weights", total, enabled=progress)
+    in_threads(convert, blocks, "megatron-to-hf", "million weights", total, enabled=progress)
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,7 @@ def _merged_to_hf(
                 done(box.numel)
 
         total = sum(spec.numel() for spec in specs.values())
-        in_threads(convert, list(specs), "megatron-to-hf, million weights", total)
+        in_threads(convert, list(specs), "megatron-to-hf", "million weights", total)
         writer.finish()
         files = checkpoint.side_files or folder.side_files
         files = [file for file in files if file.name != "config.json"]

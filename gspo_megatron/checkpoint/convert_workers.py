@@ -92,13 +92,14 @@ def in_threads(
     work: Callable[[Item, Done], None],
     items: Iterable[Item],
     title: str,
+    unit: str,
     total: int,
     *,
     enabled: bool = True,
 ) -> None:
     """Call work(item, done) for all items, a few at a time. `done` moves a progress bar up to
-    `total`. The iterator `items` may raise. After the first error, or Ctrl-C, `done` raises in all
-    threads to end them."""
+    `total`. The bar counts millions, and `unit` is the word for a million. The iterator `items` may
+    raise. After the first error, or Ctrl-C, `done` raises in all threads to end them."""
     lock, stopped = threading.Lock(), threading.Event()
     count, size, threads = 0, max(1, total // _MILLION), thread_count()
 
@@ -111,7 +112,8 @@ def in_threads(
             bar.update(size if count >= total else min(size - 1, count // _MILLION), {})
 
     torch.set_num_threads(1)  # The threads of the pool use all cores.
-    with Progress(size, title, enabled=enabled) as bar, ThreadPoolExecutor(threads) as pool:
+    progress = Progress(size, title, enabled=enabled, unit=unit)
+    with progress as bar, ThreadPoolExecutor(threads) as pool:
         try:
             running: set[Future[None]] = set()
             for item in items:

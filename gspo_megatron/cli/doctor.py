@@ -177,7 +177,8 @@ def _precisions(can_use_engine: bool) -> str:
     values need."""
     from gspo_megatron.config.precision import FP8, device_lacks, engine_lacks
 
-    possible, others = ["fp32", "bf16"], []
+    possible = ["fp32", "bf16"]
+    others: dict[str, list[str]] = {}  # what the precisions in the list lack -> the precisions
     for name in FP8:
         lacks = engine_lacks() if can_use_engine else "needs a GPU and Transformer Engine"
         if lacks is None:
@@ -189,8 +190,9 @@ def _precisions(can_use_engine: bool) -> str:
         if lacks is None:
             possible.append(name)
         else:
-            others.append(f"{name} {lacks}")
-    return "; ".join([", ".join(possible), *others])
+            others.setdefault(lacks, []).append(name)
+    parts = (f"{', '.join(names)}: {lacks}" for lacks, names in others.items())
+    return "; ".join([", ".join(possible), *parts])
 
 
 def _found(module: str) -> bool:

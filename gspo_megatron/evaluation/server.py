@@ -142,7 +142,7 @@ class ServerEvaluation:
     ) -> None:
         """Write the responses to each problem into `samples`, in the order of the problems."""
         prompts, slots = self.prompts[name], asyncio.Semaphore(requests)
-        with Progress(len(samples), name) as progress:
+        with Progress(len(samples), name, unit="response") as progress:
             async with _session(self.url) as session:
                 count = 0  # of complete responses
 

@@ -123,7 +123,7 @@ _LEARNING_RATE = Panel("Learning rate", "learning rate", ("lr",), noisy=False)
 _LENGTH = Panel(
     "Response length",
     "tokens",
-    tuple(f"response/length_{name}" for name in ("mean", "p50", "p90", "p99", "max")),
+    ("response/length_mean", "response/length_p90", "response/length_max"),
 )
 _THROUGHPUT = Panel("Throughput", "tokens per second", ("perf/tokens_per_second",))
 _TIME = Panel("Time of a step", "seconds", ("perf/step_seconds",))
@@ -165,7 +165,7 @@ _RATIOS = (
 _GAMING = (
     Panel("Score of the reward model", "mean score", ("reward_model/mean",)),
     Panel("Divergence from the start", "nats", ("kl/reference_k3", "kl/reference_k1")),
-    Panel("Response length", "tokens", ("response/length_mean", "response/length_p90")),
+    _LENGTH,
     Panel("Repeated text", "share of the response", ("response/repeated",), percent=True),
     Panel("Reward to train on", "mean", ("reward/mean", "reward/shaped_mean")),
     Panel("Spread of the scores", "standard deviation", ("reward_model/std",)),

@@ -143,9 +143,10 @@ _SHOWN: tuple[tuple[str, Callable[[float | None], str], tuple[str, ...]], ...] =
 class Progress:
     """Shows the progress of a phase; a context manager.
 
-    `total` is the number of steps of the phase. A resumed run has already done `initial_step` of
-    these steps. `stream` defaults to stderr. With enabled=False nothing is shown; all ranks except
-    one use this. An error of the stream or the terminal never stops the run.
+    `total` is the number of steps of the phase; `unit` is the word for one of them. A resumed run
+    has already done `initial_step` of these steps. `stream` defaults to stderr. With enabled=False
+    nothing is shown; all ranks except one use this. An error of the stream or the terminal never
+    stops the run.
     """
 
     def __init__(
@@ -156,9 +157,11 @@ class Progress:
         *,
         enabled: bool = True,
         initial_step: int = 0,
+        unit: str = "step",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total, self._title, self._step, self._clock = total, title, initial_step, clock
+        self._unit = unit
         self._metrics: dict[str, Any] = {}
         # The accuracy of the last evaluation. Not every step has an evaluation.
         self._accuracy: dict[str, Any] = {}
@@ -260,7 +263,7 @@ class Progress:
             if pace is not None:  # the remaining time counts down while a step is running
                 remaining = max(0.0, (self._total - self._step) * pace - (now - last_time))
             time_shown = ("ETA", duration(remaining))
-        return [time_shown] if pace is None else [("", f"{number(pace)} s/step"), time_shown]
+        return [time_shown] if pace is None else [("", f"{number(pace)} s/{self._unit}"), time_shown]
 
     def _write_line(self) -> None:
         pairs = [*self._shown_metrics(), *self._timing()]

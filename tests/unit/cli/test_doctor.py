@@ -116,7 +116,7 @@ def test_why_a_transformer_engine_does_not_import(
     rows = table(GPU, found, transformer_engine="2.9")
     text, remedy = rows["transformer-engine"]
     assert text == f"2.9, but its import fails: {found}" and "--force-reinstall" in remedy
-    assert rows["precisions"][0].startswith("fp32, bf16; fp8-delayed needs")
+    assert rows["precisions"][0].startswith("fp32, bf16; fp8-delayed, ")
 
 
 def test_the_command_tries_the_import(
@@ -183,18 +183,19 @@ def test_no_line_is_wider_than_a_page(
 def test_precisions_are_those_that_a_run_could_use(
     modules: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_cpu = "fp32, bf16; fp8-delayed needs a GPU and Transformer Engine; "
-    assert table()["precisions"][0].startswith(on_cpu)
-    without_engine = "fp32, bf16; fp8-delayed needs Transformer Engine: pip install"
+    all_fp8 = "fp8-delayed, fp8-blockwise, mxfp8"
+    on_cpu = f"fp32, bf16; {all_fp8}: needs a GPU and Transformer Engine"
+    assert table()["precisions"][0] == on_cpu
+    without_engine = f"fp32, bf16; {all_fp8}: needs Transformer Engine: pip install"
     assert table(GPU)["precisions"][0].startswith(without_engine)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr("gspo_megatron.config.precision.engine_lacks", lambda: None)
     able, *others = table(GPU)["precisions"][0].split("; ")
     assert able == "fp32, bf16, fp8-delayed, fp8-blockwise"
-    assert len(others) == 1 and others[0].startswith("mxfp8 needs a Blackwell GPU")
+    assert len(others) == 1 and others[0].startswith("mxfp8: needs a Blackwell GPU")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
-    assert table(GPU)["precisions"][0].startswith("fp32, bf16; fp8-delayed needs")
+    assert table(GPU)["precisions"][0].startswith("fp32, bf16; fp8-delayed")
 
 
 def test_supported_versions_are_those_of_the_package() -> None:

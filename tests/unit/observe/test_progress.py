@@ -111,6 +111,14 @@ def test_the_pace_follows_a_change_of_speed() -> None:
     assert "2.00 s/step" in lines(1000, *[(10, {})] * 30, *[(2, {})] * 30)[-1]
 
 
+def test_the_pace_names_what_is_counted() -> None:
+    clock, stream = Clock(), io.StringIO()
+    with Progress(2, "gsm8k", stream, unit="response", clock=clock) as progress:
+        clock.now += 3.0
+        progress.update(1, {})
+    assert stream.getvalue() == "gsm8k  1/2  3.00 s/response  ETA 3.00 s\n"
+
+
 def test_a_loss_that_is_not_finite_is_told() -> None:
     for loss in (math.nan, None):
         assert "loss not finite" in lines(2, (1, {"loss": loss}))[0]
