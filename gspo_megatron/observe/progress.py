@@ -263,7 +263,9 @@ class Progress:
             if pace is not None:  # the remaining time counts down while a step is running
                 remaining = max(0.0, (self._total - self._step) * pace - (now - last_time))
             time_shown = ("ETA", duration(remaining))
-        return [time_shown] if pace is None else [("", f"{number(pace)} s/{self._unit}"), time_shown]
+        if pace is None:
+            return [time_shown]
+        return [("", f"{number(pace)} s/{self._unit}"), time_shown]
 
     def _write_line(self) -> None:
         pairs = [*self._shown_metrics(), *self._timing()]
