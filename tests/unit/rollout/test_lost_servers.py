@@ -179,6 +179,32 @@ def test_a_server_is_given_up_after_repeated_failures(
     pooled(work, count=1, restarts=2)
 
 
+def test_each_further_pause_is_five_times_as_long_up_to_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def shorter(seconds: float) -> None:
+        if seconds >= 2:
+            pauses.append(seconds)
+        await sleep(min(seconds, 0.05))
+
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
+        [server], [double] = fleet.servers, doubles
+        await fleet.update(weights(tmp_path, 0))
+        double.faults["/openapi.json"] = fails(503)
+        monkeypatch.setattr(asyncio, "sleep", shorter)
+        fleet.lose_server(server, "it is gone")
+        assert server.bringing is not None
+        await server.bringing
+
+    pooled(work, count=1, restarts=6)
+    assert pauses == [2, 10, 50, 250, 300, 300]
+    told = re.findall(r"; tried again in (\S+) s", capsys.readouterr().out)
+    assert told == ["2", "10", "50", "250", "300", "300"]
+
+
 def test_new_weights_for_a_server_that_will_be_tried_again(tmp_path: Path, soon: None) -> None:
     async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
         lost, sound = fleet.servers
@@ -221,6 +247,23 @@ def test_a_fleet_that_is_closed_in_an_update_starts_no_further_server(tmp_path: 
         assert restart.cancelled() and updating.cancelled() and len(starts) == 1
 
     pooled(work, count=1, restarts=3)
+
+
+def test_the_restarts_of_own_servers_are_counted_over_the_whole_run(tmp_path: Path) -> None:
+    """An update in between does not give new restarts, unlike for servers of others."""
+
+    async def work(fleet: ScheduledFleet, doubles: list[Double]) -> None:
+        [server] = fleet.servers
+        server.start = lambda _: Started(doubles[0].url)
+        for version, serves in enumerate([True, True, False]):
+            await fleet.update(weights(tmp_path, version))
+            fleet.lose_server(server, "it is gone")
+            assert server.bringing is not None
+            await server.bringing
+            assert server.serves is serves
+        assert server.restarts == 2
+
+    pooled(work, count=1, restarts=2)
 
 
 def test_a_server_is_restarted_although_nobody_reads_the_log(
