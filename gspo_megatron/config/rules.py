@@ -343,8 +343,8 @@ def routing_can_be_replayed(plan: Plan) -> Problems:
         wrong = "nothing reads it with replay = off and reference_replay = off"
         yield from unread(plan, "routing", ["store_on_host"], wrong)
     if routing.reference_replay != "off" and not may_have_reference(plan.config.objective):
-        wrong = "there is no reference with objective.kl = none; allowed: off"
-        yield "routing.reference_replay", wrong
+        wrong = "there is no reference with objective.kl = none; allowed: off, or another kl"
+        yield "routing.reference_replay", f"{wrong} (kl_coefficient = 0.0 only measures it)"
 
 
 def _unreplayable(megatron: Mapping[str, Any], replays: bool) -> list[str]:
