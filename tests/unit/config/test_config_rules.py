@@ -250,8 +250,9 @@ DELTA_NETS = [
         (1, ["routing.store_on_host=true"], "routing.store_on_host = true",
          "nothing reads it with replay = off and reference_replay = off; allowed: false"),
         (1, ["routing.replay=r3", "routing.reference_replay=r3"],
-         "routing.reference_replay = 'r3'", "there is no reference with objective.kl = none; allowed: "
-         "off, or another kl (kl_coefficient = 0.0 only measures it)"),
+         "routing.reference_replay = 'r3'",
+         "there is no reference with objective.kl = none; allowed: off, or another kl "
+         "(kl_coefficient = 0.0 only measures it)"),
         (1, ["checkpoint.keep_best=2"], "checkpoint.keep_best = 2",
          "no checkpoint before the last has evaluation/accuracy; allowed: 0, or set training.eval"),
         (1, ["checkpoint.keep_best=2", "checkpoint.interval=4", "data.eval_prompts=e.jsonl",
