@@ -120,11 +120,7 @@ _ACCURACY = Panel("Held-out accuracy", "share right", ("evaluation/accuracy",), 
 _ENTROPY = Panel("Entropy", "nats per token", ("policy/entropy",))
 _GRAD_NORM = Panel("Gradient norm", "norm before clipping", ("grad_norm",), log=True)
 _LEARNING_RATE = Panel("Learning rate", "learning rate", ("lr",), noisy=False)
-_LENGTH = Panel(
-    "Response length",
-    "tokens",
-    ("response/length_mean", "response/length_p90", "response/length_max"),
-)
+_LENGTH = Panel("Response length", "tokens", ("response/length_mean", "response/length_p90"))
 _THROUGHPUT = Panel("Throughput", "tokens per second", ("perf/tokens_per_second",))
 _TIME = Panel("Time of a step", "seconds", ("perf/step_seconds",))
 _VOLATILITY = Panel(

@@ -116,7 +116,7 @@ def test_why_a_transformer_engine_does_not_import(
     rows = table(GPU, found, transformer_engine="2.9")
     text, remedy = rows["transformer-engine"]
     assert text == f"2.9, but its import fails: {found}" and "--force-reinstall" in remedy
-    assert rows["precisions"][0].startswith("fp32, bf16; fp8-delayed, ")
+    assert rows["precisions"][0].startswith("fp32, bf16; fp8-delayed, fp8-blockwise, mxfp8: ")
 
 
 def test_the_command_tries_the_import(
@@ -195,7 +195,7 @@ def test_precisions_are_those_that_a_run_could_use(
     assert able == "fp32, bf16, fp8-delayed, fp8-blockwise"
     assert len(others) == 1 and others[0].startswith("mxfp8: needs a Blackwell GPU")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
-    assert table(GPU)["precisions"][0].startswith("fp32, bf16; fp8-delayed")
+    assert table(GPU)["precisions"][0].startswith("fp32, bf16; fp8-delayed: needs")
 
 
 def test_supported_versions_are_those_of_the_package() -> None:
